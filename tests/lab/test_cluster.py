@@ -12,7 +12,7 @@ import pytest
 
 from penstock.admission.door import AdmissionLimits
 from penstock.lab.cluster import Cluster, Link
-from penstock.lab.cost_model import CostModel
+from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.records import End
 from penstock.lab.routers import Arrival, LeastLoaded, PrefixAffine, RoundRobin, Router, find_router
 from penstock.lab.simulation import Simulation
@@ -72,7 +72,7 @@ def test_two_replicas_serve_what_one_can_not() -> None:
 @pytest.mark.parametrize("make_router", [RoundRobin, LeastLoaded, PrefixAffine])
 def test_runs_repeat(make_router: Callable[[], Router], num_prefill_replicas: int) -> None:
     plans: list[list[StepPlan]] = [[], []]
-    settings = replace(SETTINGS, cost=CostModel(residuals=(0.5, 1.0, 2.0)))
+    settings = replace(SETTINGS, cost=CostModel(residuals=(Residuals(1e9, (0.5, 1.0, 2.0)),)))
     some = cluster(
         settings=settings, num_replicas=3, num_prefill_replicas=num_prefill_replicas, link=LINK, make_router=make_router
     )

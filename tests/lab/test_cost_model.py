@@ -7,7 +7,8 @@ import statistics
 
 import pytest
 
-from penstock.lab.cost_model import CostModel, Fitted, Noise, shape_of_rows
+from penstock.lab.cost_model import CostModel, Fitted, Noise, Residuals, shape_of_rows
+from penstock.lab.simulated_executor import ModelledTimes
 from penstock.types.plan import RowPlan, StepShape
 
 COST = CostModel(step_ns=1e6, decode_row_ns=2e5, prefill_token_ns=1e5, decode_read_ns=100.0, prefill_read_ns=10.0)
@@ -39,22 +40,52 @@ def test_brackets_are_paid_like_a_tax() -> None:
 
 
 def test_noise_is_drawn_from_the_residuals_and_repeats_with_its_seed() -> None:
-    cost = CostModel(residuals=(0.9, 1.0, 1.5), host_residuals=(2.0,))
+    cost = CostModel(residuals=(Residuals(5e6, (0.9, 1.0, 1.5)),), host_residuals=(2.0,))
     noise = cost.noise(random.Random(7))
-    drawn = [noise.draw() for _ in range(4000)]
-    assert 0.9 <= min(drawn) < 0.91
-    assert 1.48 < max(drawn) <= 1.5
-    assert sorted(drawn)[2000] == pytest.approx(1.0, abs=0.02)
+    drawn = [noise.draw(1e6) for _ in range(4000)]
+    assert set(drawn) == {0.9, 1.0, 1.5}
+    assert statistics.fmean(drawn) == pytest.approx(3.4 / 3, abs=0.02), "the mean is the one that was measured"
     again = cost.noise(random.Random(7))
-    assert drawn[:3] == [again.draw() for _ in range(3)]
-    assert cost.host_noise(random.Random(1)).draw() == 2.0
-    assert CostModel().noise(random.Random(1)).draw() == 1.0
+    assert drawn[:3] == [again.draw(1e6) for _ in range(3)]
+    assert cost.host_noise(random.Random(1)).draw(1e6) == 2.0
+    assert CostModel().noise(random.Random(1)).draw(1e6) == 1.0
+
+
+def test_steps_of_another_length_have_other_noise() -> None:
+    cost = CostModel(residuals=(Residuals(1e6, (3.0,)), Residuals(8e6, (2.0,)), Residuals(64e6, (1.1,))))
+    noise = cost.noise(random.Random(7))
+    assert [noise.draw(modelled_ns) for modelled_ns in (1e3, 1e6, 1.1e6, 8e6, 9e6, 64e6, 1e9)] == [
+        3.0,
+        3.0,
+        2.0,
+        2.0,
+        1.1,
+        1.1,
+        1.1,
+    ]
+
+
+def test_decodes_after_a_prompt_find_cold_caches_and_warm_them() -> None:
+    cost = CostModel(step_ns=1e6, decode_row_ns=0, prefill_token_ns=0, decode_read_ns=0, prefill_read_ns=0, cold_ns=1e5)
+    times = ModelledTimes(cost)
+    prompt, decode, both = (cost.counts(StepShape(rows, 1)) for rows in (((8, 0),), ((1, 9),), ((1, 9), (8, 0))))
+    assert [times.step_ns(counts) for counts in (decode, prompt, decode, decode, decode, both, prompt, decode)] == [
+        *(1_000_000, 1_000_000, 1_100_000, 1_080_000, 1_064_000),
+        *(1_000_000, 1_000_000, 1_100_000),
+    ]
+
+
+def test_the_host_takes_longer_for_prompts() -> None:
+    cost = CostModel(host_step_ns=100, host_row_ns=10, host_prefill_ns=1000)
+    times = ModelledTimes(cost)
+    assert times.host_ns(cost.counts(StepShape(((1, 9),) * 3, 3))) == 130
+    assert times.host_ns(cost.counts(StepShape(((1, 9), (5, 0)), 2))) == 1120
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
 def test_noise_lasts_as_long_as_it_was_seen_to(correlation: float) -> None:
-    noise = Noise([idx / 1000 for idx in range(1001)], correlation, random.Random(3))
-    drawn = [noise.draw() for _ in range(20_000)]
+    noise = Noise([Residuals(1e6, tuple([idx / 1000 for idx in range(1001)]))], correlation, random.Random(3))
+    drawn = [noise.draw(1e6) for _ in range(20_000)]
     assert statistics.correlation(drawn, drawn[1:] + drawn[:1]) == pytest.approx(correlation, abs=0.05)  # values are ranks
     assert statistics.fmean(drawn) == pytest.approx(0.5, abs=0.05)
     assert statistics.quantiles(drawn, n=100)[98] == pytest.approx(0.99, abs=0.02)

@@ -23,6 +23,7 @@ COST = CostModel(
     token_brackets=((16, 2e5), (600, 1e5)),
     host_step_ns=2e5,
     host_row_ns=1e4,
+    host_prefill_ns=4e5,
 )
 """Some steps of it take 1 ms, others 100."""
 
@@ -43,7 +44,7 @@ def steps(count: int = 300, noise: float = 0.02, seed: int = 1) -> list[Measured
         MeasuredStep(
             shape,
             round(COST.duration_ns(shape) * rng.uniform(1 - noise, 1 + noise)),
-            host_ns=round(COST.host_ns(len(shape.rows)) * rng.uniform(0.9, 1.1)),
+            host_ns=round(COST.host_ns(len(shape.rows), has_prefill=max(shape.rows)[0] > 1) * rng.uniform(0.9, 1.1)),
             group=idx % 60,
         )
         for idx, shape in enumerate(shapes(count))
@@ -60,7 +61,8 @@ def test_times_of_other_steps_are_told() -> None:
     assert float(np.median(misses(fitted.cost))) < 0.01
     assert max(misses(fitted.cost)) < 0.06
     assert fitted.cost.host_step_ns == pytest.approx(COST.host_step_ns, rel=0.1)
-    assert fitted.cost.host_row_ns == pytest.approx(COST.host_row_ns, rel=0.5)  # few steps of many rows have no prompt
+    assert fitted.cost.host_row_ns == pytest.approx(COST.host_row_ns, rel=0.1)
+    assert fitted.cost.host_prefill_ns == pytest.approx(COST.host_prefill_ns, rel=0.1)
     assert fitted.left_out["execute"].median < 0.02
     assert fitted.left_out["host"].median < 0.08
     assert fitted.num_steps == 300
@@ -110,12 +112,40 @@ def test_a_group_is_judged_by_a_model_that_has_not_seen_it() -> None:
 
 
 def test_noise_is_kept() -> None:
-    fitted = fit(steps(noise=0.2, count=600), are_in_order=True)
-    residuals = fitted.cost.residuals
-    assert residuals == tuple(sorted(residuals))
-    assert residuals[0] == pytest.approx(0.8, abs=0.06)
-    assert residuals[-1] == pytest.approx(1.2, abs=0.06)
+    fitted = fit(steps(noise=0.2, count=2000), are_in_order=True)
+    assert len(fitted.cost.residuals) > 2, "some steps take 1 ms, others 100"
+    for residuals in fitted.cost.residuals:
+        assert list(residuals.ratios) == sorted(residuals.ratios)
+        assert residuals.ratios[0] == pytest.approx(0.8, abs=0.08)
+        assert residuals.ratios[-1] == pytest.approx(1.2, abs=0.08)
     assert fitted.cost.residual_correlation < 0.1
+
+
+def test_a_stall_is_noise_of_the_steps_that_it_hits() -> None:
+    """Stalls of 2 ms in one step of ten make short steps far longer in the mean, and long ones hardly."""
+    rng = random.Random(4)
+    stalled = [replace(step, execute_ns=step.execute_ns + 2_000_000 * (rng.random() < 0.1)) for step in steps(count=2000)]
+    cost = fit(stalled).cost
+    means = [float(np.mean(residuals.ratios)) for residuals in cost.residuals]
+    assert means[0] > 1.05
+    assert means[-1] < 1.02
+    ratio = sum(step.execute_ns for step in stalled) / sum(
+        cost.duration_ns(step.shape)
+        * float(
+            np.mean(next((r for r in cost.residuals if r.up_to_ns >= cost.duration_ns(step.shape)), cost.residuals[-1]).ratios)
+        )
+        for step in stalled
+    )
+    assert ratio == pytest.approx(1, abs=0.01), "the time of all steps together is right"
+
+
+def test_what_a_prompt_leaves_cold_is_told() -> None:
+    measured = [
+        replace(step, coldness=0.8 ** (idx % 7), execute_ns=step.execute_ns + round(3e6 * 0.8 ** (idx % 7)))
+        for idx, step in enumerate(steps())
+    ]
+    assert fit(measured).cost.cold_ns == pytest.approx(3e6, rel=0.1)
+    assert fit(steps()).cost.cold_ns == 0
 
 
 def test_noise_that_lasts_is_told() -> None:

@@ -275,7 +275,7 @@ def test_the_host_takes_its_time_between_steps_or_beside_them(depth: int) -> Non
 
 
 def test_noise_is_seeded() -> None:
-    noisy = replace(COST, residuals=(0.8, 1.0, 1.5))
+    noisy = replace(COST, residuals=(Residuals(1e9, (0.8, 1.0, 1.5)),))
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=50)]
     ends = [simulation(cost=noisy, seed=seed).run(of(*jobs)).duration_ns for seed in (1, 1, 2)]
     assert ends[0] == ends[1] != ends[2]

@@ -11,7 +11,7 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.ports import Detokenizer
 from penstock.lab.recording import open_recording
-from penstock.lab.steps import MeasuredStep, StepRunner, design, fits, measure, measure_with_host, steps_of
+from penstock.lab.steps import REFERENCE, MeasuredStep, StepRunner, design, fits, measure, measure_with_host, steps_of
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
@@ -58,9 +58,13 @@ def test_every_shape_is_computed_in_every_round(tmp_path: Path) -> None:
     shapes = design(CAPACITY)
     seen: list[tuple[int, int]] = []
     steps = measure(runner, shapes, num_rounds=2, progress=lambda done, of: seen.append((done, of)))
-    assert len(steps) == 2 * len(shapes)
-    assert {step.group for step in steps} == set(range(len(shapes)))
-    assert all(step.shape == shapes[step.group] for step in steps)
+    warm, cold = ([step for step in steps if bool(step.coldness) is is_cold] for is_cold in (False, True))
+    assert len(warm) == 2 * len(shapes)
+    assert {step.group for step in warm} == set(range(len(shapes)))
+    assert all(step.shape == shapes[step.group] for step in warm)
+    num_prompts = sum(max(shape.rows)[0] > 1 for shape in shapes)
+    assert [(step.shape, step.coldness) for step in cold] == [(REFERENCE, 1.0)] * 2 * num_prompts, "one after each prompt"
+    assert not {step.group for step in cold} & {step.group for step in warm}
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert [step.shape for step in steps[: len(shapes)]] != shapes, "in an order of its own"
     for step in steps:
@@ -70,7 +74,7 @@ def test_every_shape_is_computed_in_every_round(tmp_path: Path) -> None:
 
 def test_the_hosts_time_is_what_is_between_steps() -> None:
     steps = measure_with_host(HashExecutor(CAPACITY), detokenizer, 1000, WallClock(), num_tokens=6, first_group=7)
-    assert {len(step.shape.rows) for step in steps} == {1, 2, 3, 4, 6, 8}
+    assert {len(step.shape.rows) for step in steps} == {1, 2, 3, 4, 5, 6, 8}
     assert min(step.group for step in steps) == 7
     assert all(step.host_ns is not None for step in steps)
 
@@ -88,7 +92,7 @@ def record(path: Path, depth: int = 1) -> list[MeasuredStep]:
     }
     recorder = Recorder(path, max_bytes=1 << 30, clock=VirtualClock(), block_size=16, about=about)
     for idx, (at_ns, num_running) in enumerate(((100, 2), (250, 0), (900, 1), (1000, 1))):
-        rows = [RowPlan("a", 5 + idx, 1, (), 1), RowPlan("b", 0, 3, (), 0)]
+        rows = [RowPlan("a", 5 + idx, 1, (), 1), RowPlan("b", 0, 3, (), 0)][: 1 if idx in (1, 2) else 2]
         parts = {"execute": 60 + idx, "linear": 40}
         stats = StepStats(idx, at_ns, at_ns + 80, num_running, 0, 64, 60, 0, parts_ns=parts, planned_ns=at_ns, rows=rows)
         recorder.on_step(stats)
@@ -99,7 +103,8 @@ def record(path: Path, depth: int = 1) -> list[MeasuredStep]:
 
 def test_steps_of_a_recording(tmp_path: Path) -> None:
     steps = record(tmp_path / "r")
-    assert [step.shape.rows for step in steps] == [((1, 5 + idx), (3, 0)) for idx in range(4)]
+    assert [step.shape.rows for step in steps] == [((1, 5), (3, 0)), ((1, 6),), ((1, 7),), ((1, 8), (3, 0))]
+    assert [step.coldness for step in steps] == [0, 1, 0.8, 0], "the prompt of the first one took the weights' place in caches"
     assert [step.execute_ns for step in steps] == [60, 61, 62, 63]
     assert [step.parts_ns for step in steps] == [{"linear": 40}] * 4
     assert [step.host_ns for step in steps] == [90, None, 38, None], "after the second it was idle; the last has no next"

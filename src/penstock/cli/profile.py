@@ -137,7 +137,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
         peaks = _peaks(config, executor, is_quantised=size.is_quantised)
     finally:
         executor.close()
-    figures = figures_of(steps, size, peaks)
+    figures = figures_of([step for step in steps if not step.coldness], size, peaks)
     print(f"{size.name}, {config.backend.backend} backend; medians of {rounds} rounds")
     for line in step_lines(figures, peaks):
         print(line)
@@ -189,7 +189,8 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
         shapes = design(executor.capacity)
         steps = measure(runner, shapes, num_rounds=rounds, progress=_show_progress)
         detokenizers = detokenizer_factory(tokenizer)
-        steps += measure_with_host(executor, detokenizers, vocab_size, WallClock(), first_group=len(shapes))
+        first_group = 1 + max(step.group for step in steps)
+        steps += measure_with_host(executor, detokenizers, vocab_size, WallClock(), first_group=first_group)
         machine = {
             "cpu": cpu_name(),
             "cpus": usable_cpus(),

@@ -30,14 +30,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.fitting import Errors, fit
 from penstock.lab.steps import MeasuredStep
 from penstock.types.errors import PenstockError
 from penstock.types.plan import StepShape
 
 FORMAT = "penstock-cost-model"
-VERSION = 1
+VERSION = 2
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 """In a step of a table."""
@@ -128,11 +128,14 @@ def _from_json(path: Path, text: str) -> SavedCost:
         cost = written.pop("cost")
         fitted = cost.pop("fitted")
         brackets = tuple((int(up_to), float(token_ns)) for up_to, token_ns in cost.pop("token_brackets"))
-        residuals = {name: tuple(map(float, cost.pop(name))) for name in ("residuals", "host_residuals")}
-        costs: dict[str, Any] = {name: float(value) for name, value in cost.items()} | residuals
+        residuals = tuple([Residuals(float(up_to_ns), tuple(map(float, ratios))) for up_to_ns, ratios in cost.pop("residuals")])
+        host_residuals = tuple(map(float, cost.pop("host_residuals")))
+        costs: dict[str, Any] = {name: float(value) for name, value in cost.items()}
         model = CostModel(
             **costs,
             token_brackets=brackets,
+            residuals=residuals,
+            host_residuals=host_residuals,
             fitted=None if fitted is None else Fitted(**fitted),
         )
         errors = {part: Errors(**values) for part, values in written.pop("errors").items()}
@@ -145,8 +148,10 @@ def _from_json(path: Path, text: str) -> SavedCost:
 
 def _check(path: Path, cost: CostModel) -> None:
     values = [getattr(cost, name) for name in _PLAIN_COSTS]
-    values += [*cost.residuals, *cost.host_residuals, *(value for bracket in cost.token_brackets for value in bracket)]
-    if any(not math.isfinite(value) or value < 0 for value in values):
+    values += [*cost.host_residuals, *(value for bracket in cost.token_brackets for value in bracket)]
+    values += [value for up_to_ns, ratios in cost.residuals for value in (up_to_ns, *ratios)]
+    is_empty = any(not one.ratios for one in cost.residuals)
+    if is_empty or any(not math.isfinite(value) or value < 0 for value in values):
         raise CostFileError(f"{path} has costs that are below nothing, or no numbers.")
 
 

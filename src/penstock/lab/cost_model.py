@@ -1,13 +1,14 @@
 """How long a step takes, from its shape alone. Called by the simulated executor and by the simulation; measures nothing.
 
 A step's time is a sum of named parts, each a number of something times its cost. The noise of the machine, which such a sum
-leaves over, is kept as quantiles of measured over modelled time, from which seeded draws are made. A model knows the range of
+leaves over, is kept as ratios of measured to modelled time, from which seeded draws are made. A model knows the range of
 the steps that it was fitted to, and says so when it is asked about a step outside of it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -58,6 +59,19 @@ class Fitted:
         return tuple([f"{num} {name} > {most}" for name, num, most in pairs if num > most])
 
 
+COLD_DECAY = 0.8
+"""Of what caches lost to a prompt, each step without one brings back a fifth: so on a Xeon of 2023 with 260 MB of L3."""
+
+
+class Residuals(NamedTuple):
+    """Noise of steps of like length: a stall of a millisecond doubles a short step, and is nothing to a long one."""
+
+    up_to_ns: float
+    """Modelled time of the longest step that it was measured at."""
+    ratios: tuple[float, ...]
+    """Measured over modelled time: means of equally many steps, ascending. So the mean of all is the mean that was measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Costs in nanoseconds.
@@ -85,16 +99,21 @@ class CostModel:
     token_brackets: tuple[tuple[int, float], ...] = ()
     """(up to so many tokens of a step, cost of each), ascending, as brackets of a tax: products with weights, whose price per
     token falls or rises with their number. The last holds for all further ones."""
+    cold_ns: float = 0.0
+    """The first step without prompts after one with them, besides: caches hold the weights again only after several such steps,
+    and the k-th pays `COLD_DECAY` ** (k - 1) of it."""
     host_step_ns: float = 0.0
     """The engine's own time for each step, outside of the executor: commands, plan, books, text."""
     host_row_ns: float = 0.0
     """The same for each row."""
-    residuals: tuple[float, ...] = ()
-    """Quantiles, from the least to the largest at equal distances, of measured over modelled time of the executor; none: 1."""
+    host_prefill_ns: float = 0.0
+    """The same for a step that computes prompts: they are looked up in the prefix cache, and their texts begin."""
+    residuals: tuple[Residuals, ...] = ()
+    """Noise of the executor's time by the length of the step, ascending; the last holds for all longer ones. None: no noise."""
     residual_correlation: float = 0.0
     """Correlation of the ranks of two steps in a row among them: a machine is slow for a while, not for one step. [0, 1)"""
     host_residuals: tuple[float, ...] = ()
-    """The same of the host's time, which is taken to change from step to step."""
+    """`Residuals.ratios` of the host's time, which is taken to change from step to step."""
     fitted: Fitted | None = None
     """None: nobody knows."""
 
@@ -141,7 +160,7 @@ class CostModel:
         return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
-        """The executor's time for a step, without noise."""
+        """The executor's time for a step with warm caches, without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
@@ -157,11 +176,11 @@ class CostModel:
             + (self._tokens_ns(counts.num_tokens) if self.token_brackets else 0.0)
         )
 
-    def host_ns(self, num_rows: int) -> int:
+    def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
         """The engine's own time for a step of so many rows, without noise. From the end of one step in the executor to the
         begin of the next passes, in the mean, the time of the step that ended.
         """
-        return round(self.host_step_ns + self.host_row_ns * num_rows)
+        return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
 
     def noise(self, rng: Random) -> Noise:
         """Draws factors for `duration_ns`."""
@@ -169,7 +188,7 @@ class CostModel:
 
     def host_noise(self, rng: Random) -> Noise:
         """Draws factors for `host_ns`."""
-        return Noise(self.host_residuals, 0.0, rng)
+        return Noise((Residuals(math.inf, self.host_residuals),) if self.host_residuals else (), 0.0, rng)
 
     def outside(self, counts: Counts) -> tuple[str, ...]:
         """The limits of the fitted range that a step exceeds, in words; none if it lies within, or nobody knows the range."""
@@ -192,30 +211,24 @@ class CostModel:
 class Noise:
     """Draws from residuals, one after the other: the same seed gives the same draws."""
 
-    def __init__(self, quantiles: Sequence[float], correlation: float, rng: Random) -> None:
-        """Without quantiles each draw is 1. `correlation`: of the ranks of two draws in a row."""
-        self._quantiles = tuple(quantiles)
+    def __init__(self, residuals: Sequence[Residuals], correlation: float, rng: Random) -> None:
+        """Without residuals each draw is 1. `correlation`: of the ranks of two draws in a row."""
+        self._edges = [one.up_to_ns for one in residuals[:-1]]
+        self._ratios = [one.ratios for one in residuals]
         # Of the normal deviates behind ranks (Pearson, 1907).
         self._share = 2 * math.sin(math.pi * correlation / 6)
         self._own_share = math.sqrt(1 - self._share**2)
         self._rng = rng
-        self._deviate = rng.gauss() if quantiles else 0.0
+        self._deviate = rng.gauss() if residuals else 0.0
 
-    def draw(self) -> float:
-        """The next factor."""
-        if not self._quantiles:
+    def draw(self, modelled_ns: float) -> float:
+        """The next factor, for a step that takes so long by the model."""
+        if not self._ratios:
             return 1.0
         self._deviate = self._share * self._deviate + self._own_share * self._rng.gauss()
         rank = 0.5 * (1 + math.erf(self._deviate / math.sqrt(2)))
-        return quantile_at(self._quantiles, rank)
-
-
-def quantile_at(quantiles: Sequence[float], share: float) -> float:
-    """The value at a share in [0, 1] of quantiles at equal distances, linear in between."""
-    at = share * (len(quantiles) - 1)
-    below = min(int(at), len(quantiles) - 1)
-    above = min(below + 1, len(quantiles) - 1)
-    return quantiles[below] + (quantiles[above] - quantiles[below]) * (at - below)
+        ratios = self._ratios[bisect_left(self._edges, modelled_ns)]
+        return ratios[min(int(rank * len(ratios)), len(ratios) - 1)]
 
 
 def shape_of_rows(rows: Sequence[RowPlan]) -> StepShape:

@@ -16,14 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.lab.cost_model import CostModel, Counts, Fitted
+from penstock.lab.cost_model import CostModel, Counts, Fitted, Residuals
 from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]
 
-BRACKETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+BRACKETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of tokens in a step from which on a further token may have another price."""
-NUM_QUANTILES = 101
+NUM_RATIOS = 100
+"""Of the noise of like steps, at most."""
+MIN_RATIOS = 50
+"""Fewer steps of like length have no noise of their own."""
 LEAST_SHARE = 0.1
 """Share of a step that a part must have for its error to count."""
 HUBER = 1.5
@@ -41,13 +44,14 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "sample_step_ns": lambda counts: counts.num_samples > 0,
 }
 _COSTS_OF: Mapping[str, tuple[str, ...]] = {
-    "linear": ("step_ns", "brackets", "sample_ns", "sample_step_ns"),
+    "linear": ("step_ns", "brackets", "sample_ns", "sample_step_ns", "cold_ns"),
     "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns", "prefill_context_ns"),
     "sampling": ("sample_step_ns", "sample_ns"),
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
-    TOTAL: (*_UNITS, "brackets"),
+    TOTAL: (*_UNITS, "brackets", "cold_ns"),
 }
 """Part of a step as executors tell it -> costs that it may contain; of an executor that tells none, all of it is one part."""
+_HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +94,15 @@ def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
         is_out = table.groups == name
         for part, values in table.predict(table.fit(~is_out)).items():
             left_out[part][is_out] = values[is_out]
-    total = (table.raw / predicted[TOTAL])[table.is_step]
+    raw, modelled = table.raw[table.is_step], predicted[TOTAL][table.is_step]
     has_host = ~np.isnan(table.measured[HOST])
     host = table.measured[HOST][has_host] / np.maximum(predicted[HOST][has_host], 1.0)
     most = Counts(*np.max(np.array(table.counts)[table.is_step], axis=0).tolist())
     model = replace(
         table.model(cost),
-        residuals=_quantiles(total),
-        residual_correlation=_correlation(total) if are_in_order else 0.0,
-        host_residuals=_quantiles(host) if has_host.any() else (),
+        residuals=_residuals(raw / modelled, modelled),
+        residual_correlation=_correlation(raw / modelled) if are_in_order else 0.0,
+        host_residuals=_means(host) if has_host.any() else (),
         fitted=Fitted(
             max_rows=most.num_rows,
             max_decodes=most.num_decodes,
@@ -127,6 +131,7 @@ class _Table:
         self._edges = _edges(num_tokens)
         for idx, (begin, end) in enumerate(pairwise((0.0, *self._edges))):
             units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
+        units["cold_ns"] = np.array([step.coldness for step in steps])
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
         # At the machine's usual speed: where it was slower than usual, so was the reference.
@@ -140,13 +145,8 @@ class _Table:
         self.parts = [*own, OTHER] if own else [TOTAL]
         if own:
             self.measured[OTHER] = total - sum(self.measured[name] for name in own)
-        # Prompts are admitted and looked up in the prefix cache between steps: that is no cost of a row.
-        has_prompts = [one.num_prefill_tokens > 0 for one in self.counts]
-        host = [
-            np.nan if step.host_ns is None or has_prompt else float(step.host_ns)
-            for step, has_prompt in zip(steps, has_prompts, strict=True)
-        ]
-        self.measured[HOST] = np.array(host)
+        self._has_prefill = np.array([float(one.num_prefill_tokens > 0) for one in self.counts])
+        self.measured[HOST] = np.array([np.nan if step.host_ns is None else float(step.host_ns) for step in steps])
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
         """Costs by part, of the steps that are used."""
@@ -162,11 +162,12 @@ class _Table:
         host = self.measured[HOST]
         is_known = is_used & ~np.isnan(host)
         if is_known.any():
-            # Medians of equal numbers of rows: single steps differ by far more than the host's part of a row.
-            rows = np.unique(self._num_rows[is_known])
-            medians = np.array([np.median(host[is_known & (self._num_rows == num)]) for num in rows])
-            solution = _robust(np.stack([np.ones(len(rows)), rows], axis=1), medians, np.maximum(medians, 1.0))
-            cost[HOST] = {"host_step_ns": float(solution[0]), "host_row_ns": float(solution[1])}
+            # Medians of like steps: single ones differ by far more than the host's part of a row.
+            kinds = np.stack([np.ones(len(host)), self._num_rows, self._has_prefill], axis=1)
+            alike, kind_of = np.unique(kinds[is_known], axis=0, return_inverse=True)
+            medians = np.array([np.median(host[is_known][kind_of == kind]) for kind in range(len(alike))])
+            solution = _robust(alike, medians, np.maximum(medians, 1.0))
+            cost[HOST] = dict(zip(_HOST_COSTS, solution.tolist(), strict=True))
         return cost
 
     def predict(self, cost: _Cost) -> dict[str, Floats]:
@@ -175,8 +176,8 @@ class _Table:
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
         predicted[TOTAL] = np.sum([predicted[part] for part in self.parts], axis=0)
-        host = cost.get(HOST, {"host_step_ns": 0.0, "host_row_ns": 0.0})
-        predicted[HOST] = host["host_step_ns"] + host["host_row_ns"] * self._num_rows
+        step_ns, row_ns, prefill_ns = (cost.get(HOST, {}).get(name, 0.0) for name in _HOST_COSTS)
+        predicted[HOST] = step_ns + row_ns * self._num_rows + prefill_ns * self._has_prefill
         return predicted
 
     def model(self, cost: _Cost) -> CostModel:
@@ -187,7 +188,7 @@ class _Table:
                 totals[name] = totals.get(name, 0.0) + cost_ns
         slopes = [totals.pop(f"bracket {idx}", 0.0) for idx in range(len(self._edges))]
         brackets = tuple([(int(edge), slope) for edge, slope in zip(self._edges, slopes, strict=True)])
-        costs: dict[str, Any] = {**dict.fromkeys(_UNITS, 0.0), **totals}
+        costs: dict[str, Any] = {**dict.fromkeys((*_UNITS, "cold_ns"), 0.0), **totals}
         return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
 
     def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
@@ -277,9 +278,25 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
     return solution / np.where(norms > 0, norms, 1.0)
 
 
-def _quantiles(values: Floats) -> tuple[float, ...]:
-    found = np.quantile(values, np.linspace(0, 1, NUM_QUANTILES))
-    return tuple(round(float(value), 5) for value in found)
+def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
+    """Noise by octaves of the modelled time, of which those with few steps are one with the next longer."""
+    found: list[Residuals] = []
+    octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
+    waiting = np.zeros(len(ratios), dtype=bool)
+    for octave in np.unique(octaves):
+        waiting |= octaves == octave
+        if waiting.sum() >= MIN_RATIOS:
+            found.append(Residuals(float(2 ** (octave + 1)), _means(ratios[waiting])))
+            waiting[:] = False
+    if not found:
+        return (Residuals(float(modelled_ns.max()), _means(ratios)),)
+    return tuple(found)
+
+
+def _means(values: Floats) -> tuple[float, ...]:
+    """`Residuals.ratios`."""
+    shares = np.array_split(np.sort(values), min(NUM_RATIOS, len(values)))
+    return tuple([round(float(share.mean()), 5) for share in shares])
 
 
 def _correlation(values: Floats) -> float:

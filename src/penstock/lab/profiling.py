@@ -44,14 +44,14 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("prefill_context_ns", "KV position before a prompt's", 1, "ns"),
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
+        ("host_prefill_ns", "host, step with prompts", 1e3, "us"),
+        ("cold_ns", "first step after a prompt", 1e3, "us"),
     ):
         if value := getattr(cost, name):
             yield f"  {words:30}{value / factor:10.2f} {unit}"
-    if cost.residuals:
-        middle = len(cost.residuals) // 2
-        last = len(cost.residuals) - 1
-        p99 = cost.residuals[round(0.99 * last)]
-        yield f"  noise: {cost.residuals[middle]:.3f} times the model in the median, {p99:.3f} at p99"
+    for up_to_ns, ratios in cost.residuals:
+        middle, p99 = (ratios[int(share * len(ratios))] for share in (0.5, 0.99))
+        yield f"  noise, steps up to {up_to_ns / 1e6:7.1f} ms: {middle:.3f} times the model in the median, {p99:.3f} at p99"
     if (fitted := cost.fitted) is not None:
         yield (
             f"  fitted to steps of up to {fitted.max_rows} rows, {fitted.max_prefill_tokens} prompt tokens, "

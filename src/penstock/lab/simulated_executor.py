@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Protocol
 
-from penstock.lab.cost_model import CostModel, Counts
+from penstock.lab.cost_model import COLD_DECAY, CostModel, Counts
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
@@ -29,7 +29,7 @@ class StepTimes(Protocol):
         """The executor's time for the step."""
         ...
 
-    def host_ns(self, num_rows: int) -> int:
+    def host_ns(self, counts: Counts) -> int:
         """The engine's own time between this step and the next."""
         ...
 
@@ -48,21 +48,28 @@ class ModelledTimes:
         rng = Random(seed)  # noqa: S311  # repeatable on purpose
         self._noise = cost.noise(rng) if cost.residuals else None
         self._host_noise = cost.host_noise(rng) if cost.host_residuals else None
-        self._has_host = bool(cost.host_step_ns or cost.host_row_ns)
+        self._has_host = bool(cost.host_step_ns or cost.host_row_ns or cost.host_prefill_ns)
+        self._cold_ns = 0.0
+        """Which the next step pays besides if it computes no prompt."""
 
     def step_ns(self, counts: Counts) -> int:
         self.num_steps += 1
         if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
-        duration_ns = self._cost.cost_of(counts)
-        return duration_ns if self._noise is None else round(duration_ns * self._noise.draw())
+        duration_ns: float = self._cost.cost_of(counts)
+        if counts.num_prefill_tokens:
+            self._cold_ns = self._cost.cold_ns
+        else:
+            duration_ns += self._cold_ns
+            self._cold_ns *= COLD_DECAY
+        return round(duration_ns if self._noise is None else duration_ns * self._noise.draw(duration_ns))
 
-    def host_ns(self, num_rows: int) -> int:
+    def host_ns(self, counts: Counts) -> int:
         if not self._has_host:
             return 0
-        duration_ns = self._cost.host_ns(num_rows)
-        return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw())
+        duration_ns = self._cost.host_ns(counts.num_rows, has_prefill=counts.num_prefill_tokens > 0)
+        return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw(duration_ns))
 
 
 class SimulatedExecutor:
@@ -143,7 +150,7 @@ class SimulatedExecutor:
         start_ns = max(plan.now_ns, self._host_until_ns, self._ready_ns)
         self._ready_ns = ready_ns = start_ns + self._times.step_ns(counts)
         result = StepResult(plan.step_id, token_ids, StepTiming(start_ns, ready_ns))
-        self._results[plan.step_id] = result, self._times.host_ns(num_rows)
+        self._results[plan.step_id] = result, self._times.host_ns(counts)
         return Ticket(plan.step_id, ready_ns)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import DetokenizerFactory, Executor, NullObserver
 from penstock.engine.stepper import Stepper
-from penstock.lab.cost_model import shape_of_rows
+from penstock.lab.cost_model import COLD_DECAY, shape_of_rows
 from penstock.lab.recording import Recording, StepDone
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -29,7 +29,7 @@ from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import StepStats
 
-DECODE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+DECODE_ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DECODE_CONTEXTS = (32, 500, 1800)
 CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHUNK_CONTEXTS = (0, 1000)
@@ -37,6 +37,8 @@ NUM_MIXES = 24
 """Steps of decodes and chunks, with contexts drawn at random."""
 REFERENCE = StepShape(((1, 128),), 1)
 """The step that runs before each that is measured. Where it takes longer than usual, others use the machine."""
+NUM_TO_WARM = 10
+"""Reference steps after a prompt until one of them tells how fast the machine is."""
 STRETCH = 100
 """Steps in a row that are taken of a long recording."""
 
@@ -54,6 +56,8 @@ class MeasuredStep:
     """The engine's own time between this step and the next; None: it had nothing to do then, or nobody knows."""
     is_for_host: bool = False
     """Its host's time is of use, and its executor's is not: it was not measured beside a reference."""
+    coldness: float = 0.0
+    """Share of `CostModel.cold_ns` that it pays."""
     slowness: float = 1.0
     """Time of a reference step beside it over that step's median: how slow the machine was just then."""
     group: int = 0
@@ -153,12 +157,15 @@ def measure(
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[MeasuredStep]:
-    """Each shape once in each round, after a round that only warms up. A shape's steps are a group.
+    """Each shape once in each round, after a round that only warms up. A shape's steps are a group; the first reference step
+    after each prompt is measured, too, and those of a round are a group.
 
     `progress` is told the rounds that are done, and of how many.
     """
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     steps: list[MeasuredStep] = []
+    cold_steps: list[tuple[MeasuredStep, int]] = []
+    """Each with the time of the reference that came after it, when caches were warm."""
     references_ns: list[int] = []
     """Before each step, and after the last."""
     order = list(enumerate(shapes))
@@ -170,11 +177,18 @@ def measure(
             if round_no:
                 references_ns.append(reference_ns)
                 steps.append(MeasuredStep(shape, execute_ns, dict(parts_ns), group=group))
+            if any(query_len > 1 for query_len, _ in shape.rows):
+                cold_ns, cold_parts_ns = runner.run(REFERENCE)
+                cold_step = MeasuredStep(REFERENCE, cold_ns, dict(cold_parts_ns), coldness=1.0, group=len(shapes) + round_no)
+                warm_ns = [runner.run(REFERENCE)[0] for _ in range(NUM_TO_WARM)][-1]
+                if round_no:
+                    cold_steps.append((cold_step, warm_ns))
         progress(round_no + 1, num_rounds + 1)
     references_ns.append(runner.run(REFERENCE)[0])
     usual_ns = median(references_ns)
     beside = zip(steps, pairwise(references_ns), strict=True)
-    return [replace(step, slowness=(before_ns + after_ns) / 2 / usual_ns) for step, (before_ns, after_ns) in beside]
+    measured = [replace(step, slowness=(before_ns + after_ns) / 2 / usual_ns) for step, (before_ns, after_ns) in beside]
+    return measured + [replace(step, slowness=warm_ns / usual_ns) for step, warm_ns in cold_steps]
 
 
 def measure_with_host(
@@ -252,21 +266,26 @@ def steps_of(recording: Recording, *, num_groups: int = 20, max_steps: int = 20_
     stride = -(-num_steps // max_steps)
     steps: list[MeasuredStep] = []
     before: StepDone | None = None
+    coldness = 0.0
     for idx, step in enumerate(chain(recording.steps(), (None,))):
-        if before is not None and (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0:
-            after = step if has_gaps and before.num_running else None
-            steps.append(_measured(before, after, (idx - 1) * num_groups // num_steps))
+        if before is not None:
+            has_prefill = any(query_len > 1 for query_len, _ in before.shape.rows)
+            if (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0:
+                after = step if has_gaps and before.num_running else None
+                group = (idx - 1) * num_groups // num_steps
+                steps.append(_measured(before, after, 0.0 if has_prefill else coldness, group))
+            coldness = 1.0 if has_prefill else coldness * COLD_DECAY
         before = step
     return steps
 
 
-def _measured(step: StepDone, after: StepDone | None, group: int) -> MeasuredStep:
+def _measured(step: StepDone, after: StepDone | None, coldness: float, group: int) -> MeasuredStep:
     execute_ns = step.parts_ns["execute"]
     host_ns = None
     if after is not None and after.step_id == step.step_id + 1:
         host_ns = after.planned_ns - step.planned_ns - execute_ns
     own = {name: ns for name, ns in step.parts_ns.items() if name not in ENGINE_PARTS}
-    return MeasuredStep(step.shape, execute_ns, own, host_ns, group=group)
+    return MeasuredStep(step.shape, execute_ns, own, host_ns, coldness=coldness, group=group)
 
 
 ENGINE_PARTS = frozenset({"execute", "schedule", "commit", "grammar", "output"})
