@@ -21,7 +21,7 @@ from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
-ALL = ("model", "kv", "scheduler", "admission", "backend", "server", "log")
+ALL = ("model", "kv", "scheduler", "admission", "backend", "server", "ab", "log")
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,17 @@ def test_a_wrong_key_in_the_file_is_wrong_usage_and_lists_the_valid_ones(tmp_pat
 def test_help_groups_the_settings() -> None:
     result, _ = _invoke("--help")
     titles = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["Options:", "Model:", "KV cache:", "Scheduling:", "Admission:", "Compute:", "Server:", "Log:"]
+    assert titles == [
+        "Options:",
+        "Model:",
+        "KV cache:",
+        "Scheduling:",
+        "Admission:",
+        "Compute:",
+        "Server:",
+        "A/B test:",
+        "Log:",
+    ]
 
 
 def test_help_shows_defaults_in_the_notation_in_which_they_are_written() -> None:

@@ -15,6 +15,7 @@ import httpx
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
+from penstock.deploy.policies import admission_limits
 from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
@@ -120,14 +121,16 @@ def make_runtime(
     clock=None,
     sources=None,
     max_explained=100,
+    arms=None,
     **model_fields,
 ) -> RunningModel:
-    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
+    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone. `arms`: an A/B test."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
     tokenizer = make_tokenizer()
-    metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0]), Bridge()
-    admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
+    metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0], ("A", "B") if arms else ()), Bridge()
+    limits_b = admission_limits(arms.b.admission) if arms else None
+    admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity, limits_b=limits_b)
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
     observer = ObserverGroup([metrics, admission, signals])
@@ -170,6 +173,7 @@ def make_runtime(
         clock=clock,
         sources=sources or fixed_sources(),
         journal=journal,
+        arms=arms,
     )
 
 

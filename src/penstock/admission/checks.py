@@ -46,6 +46,8 @@ class Ask:
     """Says that two calls are the same one, sent again; None if that is not known."""
     is_retry: bool = False
     """The client says that it sends this again."""
+    arm: str = ""
+    """Arm of the A/B test; empty where there is none."""
 
 
 @dataclass(slots=True, kw_only=True)

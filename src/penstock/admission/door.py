@@ -31,7 +31,7 @@ from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Ma
 from penstock.admission.tenants import Account, Tenants
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import ARM_B, FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 DEFAULT_KV_HEADROOM = 0.2
@@ -87,10 +87,20 @@ class Admission:
     """
 
     def __init__(
-        self, limits: AdmissionLimits, capacity: Capacity, *, reads_priority: bool = False, window_s: int = 30
+        self,
+        limits: AdmissionLimits,
+        capacity: Capacity,
+        *,
+        reads_priority: bool = False,
+        window_s: int = 30,
+        limits_b: AdmissionLimits | None = None,
     ) -> None:
-        """`reads_priority`: the waiting requests are served by their priority."""
+        """`reads_priority`: the waiting requests are served by their priority.
+
+        `limits_b`: those of arm B of an A/B test; its limits of tenants are not looked at.
+        """
         self.limits = limits
+        self._limits_b = limits_b or limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = _ignore
         """Called with the time of each call that was not told to come back then; set before the first call."""
@@ -104,14 +114,16 @@ class Admission:
         self._promises = Promises()
         self._tenants = Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
-        self._checks = self._make_checks()
+        self._checks = self._make_checks(limits)
+        self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)
+        targets_ns = [one.slo_ttft_ns for one in (limits, self._limits_b) if one.slo_ttft_ns is not None]
+        self._least_target_ns = min(targets_ns, default=None)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
         """Requests of calls that were let in and are not submitted yet."""
         self._num_entering_tokens = 0
 
-    def _make_checks(self) -> tuple[Check, ...]:
-        limits = self.limits
+    def _make_checks(self, limits: AdmissionLimits) -> tuple[Check, ...]:
         checks: list[Check] = [Deadlines()]
         if self._has_tenant_limits:
             checks.append(self._tenants)
@@ -119,6 +131,10 @@ class Admission:
         if limits.kv_headroom:
             checks.append(KvHeadroom(limits.kv_headroom))
         return tuple(checks)
+
+    def limits_of(self, arm: str) -> AdmissionLimits:
+        """The limits for a call of this arm."""
+        return self._limits_b if arm == ARM_B else self.limits
 
     # For the event loop.
 
@@ -134,7 +150,7 @@ class Admission:
         if promise is None:
             self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
-        for check in self._checks:
+        for check in self._checks_b if ask.arm == ARM_B else self._checks:
             refusal = check.refusal(view)
             if refusal is not None:
                 raise self._rejected(refusal, view, promise)
@@ -204,7 +220,7 @@ class Admission:
 
     def _is_telling(self, entry: Entry) -> bool:
         """It was expected to take a good part of the target; short times are off by a step or two, which tells nothing."""
-        target_ns = self.limits.slo_ttft_ns
+        target_ns = self._least_target_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 
     # What is expected.
@@ -245,7 +261,9 @@ class Admission:
 
     def _target_ttft_ns(self, ask: Ask) -> int | None:
         """A call's own target can be stricter than the server's, never laxer."""
-        targets_ns = [target_ns for target_ns in (ask.slo_ttft_ns, self.limits.slo_ttft_ns) if target_ns is not None]
+        targets_ns = [
+            target_ns for target_ns in (ask.slo_ttft_ns, self.limits_of(ask.arm).slo_ttft_ns) if target_ns is not None
+        ]
         return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
-from penstock.lab.compare import compare_results
+from penstock.lab.arms import compare_arms, sections_of_arms
+from penstock.lab.compare import Compared, compare_results
+from penstock.lab.recording import open_recording
 from penstock.lab.results import Result, read_result
 from penstock.types.errors import ConfigError, PenstockError, counted
 
@@ -16,8 +19,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("before", type=_FILE)
-@click.argument("after", type=_FILE, nargs=-1, required=True)
+@click.argument("before", type=_FILE, required=False)
+@click.argument("after", type=_FILE, nargs=-1)
+@click.option(
+    "--arms", "recording", type=_FILE, metavar="RECORDING", help="Compare the arms of an A/B test, from a recording of it."
+)
 @click.option("--any-workload", is_flag=True, help="Compare though the workloads differ.")
 @click.option(
     "--fail-if-worse", metavar="SHARE", help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise."
@@ -25,19 +31,40 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draws that make the intervals.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
 def compare(
-    before: Path, after: tuple[Path, ...], fail_if_worse: str | None, seed: int, *, any_workload: bool, markdown: bool
+    before: Path | None,
+    after: tuple[Path, ...],
+    recording: Path | None,
+    fail_if_worse: str | None,
+    seed: int,
+    *,
+    any_workload: bool,
+    markdown: bool,
 ) -> None:
     """Say of each figure of AFTER whether it differs from BEFORE by more than noise. Both are files of `penstock bench`."""
     limit = None if fail_if_worse is None else _share(fail_if_worse)
+    if recording is not None:
+        if before is not None:
+            raise click.UsageError("--arms compares the arms of one recording: leave the other files out.")
+        arms = compare_arms(open_recording(recording), seed=seed)
+        sections = list(sections_of_arms(arms))
+        click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
+        _fail_if_worse([arms.compared] if arms.compared else [], limit, fail_if_worse)
+        return
+    if before is None or not after:
+        raise click.UsageError(f"Missing argument '{'BEFORE' if before is None else 'AFTER...'}'.")
     first, others = read_result(before), [read_result(path) for path in after]
     all_compared = compare_results(first, others, any_workload=any_workload, seed=seed)
     for path, compared in zip(after, all_compared, strict=True):
         sections = list(report.sections_of_compared(compared, str(before), str(path)))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
+    _fail_if_worse(all_compared, limit, fail_if_worse)
+
+
+def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
     worse = [] if limit is None else [found for compared in all_compared for found in compared.worse(limit)]
     if worse:
         names = ", ".join(f"{one.figure} ({one.words}{f', at {load}' if load else ''})" for load, one in worse)
-        raise PenstockError(f"{counted(len(worse), 'figure')} worse by more than {fail_if_worse}: {names}.")
+        raise PenstockError(f"{counted(len(worse), 'figure')} worse by more than {asked}: {names}.")
 
 
 @click.command("report")

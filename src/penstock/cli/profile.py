@@ -96,11 +96,11 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
 
 def _check(recording: Recording) -> None:
     """Exits with 1 if a plan differs."""
-    from penstock.deploy.policies import build_policies
+    from penstock.deploy.arms import recorded_policies
     from penstock.lab.replay import replay
 
-    config = config_from(recording.header.settings)
-    replayed = replay(recording, lambda: build_policies(config))
+    header = recording.header
+    replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
     print(f"{replayed.num_equal} of {replayed.num_steps} steps were planned again, with the same rows at the same instants")
     if replayed.difference:
         print(f"then {replayed.difference}", file=sys.stderr)

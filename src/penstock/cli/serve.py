@@ -23,7 +23,7 @@ from penstock.types.errors import ConfigError
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @model_argument
-@config_options("model", "kv", "scheduler", "admission", "backend", "server", "log")
+@config_options("model", "kv", "scheduler", "admission", "backend", "server", "ab", "log")
 def serve(**values: Any) -> None:
     """Answer HTTP requests for MODEL: the OpenAI API, until Ctrl-C or SIGTERM."""
     config = config_from(values)

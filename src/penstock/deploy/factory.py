@@ -22,6 +22,7 @@ from penstock.config import Config, KvConfig, ServerConfig
 from penstock.config.saved import settings_hash
 from penstock.config.units import format_size
 from penstock.deploy import device
+from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.executor import build_executor, plan_memory
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
@@ -32,6 +33,7 @@ from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_st
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
+from penstock.types.request import ARM_A, ARM_B
 
 if TYPE_CHECKING:
     from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.models.catalog import ModelSource
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
+    from penstock.sched.policies.base import Policies
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.vocab import GgufVocab
@@ -112,14 +115,17 @@ def open_executor(config: Config, source: ModelSource) -> tuple[Config, LoadedMo
 
 def _load(config: Config, source: ModelSource, resources: Resources) -> RunningModel:
     check_recording(config)
+    arms = read_arms(config)
     config, model, kv, executor, available_bytes = _plan(config, source, resources)
     # A GPU has memory of its own, which is measured anew for each model.
     is_on_gpu = device.is_on_gpu(config)
     share = MemoryShare() if is_on_gpu else MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
     resources.memory.take(_served_names(config, source)[0], share)
     _log_model(model, config, kv)
+    if arms is not None:
+        _log.info("A/B test: %s", arms.words)
     try:
-        return _start(config, source, model, kv, resources, executor)
+        return _start(config, source, model, kv, resources, executor, arms)
     except MemoryError as error:
         raise NotEnoughMemory(
             f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
@@ -156,6 +162,7 @@ def _start(
     kv: KvPlan,
     resources: Resources,
     executor: Executor | None,
+    arms: Arms | None,
 ) -> RunningModel:
     name = _served_names(config, source)[0]
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
@@ -165,7 +172,7 @@ def _start(
         try:
             tokenizer, chat_template = text.result()
             store = _open_tier(config, model, executor, resources, name)
-            maker = EngineMaker(config, source, kv, resources, executor=executor, store=store, tokenizer=tokenizer)
+            maker = EngineMaker(config, source, kv, resources, executor=executor, store=store, tokenizer=tokenizer, arms=arms)
             try:
                 return _assemble(maker, model, executor, chat_template)
             except BaseException:  # the next attempt opens the same file
@@ -203,18 +210,23 @@ def _check_batch_size(config: Config) -> None:
     build_policies(config).gate.max_running(capacity)
 
 
+def _policies(config: Config, arms: Arms | None) -> Policies:
+    return build_policies(config) if arms is None else arms.policies(config)
+
+
 def build_core(
     config: Config,
     capacity: Capacity,
     observer: Observer,
     journal: RequestJournal | None = None,
     tier: Tier | None = None,
+    arms: Arms | None = None,
 ) -> EngineCore:
-    """The scheduler with the policies that the config names, and the core around it."""
+    """The scheduler with the policies that the config names, in an A/B test with those of both arms, and the core around it."""
     from penstock.engine.core import EngineCore
     from penstock.sched.scheduler import Scheduler
 
-    scheduler = Scheduler(capacity, build_policies(config), enable_prefix_caching=config.kv.prefix_caching, tier=tier)
+    scheduler = Scheduler(capacity, _policies(config, arms), enable_prefix_caching=config.kv.prefix_caching, tier=tier)
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
@@ -235,8 +247,12 @@ class EngineMaker:
         executor: Executor,
         store: BlockStore | None,
         tokenizer: Tokenizer,
+        arms: Arms | None = None,
     ) -> None:
-        """`executor` and `store` are those of the first engine. `config` has the device and the backend decided."""
+        """`executor` and `store` are those of the first engine. `config` has the device and the backend decided.
+
+        `arms`: the A/B test, of which `config` has the settings of arm A.
+        """
         from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
@@ -246,6 +262,7 @@ class EngineMaker:
         from penstock.obs.signals import Signals
 
         self.config, self.source, self._kv, self._resources = config, source, kv, resources
+        self.arms = arms
         self.name = _served_names(config, source)[0]
         self._first_executor: Executor | None = executor
         self._stores = [store]
@@ -254,18 +271,21 @@ class EngineMaker:
         """The last one that was made."""
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
-        policies = build_policies(config)
-        self.metrics = Metrics(self.name)
+        policies = _policies(config, arms)
+        self.metrics = Metrics(self.name, arms=() if arms is None else (ARM_A, ARM_B))
         self.metrics.settings_hash = settings_hash(config)
         self.metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
         self.admission = Admission(
-            admission_limits(config.admission), executor.capacity, reads_priority=policies.order.reads_priority
+            admission_limits(config.admission),
+            executor.capacity,
+            reads_priority=policies.order.reads_priority,
+            limits_b=None if arms is None else admission_limits(arms.b.admission),
         )
         self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call
         num_explained = config.server.explained_requests
         self.journal = Journal(num_explained) if num_explained else None
-        self._recorder = open_recorder(config, self.name, executor, self.clock)
+        self._recorder = open_recorder(config, self.name, executor, self.clock, arms)
         self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
         self._token_observer = TokenObserverGroup([self.metrics, self.admission])
@@ -300,6 +320,11 @@ class EngineMaker:
         if self._recorder is not None:
             self._recorder.close()
 
+    def note_refused(self, tenant: str, arm: str, reason: str) -> None:
+        """The door refused a call. A recording of an A/B test has these, too: an arm may refuse more."""
+        if self._recorder is not None and self.arms is not None:
+            self._recorder.on_refused(tenant, arm, reason, self.clock.now_ns())
+
     def _executor_from_files(self) -> Executor:
         """Another executor, when one has failed, which may still hold its memory."""
         from penstock.models.load import load_model
@@ -321,7 +346,8 @@ class EngineMaker:
         recorder, journals = self._recorder, self._journals
         journal = JournalGroup(journals) if len(journals) > 1 else next(iter(journals), None)
         turn_observer = self.metrics if recorder is None else TurnObserverGroup([self.metrics, recorder])
-        core = build_core(self.config, executor.capacity, self._observer, journal, build_tier(self._stores[-1]))
+        tier = build_tier(self._stores[-1])
+        core = build_core(self.config, executor.capacity, self._observer, journal, tier, self.arms)
         return Engine(
             core,
             executor,
@@ -387,6 +413,8 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         prefix_sharing=config.kv.prefix_sharing,
         sources=_sources(config.server),
         journal=maker.journal,
+        arms=maker.arms,
+        on_refused=maker.note_refused,
         release=maker.release,
     )
 

@@ -18,6 +18,7 @@ from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.clock import Clock
+    from penstock.deploy.arms import Arms
     from penstock.engine.ports import Executor
     from penstock.obs.recording import Recorder
 
@@ -30,7 +31,7 @@ def check_recording(config: Config) -> None:
         check_path(Path(config.server.record))
 
 
-def open_recorder(config: Config, name: str, executor: Executor, clock: Clock) -> Recorder | None:
+def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, arms: Arms | None = None) -> Recorder | None:
     """The recorder of the model with this name; None if none is asked for. `config` has device and backend decided.
 
     Raises ConfigError if the file can't be written.
@@ -45,7 +46,7 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock) -
             max_bytes=config.server.record_size_bytes,
             clock=clock,
             block_size=executor.capacity.block_size,
-            about=about(config, name, executor),
+            about=about(config, name, executor) | ({} if arms is None else {"arms": arms.about()}),
             has_tenant_names=config.server.record_tenant_names,
         )
     except OSError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.admission.door import Admission
 from penstock.clock import Clock, WallClock
+from penstock.deploy.arms import Arms
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge
 from penstock.engine.supervisor import Supervisor
@@ -100,6 +101,10 @@ class RunningModel:
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
     """The engine's journal; None: no request is explained."""
+    arms: Arms | None = None
+    """The A/B test; None: there is none."""
+    on_refused: Callable[[str, str, str], None] = lambda _tenant, _arm, _reason: None
+    """Called for each call that the door refuses."""
     release: Callable[[], None] = lambda: None
     """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
     off_loop: OffLoop = field(init=False)

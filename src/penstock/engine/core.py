@@ -407,4 +407,5 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         reject_reason=reject_reason,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
+        arm=request.arm,
     )

@@ -120,18 +120,28 @@ class Compared:
 
 
 def compare_results(
-    before: Result, afters: Sequence[Result], *, any_workload: bool = False, seed: int = 0, num_draws: int = NUM_DRAWS
+    before: Result,
+    afters: Sequence[Result],
+    *,
+    any_workload: bool = False,
+    seed: int = 0,
+    num_draws: int = NUM_DRAWS,
+    has_rates: bool = True,
 ) -> list[Compared]:
     """Compare each of `afters` with `before`, at each load that both have; the correction is for all of them together.
 
+    `has_rates`: False where the sides were not asked as much, as the arms of an A/B test, so that their rates say nothing.
+
     Raises ConfigError if no load is common, or if the workloads differ and not any will do.
     """
-    compared = [_compared(before, after, any_workload, [seed, i], num_draws) for i, after in enumerate(afters)]
+    compared = [_compared(before, after, any_workload, [seed, i], num_draws, has_rates) for i, after in enumerate(afters)]
     corrected = iter(_after_holm([one for each in compared for one in each.comparisons]))
     return [replace(each, comparisons=[next(corrected) for _ in each.comparisons]) for each in compared]
 
 
-def _compared(before: Result, after: Result, any_workload: bool, seed: Sequence[int], num_draws: int) -> Compared:
+def _compared(
+    before: Result, after: Result, any_workload: bool, seed: Sequence[int], num_draws: int, has_rates: bool
+) -> Compared:
     """Without the correction."""
     sides = (_by_load(before), _by_load(after))
     common = [load for load in sides[0] if load in sides[1]]
@@ -151,7 +161,7 @@ def _compared(before: Result, after: Result, any_workload: bool, seed: Sequence[
     for position, load in enumerate(common):
         rng = np.random.default_rng([*seed, position])
         pair = (sides[0][load], sides[1][load])
-        differences = list(_differences(*pair, rng, num_draws))
+        differences = [one for one in _differences(*pair, rng, num_draws) if has_rates or not one.is_rate]
         comparisons.append(Comparison(load=load, num_runs=(len(pair[0]), len(pair[1])), differences=differences))
     if any(min(one.num_runs) < MIN_REPEATS for one in comparisons):
         notes.append(

@@ -5,6 +5,7 @@ Parts that belong together are read as one, the oldest first. Events come in the
 
     Arrival    a request was queued, or refused for good
     StepDone   a step was planned, computed and taken over; its rows are whole again
+    AtDoor     a call was refused before it was any request; told in an A/B test alone
     Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
     Lost       the writer did not keep up: so many reports are missing here
     Restart    the engine was made anew: no request is left, and steps are counted from 0
@@ -67,6 +68,9 @@ class Header:
     has_prefix_caching: bool
     has_tier: bool
     """There is a tier below the KV pool, whose own times are not recorded."""
+    arms: Mapping[str, Any] | None
+    """The A/B test: `share`, `by`, `tenants`, and `differences` (setting -> its value in arm A, in arm B); None: there was
+    none."""
     about: Mapping[str, Any]
     """All that the header says."""
 
@@ -93,6 +97,16 @@ class Arrival:
     """The prompt, the last piece included that fills no block. Empty: not known."""
     is_repeated: bool
     """It was told before, in a part that may be lost."""
+    arm: str = ""
+    """Arm of the A/B test; empty where there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtDoor:
+    at_ns: int
+    tenant: str
+    arm: str
+    reject_reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +167,7 @@ class Restart:
     pass
 
 
-Event = Arrival | Departure | StepDone | Lost | Restart
+Event = Arrival | AtDoor | Departure | StepDone | Lost | Restart
 
 
 @dataclass(slots=True)
@@ -246,13 +260,25 @@ def _read_header(path: Path) -> Header:
             model=about["model"],
             machine=about["machine"],
             config=about["config"],
-            settings={key: tuple(value) if isinstance(value, list) else value for key, value in about["settings"].items()},
+            settings={key: _setting(value) for key, value in about["settings"].items()},
+            arms=_arms(about.get("arms")),
             has_prefix_caching=about["has_prefix_caching"],
             has_tier=about["has_tier"],
             about=about,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"{path}, line 1: the header lacks {error}.", remedy=remedy) from None
+
+
+def _setting(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _arms(told: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if told is None:
+        return None
+    differences = {key: (_setting(a), _setting(b)) for key, (a, b) in told["differences"].items()}
+    return {"share": told["share"], "by": told["by"], "tenants": told["tenants"], "differences": differences}
 
 
 class _Part:
@@ -286,6 +312,8 @@ class _Part:
                 return _arrival(line)
             case "end":
                 return _departure(line)
+            case "door":
+                return AtDoor(int(line["at"]), str(line["tenant"]), line["arm"], line["why"])
             case "lost":
                 return Lost(int(line["count"]))
             case "restart":
@@ -330,6 +358,7 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         has_grammar=line.get("grammar", False),
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
+        arm=line.get("arm", ""),
     )
 
 

@@ -165,6 +165,7 @@ def _request(arrival: Arrival, contents: _Contents) -> Request:
         priority=arrival.priority,
         deadline_ns=arrival.deadline_ns,
         tenant=arrival.tenant,
+        arm=arrival.arm,
     )
 
 

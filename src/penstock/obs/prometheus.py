@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.obs.metrics import Histogram, Metrics
+from penstock.obs.metrics import Histogram, Metrics, RequestCounts
 from penstock.obs.signals import SustainedLoad
 from penstock.types.stats import EngineLoad, TierStats, WaitReason
 
@@ -51,6 +51,10 @@ class _Snapshot:
 
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
+        self._requests: list[tuple[tuple[str, ...], RequestCounts]] = [((), metrics)]
+        """Values of the label `arm`, which only an A/B test has, and the counts under them."""
+        if metrics.arms:
+            self._requests = [((arm,), counts) for arm, counts in metrics.arms.items()]
         # Outside the lock: these have locks of their own.
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         with metrics.lock:
@@ -103,16 +107,8 @@ class _Snapshot:
             yield self._gauge(name, text, value)
 
     def _counters(self, metrics: Metrics) -> Iterator[Metric]:
-        success = {reason.name.lower(): count for reason, count in metrics.success.items()}
         prompt = {"computed": metrics.num_computed_prompt_tokens, "cached": metrics.num_cached_prompt_tokens}
-        yield self._counter("request_success", "Requests that ended, by finish reason.", success, "finish_reason")
-        yield self._counter("requests_rejected", "Requests that were refused.", metrics.rejected, "reason")
-        slo = CounterMetricFamily(
-            _PREFIX + "slo_attainment", "Requests that had a target, by whether they met it.", labels=["model", "slo", "met"]
-        )
-        for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
-            slo.add_metric([self._model, target, str(is_met).lower()], metrics.slo[target, is_met])
-        yield slo
+        yield from self._ends(metrics)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions - metrics.num_swaps, "swap": metrics.num_swaps}
@@ -122,6 +118,31 @@ class _Snapshot:
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+
+    def _ends(self, metrics: Metrics) -> Iterator[Metric]:
+        labels = ["model", *self._arm_label]
+        success = CounterMetricFamily(
+            _PREFIX + "request_success", "Requests that ended, by finish reason.", labels=[*labels, "finish_reason"]
+        )
+        rejected = CounterMetricFamily(_PREFIX + "requests_rejected", "Requests that were refused.", labels=[*labels, "reason"])
+        slo = CounterMetricFamily(
+            _PREFIX + "slo_attainment", "Requests that had a target, by whether they met it.", labels=[*labels, "slo", "met"]
+        )
+        for arm, counts in self._requests:
+            for reason, count in counts.success.items():
+                success.add_metric([self._model, *arm, reason.name.lower()], count)
+            for why, count in counts.rejected.items():
+                rejected.add_metric([self._model, *arm, why], count)
+            for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
+                slo.add_metric([self._model, *arm, target, str(is_met).lower()], counts.slo[target, is_met])
+        for why, count in metrics.rejected.items() if metrics.arms else ():
+            if left := count - sum(counts.rejected[why] for counts in metrics.arms.values()):
+                rejected.add_metric([self._model, "", why], left)  # before it had an arm
+        yield from (success, rejected, slo)
+
+    @property
+    def _arm_label(self) -> list[str]:
+        return ["arm"] * len(self._requests[0][0])
 
     def _tier(self, tier: TierStats) -> Iterator[Metric]:
         """Only if there is one."""
@@ -152,14 +173,18 @@ class _Snapshot:
         for part, histogram in metrics.step_ns.items():
             steps.add_metric([self._model, part], *histogram.snapshot(_SECOND_NS))
         yield steps
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", metrics.ttft_ns),
-            ("inter_token_latency_seconds", "Each gap between tokens of one request.", metrics.itl_ns),
-            ("time_per_output_token_seconds", "Mean gap between tokens, per request.", metrics.tpot_ns),
-            ("e2e_request_latency_seconds", "From arrival to the end.", metrics.e2e_ns),
-            ("queue_time_seconds", "From arrival to the first step with the request.", metrics.queue_ns),
+        for name, text, field in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", "ttft_ns"),
+            ("time_per_output_token_seconds", "Mean gap between tokens, per request.", "tpot_ns"),
+            ("e2e_request_latency_seconds", "From arrival to the end.", "e2e_ns"),
+            ("queue_time_seconds", "From arrival to the first step with the request.", "queue_ns"),
         ):
-            yield self._histogram(name, text, histogram, _SECOND_NS)
+            family = HistogramMetricFamily(_PREFIX + name, text, labels=["model", *self._arm_label])
+            for arm, counts in self._requests:
+                family.add_metric([self._model, *arm], *getattr(counts, field).snapshot(_SECOND_NS))
+            yield family
+        text = "Each gap between tokens of one request."
+        yield self._histogram("inter_token_latency_seconds", text, metrics.itl_ns, _SECOND_NS)
 
     def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
         return self._fill(GaugeMetricFamily(_PREFIX + name, text, labels=["model", *filter(None, [label])]), value)

@@ -11,6 +11,9 @@ from enum import IntEnum
 
 from penstock.types.sampling import Matcher, SamplingParams
 
+ARM_A, ARM_B = "A", "B"
+"""Arms of an A/B test: requests as the server's settings say, and those under the other settings."""
+
 
 class RequestStatus(IntEnum):
     WAITING = 0
@@ -38,6 +41,8 @@ class Request:
     arrival_ns: int
     parent_id: str = ""
     """Id that the beams of one search share."""
+    arm: str = ""
+    """Arm of the A/B test that it belongs to, `ARM_A` or `ARM_B`; empty where there is no test."""
     priority: int = 0
     """Lower is served first (as in vLLM)."""
     deadline_ns: int | None = None

@@ -191,6 +191,8 @@ class RequestStats:
     slo_ttft_ns: int | None = None
     is_beam: bool = False
     """A hypothesis of a beam search: its tokens came all at once, at its end."""
+    arm: str = ""
+    """As in the request."""
 
 
 @dataclass(slots=True)

@@ -45,6 +45,8 @@ class Explanation:
     """One request at a moment. Times are integer nanoseconds."""
 
     request_id: str
+    arm: str
+    """Arm of the A/B test; empty where there is none."""
     phase: Phase
     finish_reason: FinishReason | None
     reject_reason: str
@@ -106,6 +108,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
         request_id=life.request_id,
+        arm=life.arm,
         phase=life.phase,
         finish_reason=life.end.finish_reason if life.end else None,
         reject_reason=life.end.reject_reason if life.end else "",
@@ -138,7 +141,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """The explanation of a request that is on its way to the queue."""
-    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
+    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, arm=request.arm)
     return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
 
 
@@ -223,6 +226,8 @@ def _sentences(told: Explanation) -> Iterator[str]:
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
     if told.finish_reason in _ENDS:
         yield f"{_ENDS[told.finish_reason]}{f' ({told.reject_reason})' if told.reject_reason else ''}."
+    if told.arm:
+        yield f"It was in arm {told.arm} of the A/B test."
 
 
 def waits(reason: str) -> str:

@@ -57,7 +57,7 @@ class Journal:
 
     def on_queued(self, request: Request, now_ns: int) -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
-        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
+        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id, request.arm)
         self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:

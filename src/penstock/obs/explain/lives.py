@@ -382,6 +382,8 @@ class Life:
     num_prompt_tokens: int
     search_id: str = ""
     """Id of the beam search that it belongs to, if it does."""
+    arm: str = ""
+    """Arm of the A/B test, if there is one."""
     ticket: Ticket | None = None
     """None: it never was queued."""
     num_before: int = 0

@@ -40,6 +40,8 @@ class Terms:
     """The client says that it sends this again."""
     priority: int
     cache_salt: bytes
+    arm: str
+    """Arm of the A/B test; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
+from penstock.deploy.arms import Arms
 from penstock.deploy.running import Deployment, RunningModel
 from penstock.serve.errors import ApiError, invalid, model_not_found, shorten
 from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
@@ -36,6 +37,7 @@ from penstock.serve.openai.schemas import (
     parse_body,
 )
 from penstock.types.errors import counted
+from penstock.types.request import ARM_B
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
 MAX_BIAS = 100
@@ -158,7 +160,14 @@ class Reader:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
         running = find_model(body.model, self._deployment)
         is_priority_scheduled = running.model.is_priority_scheduled
-        terms = read_terms(scope, body, running.clock.now_ns(), self._config, is_priority_scheduled=is_priority_scheduled)
+        terms = read_terms(
+            scope,
+            body,
+            running.clock.now_ns(),
+            self._config,
+            is_priority_scheduled=is_priority_scheduled,
+            arms=running.arms,
+        )
         options = body.stream_options
         if options is not None and not body.stream:
             raise invalid("'stream_options' needs 'stream': true.", "stream_options")
@@ -460,13 +469,22 @@ def _part_text(part: Any, param: str) -> str:
 
 
 def read_terms(
-    scope: Scope, body: GenerationBody, arrival_ns: int, config: ServerConfig, *, is_priority_scheduled: bool
+    scope: Scope,
+    body: GenerationBody,
+    arrival_ns: int,
+    config: ServerConfig,
+    *,
+    is_priority_scheduled: bool,
+    arms: Arms | None = None,
 ) -> Terms:
-    """From the headers, and from those fields of the body that say the same.
+    """From the headers, and from those fields of the body that say the same; time-outs are those of the call's arm.
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.
     """
-    owner = read_owner(scope, config)
+    owner, request_id, arm = read_owner(scope, config), identity_of(scope).request_id, ""
+    if arms is not None:
+        arm = arms.arm_of(owner.tenant, body.safety_identifier or body.user or "", request_id)
+        config = arms.b.server if arm == ARM_B else config
     headers = headers_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
     priority = None
@@ -475,7 +493,7 @@ def read_terms(
         priority = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
     return Terms(
-        request_id=identity_of(scope).request_id,
+        request_id=request_id,
         owner=owner,
         arrival_ns=arrival_ns,
         deadline_ns=_limit_ns(arrival_ns, deadline_ns, config.request_timeout_s),
@@ -486,6 +504,7 @@ def read_terms(
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
         priority=_priority(priority, body.priority, can_prioritise=is_priority_scheduled),
         cache_salt=(body.cache_salt or "").encode(),
+        arm=arm,
     )
 
 

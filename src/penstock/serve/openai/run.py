@@ -66,7 +66,8 @@ def _at_the_door(call: Call) -> Iterator[Place]:
     try:
         place = admission.decide(_ask(call), engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
     except Rejected as rejected:
-        running.metrics.count_rejected(rejected.reason)
+        running.metrics.count_rejected(rejected.reason, call.terms.arm)
+        running.on_refused(call.terms.owner.tenant, call.terms.arm, rejected.reason)
         raise
     try:
         yield place
@@ -99,6 +100,7 @@ def _ask(call: Call) -> Ask:
         slo_ttft_ns=terms.slo_ttft_ns,
         claim=call.claim,
         is_retry=terms.is_retry,
+        arm=terms.arm,
     )
 
 
@@ -230,7 +232,7 @@ def _requests(
     salt = terms.cache_salt
     if in_flight.isolates_tenants(running):
         salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
-    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
+    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits_of(terms.arm).slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
     requests: list[Request] = []
     for prompt_index, token_ids in enumerate(tokenised.prompts):
@@ -250,6 +252,7 @@ def _requests(
                     sampling=sampling,
                     arrival_ns=terms.arrival_ns,
                     parent_id=f"{engine_id}.{prompt_index}",
+                    arm=terms.arm,
                     priority=terms.priority,
                     deadline_ns=terms.deadline_ns,
                     queue_deadline_ns=terms.queue_deadline_ns,
