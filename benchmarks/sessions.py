@@ -20,7 +20,6 @@ from processes import Contender, ContenderError, read_line, started
 from usage import ProcessGroup
 
 from penstock.lab.client import SendOptions, send
-from penstock.lab.figures import Samples, make_figures
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End, Record, Sent
 from penstock.lab.target import Target
@@ -99,21 +98,6 @@ def replay(url: str, model: str, jobs: Sequence[Job], concurrency: int) -> Sent:
 def warm_up(session: Session, jobs: Sequence[Job], concurrency: int) -> None:
     """The beginning of the first replies, so that no run pays for what a server does only once."""
     session.replay([replace(job, num_output_tokens=WARM_UP_TOKENS) for job in jobs[:concurrency]], concurrency)
-
-
-def summarise(sent: Sent) -> dict[str, float]:
-    """Throughput over the whole run, and latencies in milliseconds, as `penstock bench` defines them."""
-    figures = make_figures(Samples.of(sent.records))
-    summary = {
-        "output_tokens_per_s": figures.rates.output_tokens_per_s.value,
-        "prompt_tokens": figures.num_prompt_tokens,
-        "output_tokens": figures.num_output_tokens,
-        "seconds": figures.window.duration_s,
-        "client_cpu_s": sent.client_cpu_s,
-    }
-    for name, latency in figures.latencies.items():
-        summary |= {f"{name}_{share}_ms": latency.quantiles[share].value for share in ("p50", "p90", "p99")}
-    return summary
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""Memory, CPU time and files of programs, from outside, on Linux. For whoever compares servers; starts and stops nothing."""
+"""Memory and files of programs, from outside, on Linux. For whoever compares servers; starts and stops nothing."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from contextlib import suppress
@@ -21,10 +20,6 @@ class ProcessGroup:
     def resident_mb(self) -> float:
         """Resident memory of all its processes now; a page that n of them share counts 1/n for each."""
         return sum(_pss_bytes(pid) for pid in family(self.process.pid)) / MB
-
-    def cpu_s(self) -> float:
-        """CPU time that its processes have used so far."""
-        return sum(_cpu_s(pid) for pid in family(self.process.pid))
 
 
 def family(pid: int) -> list[int]:
@@ -47,13 +42,6 @@ def _pss_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _cpu_s(pid: int) -> float:
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 def size_bytes(path: Path) -> int:
