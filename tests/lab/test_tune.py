@@ -53,7 +53,7 @@ class Fake:
     The noise is the slice's, or if it is `own`, each candidate has its own.
     """
 
-    def __init__(self, effects: dict[tuple[str, Value], float], *, noise_ms: float = 20.0, own: bool = False) -> None:
+    def __init__(self, effects: dict[tuple, float], *, noise_ms: float = 20.0, own: bool = False) -> None:
         self.effects, self.noise_ms, self.own = effects, noise_ms, own
         self.served: list[tuple[Settings, str]] = []
 
@@ -180,14 +180,27 @@ def test_a_request_without_an_answer_is_the_worst_and_one_whose_client_left_does
         score([left], Objective.TTFT_P99, ())
 
 
-def test_a_gain_over_nothing_is_unknown() -> None:
-    def broken(settings: Settings, jobs: Workload) -> Sequence[Record]:
+class Broken(Fake):
+    """A server that answers nobody with some settings."""
+
+    def __call__(self, settings: Settings, jobs: Workload) -> Sequence[Record]:
+        if settings not in self.effects:
+            return super().__call__(settings, jobs)
         return [Record(index=0, intended_ns=0, sent_ns=0, ended_ns=MS, end=End.FAILED)]
 
-    for objective in (Objective.TTFT_P99, Objective.THROUGHPUT):
-        [found] = judge(broken, objective, (), [(ROWS,)], cut(workload(), 6))
+
+def test_a_gain_over_nothing_is_unknown() -> None:
+    slices = cut(workload(), 6)
+    some = [judge(Broken({DEFAULT: 1}), Objective.THROUGHPUT, (), [(ROWS,)], slices)]
+    some += [judge(Broken({(ROWS,): 1}), Objective.TTFT_P99, (), [(ROWS,)], slices)]
+    for [found] in some:
         assert not found.is_surely_better
         assert gain_words(found.gain) == "unknown"
+
+
+def test_a_request_that_the_default_never_answers_is_told_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"slice 1 of 18.*--max-input-tokens"):
+        tune(Broken({DEFAULT: 1}), workload(), Objective.E2E_MEAN, (), num_slices=18)
 
 
 def test_the_default_stays_to_the_end_and_no_slice_is_run_twice() -> None:

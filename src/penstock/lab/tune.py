@@ -105,6 +105,17 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
     return float(late_s[math.ceil(0.99 * len(late_s)) - 1] if objective is Objective.TTFT_P99 else late_s.mean())
 
 
+def _run(evaluate: Evaluate, settings: Settings, one: Workload, objective: Objective, slos: Sequence[Slo]) -> float:
+    """The score of one slice. Raises ConfigError if the default leaves a request without an answer, where its time counts."""
+    found = score(evaluate(settings, one), objective, slos)
+    if settings == DEFAULT and math.isinf(found):
+        raise ConfigError(
+            f"With the default, a request gets no answer: {one.name}.",
+            remedy="If it is too long for the server, cut it with --max-input-tokens and --max-output-tokens.",
+        )
+    return found
+
+
 def words(settings: Settings) -> str:
     """`budget = decode-first, max_num_seqs = 32`"""
     return ", ".join(f"{key} = {value}" for key, value in settings) or "the default"
@@ -148,7 +159,7 @@ class Trials:
     def _score(self, settings: Settings, one: Workload) -> float:
         key = settings, one.name
         if key not in self.scores:
-            self.scores[key] = score(self._evaluate(settings, one), self._objective, self._slos)
+            self.scores[key] = _run(self._evaluate, settings, one, self._objective, self._slos)
         return self.scores[key]
 
 
@@ -205,12 +216,14 @@ def judge(
     All serve a slice before the next one's turn, every other time in reverse, so that a machine that becomes slower favours
     none. Intervals are Student's t over the slices, widened (Bonferroni) so that all of them are true together at `LEVEL`.
     """
+    if not few:
+        return []
     turns = [DEFAULT, *few]
     scores: dict[Settings, list[float]] = {settings: [] for settings in turns}
     for nth, one in enumerate(slices):
         for settings in reversed(turns) if nth % 2 else turns:
-            scores[settings].append(score(evaluate(settings, one), objective, slos))
-    level = 1 - (1 - LEVEL) / max(1, len(few))
+            scores[settings].append(_run(evaluate, settings, one, objective, slos))
+    level = 1 - (1 - LEVEL) / len(few)
     return [
         Comparison(
             settings=settings,
@@ -225,7 +238,7 @@ def judge(
 def _gain(default: Floats, tuned: Floats, sign: int, level: float) -> Estimate:
     """Unknown if a request was never answered, or the default's mean is 0."""
     mean = float(default.mean())
-    if not (np.isfinite(default).all() and np.isfinite(tuned).all() and mean > 0):
+    if not np.isfinite(tuned).all() or mean <= 0:
         return Estimate(math.nan)
     gains, count = sign * (tuned - default) / mean, len(default)
     value = float(gains.mean())
@@ -283,7 +296,7 @@ def tune(
     better = [one.settings for one in simulated if one.is_surely_better]
     verified = None
     if serve is not None:
-        verified = judge(serve, objective, slos, better, slices[2::3]) if better else []
+        verified = judge(serve, objective, slos, better, slices[2::3])
     return Tuned(
         objective=objective,
         workload=workload.name,
