@@ -80,16 +80,13 @@ def compared(rounds: Mapping[str, Mapping[int, Round]], installed_mb: Mapping[st
             cell = f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"
             ratios = [mine.rates[concurrency] / peer.rates[concurrency] for mine, peer in both]
             cells.append(f"{cell} **{statistics.median(ratios):.2f}**" if ratios else cell)
-        ready_s, resident_mb = (statistics.median(column) for column in zip(*map(costs, theirs.values()), strict=True))
+        ready_s = statistics.median(one.ready_s for one in theirs.values())
+        resident_mb = statistics.median(one.resident_mb for one in theirs.values())
         starts = [pair for mine, peer in both for pair in zip(mine.starts, peer.starts, strict=True)]
         common = f"{statistics.mean(num_common(*pair) for pair in starts):.0f}" if starts else ""
         lines.append([name, *cells, f"{ready_s:.2f}", f"{resident_mb:.0f}", f"{installed_mb[name]:.0f}", common])
     columns = [f"{concurrency} at a time" for concurrency in loads]
     return table(["output tokens/s", *columns, "ready s", "resident MB", "installed MB", "like ours"], lines)
-
-
-def costs(one: Round) -> tuple[float, float]:
-    return one.ready_s, one.resident_mb
 
 
 def compete(
@@ -121,6 +118,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contender is stopped, too
     model = MODELS[args.model]
     gguf = resolve(args.model_file or model.file, default_cache_dir()).path.resolve()
+    if not gguf.is_file():
+        parser.error(f"{gguf} is missing: fetch it with `penstock pull {model.file}`, or name another file with --model-file")
     source = Source(args.traces, read_tokenizer(gguf), model.max_prompt_tokens, model.max_reply_tokens)
     jobs = read_jobs(args.workload, source, max(model.loads.values()))
     setting = Setting(Environments(ENVIRONMENTS), gguf, model, jobs)
