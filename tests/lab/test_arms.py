@@ -153,6 +153,18 @@ def test_more_refusals_are_found(tmp_path: Path) -> None:
     assert not any(one.is_more_than_noise for one in few.ends)
 
 
+def test_a_rush_in_both_arms_hides_no_difference_that_chance_can_not_make(tmp_path: Path) -> None:
+    """Few draws by their order, as all refusals come together; requests of arm B alone are refused, and arms are by chance."""
+    lines = [line for number in range(70) for line in life(number + 1, "A", number, 5, 50)]
+    lines += [line for number in range(4) for line in life(number + 100, "B", number, 5, 50)]
+    lines += [{"kind": "door", "at": (9 + number) * MS, "tenant": 0, "arm": "B", "why": "queue_delay"} for number in range(60)]
+    refused = next(one for one in compared_of(tmp_path / "r", lines).ends if one.end == "refused")
+    assert refused.is_more_than_noise
+    assert refused.words.startswith("+94 points [")
+    by_tenant = next(one for one in compared_of(tmp_path / "r", lines, tenants=1).ends if one.end == "refused")
+    assert by_tenant.words == "too few requests to say"
+
+
 def test_every_end_is_told_by_its_name(tmp_path: Path) -> None:
     ends = [("stop", ""), ("length", ""), ("abort", ""), ("abort", "queue_timeout"), ("error", ""), ("rejected", "invalid")]
     lines = [line for i, (reason, why) in enumerate(ends) for line in life(i + 1, "A", i, 1, 2, reason=reason, why=why)]
@@ -192,6 +204,7 @@ def test_the_command_prints_both_arms(tmp_path: Path) -> None:
     path = write(tmp_path / "r", traffic(2.0, num=400, refused_b=0.1))
     result = CliRunner().invoke(compare, ["--arms", str(path)])
     assert result.exit_code == 0, result.output
+    assert "Arm A: the server's settings. Arm B: the settings of the test." in result.output
     for words in ("reserve", "predicted", "arm a", "arm b", "ttft p99", "refused", "slower by"):
         assert words in result.output.lower()
     assert CliRunner().invoke(compare, ["--arms", str(path), "--fail-if-worse", "5%"]).exit_code == 1

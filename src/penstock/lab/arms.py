@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 
 import numpy as np
 
 from penstock.lab.compare import Compared, compare_results
 from penstock.lab.figures import Samples
-from penstock.lab.intervals import Estimate, share_estimate
+from penstock.lab.intervals import LEVEL, Estimate, share_estimate
 from penstock.lab.recording import Arrival, AtDoor, Departure, Lost, Recording, RecordingError, StepDone
 from penstock.lab.records import End, Record
 from penstock.lab.report import Cell, Section, Table, sections_of_compared
@@ -93,7 +94,7 @@ def compare_arms(recording: Recording, *, seed: int = 0) -> ArmsCompared:
     return ArmsCompared(
         differences=about["differences"],
         arms=(a, b),
-        ends=list(_ends(a, b)) if has_both else (),
+        ends=list(_ends(a, b, is_by_chance=not about["tenants"])) if has_both else (),
         compared=compared,
         warnings=list(_warnings(about, (a, b), num_lost)),
     )
@@ -161,15 +162,26 @@ def _result(arm: Arm, recording: Recording) -> Result:
     return Result(runs=[run])
 
 
-def _ends(a: Arm, b: Arm) -> Iterator[EndsCompared]:
+def _ends(a: Arm, b: Arm, *, is_by_chance: bool) -> Iterator[EndsCompared]:
+    share = _share_by_chance if is_by_chance else _share
     for end in ENDS:
         counts = (a.ends.count(end), b.ends.count(end))
         if any(counts):
-            shares = (_share(a, end), _share(b, end))
+            shares = (share(a, end), share(b, end))
             yield EndsCompared(end=end, counts=counts, shares=shares, difference=_difference(*shares))
 
 
+def _share_by_chance(arm: Arm, end: str) -> Estimate:
+    """With E. B. Wilson's interval (JASA 22, 1927). Requests were put into arms by chance, so that an hour in which many are
+    refused is in both, and tells no arm from the other."""
+    of, share, z = len(arm.ends), arm.ends.count(end) / len(arm.ends), NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (share + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
 def _share(arm: Arm, end: str) -> Estimate:
+    """With an interval that knows that requests close in time are alike."""
     order = sorted(range(len(arm.records)), key=lambda i: (arm.records[i].intended_ns, arm.records[i].index))
     holds = np.array([arm.ends[i] == end for i in order], np.bool_)
     lasted = np.array([arm.records[i].ended_ns - arm.records[i].intended_ns for i in order], np.float64)

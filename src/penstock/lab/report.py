@@ -107,7 +107,8 @@ def sections_of_compared(
 ) -> Iterator[Section]:
     """`before` and `after`: what the two results are called; `heads`: the same, above their columns."""
     num_tested = sum(one.change is not None for each in compared.comparisons for one in each.differences)
-    notes = [f"{heads[0].capitalize()}: {before}. {heads[1].capitalize()}: {after}."]
+    first, second = (head[0].upper() + head[1:] for head in heads)
+    notes = [f"{first}: {before}. {second}: {after}."]
     if num_tested:
         notes.append(
             f"{num_tested} figures were tested, and a difference is called one if it holds after correction for that. "
