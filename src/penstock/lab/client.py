@@ -628,7 +628,7 @@ class _Sending:
 
     def _hold(self, exchange: _Exchange) -> None:
         """Keep an exchange to read it later; if too many bytes are kept, read the oldest now."""
-        if not self._tally.counts(exchange.index, exchange.intended_ns, exchange.ended_ns):
+        if not self._tally.note_end(exchange.index, exchange.intended_ns, exchange.ended_ns):
             return
         self._held.append(exchange)
         self._num_held_bytes += exchange.framing.num_bytes

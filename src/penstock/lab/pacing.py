@@ -161,7 +161,7 @@ class Tally:
         self._num_warm_up = 0
         self._last_ns = 0
 
-    def counts(self, index: int, intended_ns: int, ended_ns: int) -> bool:
+    def note_end(self, index: int, intended_ns: int, ended_ns: int) -> bool:
         """A request has ended. Returns whether it has a record, which those of the warm-up have not."""
         self._last_ns = max(self._last_ns, ended_ns)
         is_warm_up = self._warm_up.covers(index, intended_ns)
@@ -171,7 +171,7 @@ class Tally:
 
     def add(self, record: Record) -> None:
         """A request has ended, with that record."""
-        if self.counts(record.index, record.intended_ns, record.ended_ns):
+        if self.note_end(record.index, record.intended_ns, record.ended_ns):
             self.records.append(record)
 
     def add_unsent(self, index: int, now_ns: int, *, intended_ns: int | None = None, end: End, error: str = "") -> None:
