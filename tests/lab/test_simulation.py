@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.admission.door import AdmissionLimits
-from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End
 from penstock.lab.simulation import Simulation

@@ -253,8 +253,14 @@ def _num_positions(executor: Executor) -> int:
     return (executor.capacity.num_blocks - 1) * executor.capacity.block_size
 
 
-def steps_of(recording: Recording, *, num_groups: int = 20, max_steps: int = 20_000) -> list[MeasuredStep]:
-    """Steps of a recording: all, or stretches of it that are `max_steps` together. Stretches of time are groups.
+def steps_of(
+    recording: Recording,
+    *,
+    num_groups: int = 20,
+    max_steps: int = 20_000,
+    is_taken: Callable[[StepDone], bool] = lambda _: True,
+) -> list[MeasuredStep]:
+    """Steps of a recording: those that are taken, of stretches that have `max_steps` together. Stretches of time are groups.
 
     The host's time is known of steps after which requests still ran, where one step was in flight at a time. Raises
     PenstockError if there are no steps.
@@ -270,7 +276,7 @@ def steps_of(recording: Recording, *, num_groups: int = 20, max_steps: int = 20_
     for idx, step in enumerate(chain(recording.steps(), (None,))):
         if before is not None:
             has_prefill = any(query_len > 1 for query_len, _ in before.shape.rows)
-            if (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0:
+            if (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0 and is_taken(before):
                 after = step if has_gaps and before.num_running else None
                 group = (idx - 1) * num_groups // num_steps
                 steps.append(_measured(before, after, 0.0 if has_prefill else coldness, group))
