@@ -60,7 +60,7 @@ class Fitted:
 
 
 COLD_DECAY = 0.8
-"""Of what caches lost to a prompt, each step without one brings back a fifth: so on a Xeon of 2023 with 260 MB of L3."""
+"""Each step without a prompt brings back a fifth of what caches lost to one: so on a Xeon of 2023 with 260 MB of L3."""
 
 
 class Residuals(NamedTuple):

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 BRACKETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 """Numbers of tokens in a step from which on a further token may have another price."""
 NUM_RATIOS = 100
-"""Of the noise of like steps, at most."""
+"""Ratios that are kept of the noise of like steps, at most."""
 MIN_RATIOS = 50
 """Fewer steps of like length have no noise of their own."""
 LEAST_SHARE = 0.1
