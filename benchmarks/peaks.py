@@ -26,7 +26,7 @@ from penstock.backends.native._native import ProbeKind, peak_gops, peak_read_gbs
 KINDS = {"int8": ProbeKind.INT8, "bf16": ProbeKind.BF16, "float32": ProbeKind.FLOAT32}
 READ = "read"
 READ_BYTES = 1 << 28
-"""Several times the last-level cache."""
+"""Several times the last-level cache of most machines."""
 SHORT_S = 0.01
 """Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
 LEAST_TURNS = 3
