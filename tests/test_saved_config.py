@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.config import BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
 from penstock.config.saved import settings_hash, write_config_file
 from penstock.config.sources import all_settings, parse_settings, read_config_file
@@ -23,6 +23,7 @@ SET = Config(
         length_buckets=(128, 512),
         max_num_seqs=16,
     ),
+    backend=BackendConfig(device="cpu", threads=2),
     server=ServerConfig(api_keys=("secret",)),
 )
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from cli.test_serve import serving
 from penstock.cli.bench import loaded
+from penstock.cli.tune import _Simulator, tune
 from penstock.lab.cost_files import SavedCost, save_cost
-from penstock.lab.cost_model import CostModel, Fitted
+from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.in_process import drive
 from penstock.lab.records import End
+from penstock.lab.tune import DEFAULT
 from penstock.lab.workload import Job, Workload
+from penstock.types.errors import PenstockError
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,6 +53,8 @@ def test_what_it_writes_is_what_the_server_serves_and_its_metrics_say_so(
         cost,
         "--block-size",
         "32",
+        "--threads",
+        "1",
     )
     done = penstock("tune", *words, "--output", "tuned.toml")
     assert done.returncode == 0, done.stderr
@@ -59,6 +66,7 @@ def test_what_it_writes_is_what_the_server_serves_and_its_metrics_say_so(
     assert text.startswith(f"# penstock settings, format 1, hash {told[1]}\n# workload: ")
     assert "# gain, simulated: +" in text
     assert "\nblock_size = 32\n" in text
+    assert '\ndevice = "cpu"\nthreads = 1\n' in text
     assert re.search(r"^(slo_itl = 0\.0\d+|max_num_batched_tokens = \d+)$", text, re.MULTILINE)
     with serving(environment, "--config", tmp_path / "tuned.toml") as served:
         assert f'penstock_settings_info{{hash="{told[1]}",model="tiny"}} 1.0' in served.get("/metrics").decode()
@@ -85,6 +93,54 @@ def test_the_best_runs_on_the_real_engine_beside_the_default(
     assert ("keep the default" in verified) != (tmp_path / "tuned.toml").exists()
 
 
+def test_the_real_engine_has_the_settings_that_are_written(
+    monkeypatch: pytest.MonkeyPatch, penstock: Penstock, tiny_model: Path, cost: Path
+) -> None:
+    """They may be in the environment; a value that can't be shows that they arrive."""
+    asked: list[dict[str, object]] = []
+
+    @contextmanager
+    def loaded(model: str, settings: dict[str, object], **_: object) -> Iterator[tuple[str, object]]:
+        asked.append(settings)
+        raise PenstockError("It is not loaded.")
+        yield
+
+    monkeypatch.setattr("penstock.cli.bench.loaded", loaded)
+    monkeypatch.setenv("PENSTOCK_THREADS", "1")
+    words = [
+        str(tiny_model),
+        *TIGHT,
+        "--requests",
+        "108",
+        "--slices",
+        "18",
+        "--finalists",
+        "1",
+        "--cost",
+        str(cost),
+        "--verify",
+    ]
+    done = CliRunner().invoke(tune, words)
+    assert isinstance(done.exception, PenstockError)
+    assert "Simulated, on slices" in done.output, "what was found is told before the engine runs"
+    assert (asked[0]["device"], asked[0]["threads"]) == ("cpu", 1)
+
+
+def test_each_slice_has_noise_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    cost = tmp_path / "noisy.json"
+    noise = (Residuals(1e12, (0.5, 1.0, 1.5)),)
+    save_cost(cost, SavedCost(cost=CostModel(residuals=noise), source="profile", model="tiny", date="2026-11-22"))
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=8, num_output_tokens=40)]
+    ended = []
+    with tune.make_context("tune", [str(tiny_model), "--cost", str(cost)]) as context:
+        values = {**context.params, "model": str(tiny_model)}
+        for seed, name in ((1, "slice 1"), (1, "slice 1"), (1, "slice 2"), (2, "slice 1")):
+            [record] = _Simulator(values, seed).evaluate(DEFAULT, Workload(name=name, jobs=jobs))
+            ended.append(record.ended_ns)
+    assert ended[0] == ended[1]
+    assert len(set(ended)) == 3
+
+
 def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=2, num_output_tokens=count, prompt="in the") for count in (1, 2, 7, 30)]
     with loaded(str(tiny_model), {"backend": "reference"}, max_tokens=30) as (_, ask):
@@ -100,6 +156,7 @@ def test_answers_end_by_themselves_where_the_workload_says_so(tiny_model: Path) 
         (("--max-tokens", "5", "--slo", "ttft=1s"), "The longest answer has 128 tokens"),
         ((), "Goodput counts requests that hold SLOs"),
         (("--output", "no/where.toml"), "can't be written"),
+        (("--device", "cuda", "--slo", "ttft=1s"), "is no machine for cuda"),
     ],
 )
 def test_what_can_not_be_is_told(penstock: Penstock, tiny_model: Path, words: tuple[str, ...], cause: str) -> None:

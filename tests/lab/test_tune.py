@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from random import Random
 
@@ -30,12 +31,13 @@ from penstock.lab.tune import (
     score,
     search,
     tune,
+    verify,
     with_needs,
     words,
 )
-from penstock.lab.tune_report import gain_words, report
+from penstock.lab.tune_report import gain_words, search_lines, verdict_lines
 from penstock.lab.workload import Job, Workload
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, PenstockError
 
 MS = 1_000_000
 ROWS = ("max_num_seqs", 128)
@@ -85,21 +87,18 @@ def test_settings_that_help_one_by_one_are_tried_together() -> None:
     assert tuned.verified is None
     assert tuned.num_refused == len(SPACE["kv_watermark"]), "what the server refuses drops out"
     assert [one.num_slices for one in tuned.rounds] == [1, 2, 4, 8]
-    assert "max_num_seqs = 128, policy = sjf: +2" in report(tuned)
+    assert "max_num_seqs = 128, policy = sjf: +2" in verdict_lines(tuned)
 
 
 def test_noise_alone_is_no_gain() -> None:
     """Each candidate has noise of its own: the best on the search's slices is so by chance, and the others show it."""
-    better = [
-        tune(Fake({}, noise_ms=100.0 + seed, own=True), workload(), Objective.TTFT_P99, (), serve=None).best
-        for seed in range(8)
-    ]
+    better = [tune(Fake({}, noise_ms=100.0 + seed, own=True), workload(), Objective.TTFT_P99, ()).best for seed in range(8)]
     assert sum(one is not None for one in better) <= 1
 
 
 def test_the_three_thirds_have_no_slice_in_common() -> None:
     simulator, engine = Fake({ROWS: 0.8}), Fake({ROWS: 0.8})
-    tuned = tune(simulator, workload(), Objective.TTFT_P99, (), serve=engine, num_slices=18)
+    tuned = verify(tune(simulator, workload(), Objective.TTFT_P99, (), num_slices=18), engine)
     names = [one.name for one in cut(workload(), 18)]
     assert {name for settings, name in simulator.served[: tuned.num_runs]} == set(names[0::3])
     assert {name for settings, name in simulator.served[tuned.num_runs :]} == set(names[1::3])
@@ -109,19 +108,20 @@ def test_the_three_thirds_have_no_slice_in_common() -> None:
 def test_the_real_engine_has_the_last_word() -> None:
     """Settings that are better in the simulator alone are not the outcome."""
     simulator = Fake({ROWS: 0.8, SJF: 0.9})
-    tuned = tune(simulator, workload(), Objective.TTFT_P99, (), serve=Fake({ROWS: 1.1}))
-    assert tuned.simulated[0].is_surely_better
+    simulated = tune(simulator, workload(), Objective.TTFT_P99, ())
+    assert simulated.simulated[0].is_surely_better
+    tuned = verify(simulated, Fake({ROWS: 1.1}))
     assert tuned.verified is not None
     assert [one.settings for one in tuned.verified] == [one.settings for one in tuned.simulated]
     assert tuned.best is None or ROWS not in tuned.best.settings
-    none = tune(simulator, workload(), Objective.TTFT_P99, (), serve=Fake({}))
+    none = verify(simulated, Fake({}))
     assert none.best is None
-    assert "keep the default" in report(none)
+    assert "keep the default" in verdict_lines(none)
 
 
 def test_an_engine_is_not_asked_about_settings_that_are_no_better() -> None:
     engine = Fake({})
-    tuned = tune(Fake({}), workload(), Objective.TTFT_P99, (), serve=engine)
+    tuned = verify(tune(Fake({}), workload(), Objective.TTFT_P99, ()), engine)
     assert (tuned.best, list(tuned.verified or ()), engine.served) == (None, [], [])
 
 
@@ -189,13 +189,73 @@ class Broken(Fake):
         return [Record(index=0, intended_ns=0, sent_ns=0, ended_ns=MS, end=End.FAILED)]
 
 
-def test_a_gain_over_nothing_is_unknown() -> None:
-    slices = cut(workload(), 6)
-    some = [judge(Broken({DEFAULT: 1}), Objective.THROUGHPUT, (), [(ROWS,)], slices)]
-    some += [judge(Broken({(ROWS,): 1}), Objective.TTFT_P99, (), [(ROWS,)], slices)]
-    for [found] in some:
-        assert not found.is_surely_better
-        assert gain_words(found.gain) == "unknown"
+def test_what_holds_an_slo_is_better_than_a_default_that_holds_none() -> None:
+    fake, slos = Fake({ROWS: 0.5}), parse_slos(["ttft=90ms"])
+    tuned = tune(fake, workload(), Objective.GOODPUT, slos)
+    assert tuned.best is not None
+    assert (tuned.best.settings, tuned.best.default) == ((ROWS,), 0)
+    assert tuned.best.difference.value == pytest.approx(tuned.best.tuned)
+    told = gain_words(tuned.best, Objective.GOODPUT)
+    assert re.fullmatch(r"\+\d+\.\d+ \[\+\d+\.\d+, \+\d+\.\d+\] requests/s", told)
+    assert f"max_num_seqs = 128: {told} over the default." in verdict_lines(tuned)
+    assert verify(tuned, fake).best is not None
+
+
+def test_a_candidate_that_leaves_a_request_unanswered_is_not_better() -> None:
+    [found] = judge(Broken({(ROWS,): 1}), Objective.TTFT_P99, (), [(ROWS,)], cut(workload(), 6))
+    assert not found.is_surely_better
+    assert gain_words(found, Objective.TTFT_P99) == "unknown"
+
+
+class Unlucky(Fake):
+    """A real engine with which one request of one slice fails, with some settings; with others it can't be loaded."""
+
+    def __init__(self, effects: dict[tuple, float], settings: Settings, *, refuses: Settings = (SJF,)) -> None:
+        super().__init__(effects)
+        self.settings, self.refuses = settings, refuses
+
+    def __call__(self, settings: Settings, jobs: Workload) -> Sequence[Record]:
+        records = list(super().__call__(settings, jobs))
+        if settings == self.refuses:
+            raise PenstockError("There is no memory.")
+        if settings == self.settings and "slice 6 " in jobs.name:
+            records[2].end, records[2].first_ns = End.FAILED, None
+        return records
+
+
+def test_a_slice_in_which_the_default_fails_is_left_out_and_told() -> None:
+    simulated = tune(Fake({ROWS: 0.5}), workload(), Objective.E2E_MEAN, ())
+    tuned = verify(simulated, Unlucky({ROWS: 0.5}, DEFAULT))
+    assert tuned.best is not None
+    assert tuned.best.num_dropped == 1
+    assert tuned.best.gain.value == pytest.approx(0.42, abs=0.03)
+    assert "1 slice left out: the default gave a request no answer." in verdict_lines(tuned)
+    assert "left out" not in search_lines(tuned)
+    few = judge(Unlucky({ROWS: 0.5}, DEFAULT), Objective.E2E_MEAN, (), [(ROWS,)], cut(workload(), 6))
+    assert few[0].difference.low is None, "five slices are left, too few for an interval"
+    [none] = judge(Broken({DEFAULT: 1}), Objective.E2E_MEAN, (), [(ROWS,)], cut(workload(), 6))
+    assert (none.num_dropped, gain_words(none, Objective.E2E_MEAN)) == (6, "unknown")
+
+
+def test_a_candidate_that_fails_is_refused_and_the_others_are_judged() -> None:
+    engine, few, slices = Unlucky({ROWS: 0.5}, DEFAULT), [(SJF,), (ROWS,)], cut(workload(), 8)
+    refused, kept = judge(engine, Objective.TTFT_P99, (), few, slices)
+    assert (refused.refusal, refused.is_surely_better) == ("There is no memory.", False)
+    assert [settings for settings, _ in engine.served].count((SJF,)) == 1, "it has no second turn"
+    assert kept.is_surely_better
+    simulated = tune(Fake({ROWS: 0.5}), workload(), Objective.TTFT_P99, (), num_finalists=1)
+    tuned = verify(simulated, Unlucky({}, DEFAULT, refuses=(ROWS,)))
+    assert tuned.best is None
+    assert "max_num_seqs = 128 was refused: There is no memory." in verdict_lines(tuned)
+    with pytest.raises(PenstockError, match="no memory"):
+        judge(Unlucky({}, DEFAULT, refuses=DEFAULT), Objective.TTFT_P99, (), few, slices)
+
+
+def test_a_request_that_fails_after_its_first_token_is_infinitely_late() -> None:
+    records = [_record(nth, 0, 100.0) for nth in range(9)]
+    records[4].end = End.FAILED
+    for objective in (Objective.TTFT_P99, Objective.TTFT_MEAN, Objective.E2E_MEAN):
+        assert score(records, objective, ()) == math.inf
 
 
 def test_a_request_that_the_default_never_answers_is_told_with_a_remedy() -> None:
@@ -212,11 +272,19 @@ def test_the_default_stays_to_the_end_and_no_slice_is_run_twice() -> None:
 
 def test_the_lower_bound_decides_between_those_that_are_better() -> None:
     def found(settings: Settings, low: float) -> Comparison:
-        return Comparison(settings=settings, default=1.0, tuned=2.0, gain=Estimate(0.5, low, 0.9))
+        return Comparison(settings=settings, default=1.0, tuned=2.0, difference=Estimate(0.5, low, 0.9))
 
     some = [found((ROWS,), 0.1), found((SJF,), 0.2), found(DEFAULT, -0.1)]
     tuned = Tuned(
-        objective=Objective.GOODPUT, workload="w", rounds=[], num_runs=0, num_refused=0, simulated=some, verified=None
+        objective=Objective.GOODPUT,
+        slos=(),
+        workload="w",
+        unseen=[],
+        rounds=[],
+        num_runs=0,
+        num_refused=0,
+        simulated=some,
+        verified=None,
     )
     assert tuned.best == some[1]
 

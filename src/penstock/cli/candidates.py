@@ -63,15 +63,18 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
     return read_outline(config, source, is_gpu=is_gpu)
 
 
-def find_machines(names: str, table: Path | None) -> list[Hardware]:
-    """The machines of --hardware, each once. Raises ConfigError for a name that is in no table."""
+def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
+    """The machines of --hardware, each once. Raises ConfigError for a name that is in no table.
+
+    `num_threads`: those that compute on this machine; None: as many as it has CPUs.
+    """
     from penstock.lab.hardware import find
 
     known = all_hardware(table)
     wanted = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not wanted:
         raise ConfigError("--hardware names no hardware.", remedy="Leave it out for this machine.")
-    return [_this_machine() if name.lower() == "this" else find(name, known) for name in wanted]
+    return [_this_machine(num_threads) if name.lower() == "this" else find(name, known) for name in wanted]
 
 
 def all_hardware(table: Path | None) -> dict[str, Hardware]:
@@ -81,14 +84,15 @@ def all_hardware(table: Path | None) -> dict[str, Hardware]:
     return known_hardware() | (read_table(table) if table is not None else {})
 
 
-def _this_machine() -> Hardware:
+def _this_machine(num_threads: int | None) -> Hardware:
     from penstock.backends.native import probe_peaks
     from penstock.lab.hardware import this_machine
     from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
 
-    peaks = probe_peaks(usable_cpus())
+    num_threads = num_threads or usable_cpus()
+    peaks = probe_peaks(num_threads)
     return this_machine(
-        name=f"{cpu_name() or 'a processor'}, {usable_cpus()} threads, {peaks.variant}",
+        name=f"{cpu_name() or 'a processor'}, {num_threads} threads, {peaks.variant}",
         memory_bytes=available_memory_bytes(),
         read_bytes_per_s=peaks.read_bytes_per_s,
         int8_ops_per_s=peaks.int8_ops_per_s,
@@ -141,7 +145,7 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
         enable_prefix_caching=config.kv.prefix_caching,
         isolates_tenants=config.kv.prefix_sharing == "tenant",
         max_tokens=None,
-        depth=2 if hardware.is_gpu else 1,
+        depth=(config.backend.steps_in_flight or 2) if hardware.is_gpu else 1,
     )
     doubts = list(_doubts(outline, hardware, saved))
     return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)

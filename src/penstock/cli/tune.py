@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.lab.tune import Evaluate, Settings
     from penstock.lab.workload import Workload
 
-_COMPONENTS = ("model", "kv", "scheduler")
+_COMPONENTS = ("model", "kv", "scheduler", "backend")
 _WITHOUT = ("served_model_name", "chat_template")
 
 
@@ -82,9 +83,9 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     """
     from penstock.config.saved import settings_hash, write_config_file
     from penstock.lab.figures import parse_slos
-    from penstock.lab.tune import DEFAULT, Objective
+    from penstock.lab.tune import DEFAULT, Objective, verify
     from penstock.lab.tune import tune as search
-    from penstock.lab.tune_report import notes, report
+    from penstock.lab.tune_report import notes, search_lines, verdict_lines
 
     warn_of_unknown_variables()
     output: Path | None = values["output"]
@@ -93,7 +94,8 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
     slos = parse_slos(values["slos"])
     if values["verify"] and values["hardware"] != "this":
         raise ConfigError("The real engine is on this machine.", remedy="Leave out --verify or --hardware.")
-    simulator, tokenizer = _Simulator(values), _tokenizer(values)
+    simulator, tokenizer = _Simulator(values, choice.seed), _tokenizer(values)
+    values["device"] = simulator.device
     workload = make_workload(choice, None if tokenizer is None else _count(tokenizer))
     longest = max(job.num_output_tokens for job in workload.jobs)
     if values["max_tokens"] is not None and values["max_tokens"] < longest:
@@ -105,9 +107,11 @@ def tune(choice: WorkloadChoice, **values: Any) -> None:
         slos,
         num_slices=values["num_slices"],
         num_finalists=values["num_finalists"],
-        serve=None if tokenizer is None else _real_engine(values, tokenizer, choice.seed),
     )
-    print(report(tuned))
+    print(search_lines(tuned), flush=True)
+    if tokenizer is not None:
+        tuned = verify(tuned, _real_engine(values, tokenizer, choice.seed))
+    print(verdict_lines(tuned))
     for doubt in simulator.doubts(tuned.best.settings if tuned.best else DEFAULT):
         print(f"Note: {doubt}")
     if tuned.best is None:
@@ -134,21 +138,32 @@ def _config(values: Mapping[str, Any], settings: Settings) -> Config:
 class _Simulator:
     """Simulated servers, one for each candidate."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        """Raises PenstockError if the model's headers are not here, or the machine is unknown."""
-        machines = find_machines(values["hardware"], values["hardware_table"])
+    def __init__(self, values: Mapping[str, Any], seed: int) -> None:
+        """Raises PenstockError if the model's headers are not here, or the machine is unknown or has no such device."""
+        machines = find_machines(values["hardware"], values["hardware_table"], num_threads=values["threads"])
         if len(machines) > 1:
             raise ConfigError("Settings are tuned for one machine.", remedy="Name one --hardware.")
         [self._hardware], self._saved = machines, read_cost(values["cost"], machines)
+        self.device = "cuda" if self._hardware.is_gpu else "cpu"
+        """Where the simulated server computes."""
+        if other := {values["device"], values["backend"]} & (
+            {"cpu", "native", "reference"} if self._hardware.is_gpu else {"cuda"}
+        ):
+            raise ConfigError(
+                f"{self._hardware.name} is no machine for {' and '.join(sorted(other))}.",
+                remedy="Leave out --device and --backend, or name other --hardware.",
+            )
         self._outline = read_model(config_from(values), is_gpu=self._hardware.is_gpu)
-        self._values = values
+        self._values, self._seed = values, seed
         self._candidates: dict[Settings, Candidate] = {}
         self._num_steps: Counter[Settings] = Counter()
         self._num_outside: Counter[Settings] = Counter()
 
     def evaluate(self, settings: Settings, workload: Workload) -> Sequence[Record]:
-        simulation = replace(self._candidate(settings).simulation, max_tokens=self._values["max_tokens"])
-        outcome = simulation.run(workload)
+        """Each slice has a seed of its own, so that the spread over slices has the noise of steps, too."""
+        seed = zlib.crc32(f"{self._seed} {workload.name}".encode())
+        simulation = self._candidate(settings).simulation
+        outcome = replace(simulation, max_tokens=self._values["max_tokens"], seed=seed).run(workload)
         self._num_steps[settings] += outcome.num_steps
         self._num_outside[settings] += outcome.num_outside
         return outcome.records
@@ -156,6 +171,9 @@ class _Simulator:
     def doubts(self, settings: Settings) -> Iterator[str]:
         """Sentences on what is assumed about a server, once it has run."""
         yield from self._candidate(settings).doubts
+        fitted, asked = self._saved and self._saved.machine.get("threads"), self._values["threads"]
+        if fitted and asked and fitted != asked:
+            yield f"The step times are of {fitted} threads, and --threads is {asked}."
         if num_outside := self._num_outside[settings]:
             share = num_outside / self._num_steps[settings]
             yield f"{share:.1%} of its steps lie outside of the range that the cost model was fitted to."
@@ -192,8 +210,7 @@ def _real_engine(values: Mapping[str, Any], tokenizer: Tokenizer, seed: int) -> 
 
     def evaluate(settings: Settings, workload: Workload) -> Sequence[Record]:
         written = write_prompts(workload, tokenizer, seed=seed)
-        asked = {"device": "cpu", **given, **_parsed(settings)}  # as it was simulated
-        with loaded(values["model"], asked, max_tokens=values["max_tokens"]) as (_, ask):
+        with loaded(values["model"], given | _parsed(settings), max_tokens=values["max_tokens"]) as (_, ask):
             sent = asyncio.run(drive(written, ask))
         if sent.unfinished or sent.num_unsent:
             raise KeyboardInterrupt

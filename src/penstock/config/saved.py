@@ -14,7 +14,7 @@ from penstock.config.setting import settings_of
 
 FORMAT = 1
 """Version of the file and of the hash."""
-_WRITTEN = ("model", "kv", "scheduler")
+_WRITTEN = ("model", "kv", "scheduler", "backend")
 _OF_THIS_MACHINE = ("cache", "kv_disk_path")
 _HASHED = {item.key for item in settings_of(SchedulerConfig)} | {"kv_watermark"}
 """The settings that `penstock tune` may change."""
@@ -31,9 +31,9 @@ def settings_hash(config: Config) -> str:
 
 
 def write_config_file(config: Config, notes: Sequence[str]) -> str:
-    """The settings of model, KV cache and scheduling that are not the default's, as TOML; notes, a line each, stand above.
+    """The settings of model, KV cache, scheduling and compute that are not the default's, as TOML.
 
-    Folders of this machine are left out.
+    Notes, a line each, stand above.     Folders of this machine are left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]

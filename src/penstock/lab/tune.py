@@ -4,11 +4,12 @@
     score     the figure of one run that an objective is about
     search    successive halving: many candidates on one slice, the better half on two, and so on
     judge     a few candidates against the default, slice by slice, in the simulator or on the real engine
+    tune      both in the simulator; verify judges once more, on the real engine
 
-All candidates serve the same slices: requests, arrivals and the noise of steps are common random numbers, so differences are
-due to settings. Successive halving: K. Jamieson and A. Talwalkar, AISTATS 2016; here pairs of the best join each round as new
-candidates, so that settings which help one by one are tried together. The best of many is too good by chance on the slices of
-the search, so what was gained is told from other slices alone.
+All candidates serve the same slices, the same requests at the same instants, so differences are paired. Successive halving:
+K. Jamieson and A. Talwalkar, AISTATS 2016; here pairs of the best join each round as new candidates, so that settings which
+help one by one are tried together. The best of many is too good by chance on the slices of the search, so what was gained is
+told from other slices alone.
 
 Knows settings as words (`max_num_seqs`, "50ms") and no server: `Evaluate` runs one. Writes nothing.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 from statistics import fmean
@@ -30,7 +31,7 @@ from penstock.lab.intervals import LEVEL, Estimate, Floats, student_quantile
 from penstock.lab.records import End, Record
 from penstock.lab.transforms import cut
 from penstock.lab.workload import Workload
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, PenstockError
 
 MIN_SLICES = 6
 """Fewer differences give no interval."""
@@ -97,23 +98,12 @@ def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) 
     if objective is Objective.GOODPUT:
         return float(np.logical_and.reduce([samples.holds(slo) for slo in slos]).sum()) / span_s
     came_ns = samples.ended_ns if objective is Objective.E2E_MEAN else samples.first_ns
-    has_come = samples.is_ok if objective is Objective.E2E_MEAN else samples.first_ns >= 0
+    has_come = samples.is_ok & (came_ns >= 0)
     counts = samples.end != list(End).index(End.CANCELLED)
     late_s = np.sort(np.where(has_come, came_ns - samples.intended_ns, np.inf)[counts]) / NS_PER_S
     if not len(late_s):
         raise ConfigError("The clients of all requests of a slice went away.", remedy="Lower --cancel-share.")
     return float(late_s[math.ceil(0.99 * len(late_s)) - 1] if objective is Objective.TTFT_P99 else late_s.mean())
-
-
-def _run(evaluate: Evaluate, settings: Settings, one: Workload, objective: Objective, slos: Sequence[Slo]) -> float:
-    """The score of one slice. Raises ConfigError if the default leaves a request without an answer, where its time counts."""
-    found = score(evaluate(settings, one), objective, slos)
-    if settings == DEFAULT and math.isinf(found):
-        raise ConfigError(
-            f"With the default, a request gets no answer: {one.name}.",
-            remedy="If it is too long for the server, cut it with --max-input-tokens and --max-output-tokens.",
-        )
-    return found
 
 
 def words(settings: Settings) -> str:
@@ -144,7 +134,7 @@ class Trials:
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Raises ConfigError if the default is refused."""
+        """Raises ConfigError if the default is refused, or leaves a request without an answer, where its time counts."""
         found: dict[float, Settings] = {}
         for settings in sorted(candidates, key=len):
             try:
@@ -159,7 +149,12 @@ class Trials:
     def _score(self, settings: Settings, one: Workload) -> float:
         key = settings, one.name
         if key not in self.scores:
-            self.scores[key] = _run(self._evaluate, settings, one, self._objective, self._slos)
+            self.scores[key] = score(self._evaluate(settings, one), self._objective, self._slos)
+        if settings == DEFAULT and math.isinf(self.scores[key]):
+            raise ConfigError(
+                f"With the default, a request gets no answer: {one.name}.",
+                remedy="If it is too long for the server, cut it with --max-input-tokens and --max-output-tokens.",
+            )
         return self.scores[key]
 
 
@@ -199,13 +194,22 @@ class Comparison:
     """Mean score of the default."""
     tuned: float
     """Mean score of the settings."""
-    gain: Estimate
-    """The mean difference, better being positive, as a share of the default's mean."""
+    difference: Estimate
+    """The mean over slices of what is gained, in the objective's unit; above 0 is better."""
+    num_dropped: int = 0
+    """Slices that do not count: the default left a request of theirs without an answer."""
+    refusal: str = ""
+    """The error that ended the comparison."""
+
+    @property
+    def gain(self) -> Estimate:
+        """The difference as a share of the default's mean; unknown if that is 0."""
+        return self.difference.scaled(1 / self.default) if self.default > 0 else Estimate(math.nan)
 
     @property
     def is_surely_better(self) -> bool:
-        """The whole interval is above 0."""
-        return self.gain.low is not None and self.gain.low > 0
+        """The whole interval of the difference is above 0."""
+        return self.difference.low is not None and self.difference.low > 0
 
 
 def judge(
@@ -215,33 +219,50 @@ def judge(
 
     All serve a slice before the next one's turn, every other time in reverse, so that a machine that becomes slower favours
     none. Intervals are Student's t over the slices, widened (Bonferroni) so that all of them are true together at `LEVEL`.
+    A candidate that fails has no further turn. Raises PenstockError if the default does.
     """
     if not few:
         return []
     turns = [DEFAULT, *few]
     scores: dict[Settings, list[float]] = {settings: [] for settings in turns}
+    refusals: dict[Settings, str] = {}
     for nth, one in enumerate(slices):
         for settings in reversed(turns) if nth % 2 else turns:
-            scores[settings].append(_run(evaluate, settings, one, objective, slos))
-    level = 1 - (1 - LEVEL) / len(few)
-    return [
-        Comparison(
-            settings=settings,
-            default=fmean(scores[DEFAULT]),
-            tuned=fmean(scores[settings]),
-            gain=_gain(np.array(scores[DEFAULT]), np.array(scores[settings]), objective.sign, level),
+            if settings in refusals:
+                continue
+            try:
+                scores[settings].append(score(evaluate(settings, one), objective, slos))
+            except PenstockError as error:
+                if settings == DEFAULT:
+                    raise
+                refusals[settings] = str(error)
+    default, level = np.array(scores[DEFAULT]), 1 - (1 - LEVEL) / len(few)
+    counts = np.isfinite(default)
+    mean = float(default[counts].mean()) if counts.any() else math.inf
+    found = []
+    for settings in few:
+        tuned, difference = math.nan, Estimate(math.nan)
+        if settings not in refusals and counts.any():
+            kept = np.array(scores[settings])[counts]
+            tuned, difference = float(kept.mean()), _difference(objective.sign * (kept - default[counts]), level)
+        found.append(
+            Comparison(
+                settings=settings,
+                default=mean,
+                tuned=tuned,
+                difference=difference,
+                num_dropped=len(counts) - int(counts.sum()),
+                refusal=refusals.get(settings, ""),
+            )
         )
-        for settings in few
-    ]
+    return found
 
 
-def _gain(default: Floats, tuned: Floats, sign: int, level: float) -> Estimate:
-    """Unknown if a request was never answered, or the default's mean is 0."""
-    mean = float(default.mean())
-    if not np.isfinite(tuned).all() or mean <= 0:
+def _difference(gains: Floats, level: float) -> Estimate:
+    """The mean with its interval; unknown if a request was never answered."""
+    if not np.isfinite(gains).all():
         return Estimate(math.nan)
-    gains, count = sign * (tuned - default) / mean, len(default)
-    value = float(gains.mean())
+    value, count = float(gains.mean()), len(gains)
     if count < MIN_SLICES:
         return Estimate(value)
     half = student_quantile((1 + level) / 2, count - 1) * float(gains.std(ddof=1)) / math.sqrt(count)
@@ -253,7 +274,10 @@ class Tuned:
     """The outcome: what was searched, and what is surely better."""
 
     objective: Objective
+    slos: Sequence[Slo]
     workload: str
+    unseen: Sequence[Workload]
+    """The slices that neither the search nor the judgement has seen."""
     rounds: Sequence[Round]
     num_runs: int
     """Slices simulated for the search."""
@@ -261,13 +285,13 @@ class Tuned:
     simulated: Sequence[Comparison]
     """The best of the search, in its order, on slices that it has not seen."""
     verified: Sequence[Comparison] | None
-    """Those of them that are surely better in the simulator, on the real engine and other slices; None: not asked for."""
+    """Those of them that are surely better in the simulator, on the real engine and the unseen slices; None: not asked for."""
 
     @property
     def best(self) -> Comparison | None:
-        """The one with the highest lower bound of its gain where it was judged last; None: keep the default."""
+        """The one with the highest lower bound of its difference where it was judged last; None: keep the default."""
         judged = self.simulated if self.verified is None else self.verified
-        return max((one for one in judged if one.is_surely_better), key=lambda one: one.gain.low or 0, default=None)
+        return max((one for one in judged if one.is_surely_better), key=lambda one: one.difference.low or 0, default=None)
 
 
 def tune(
@@ -278,9 +302,8 @@ def tune(
     *,
     num_slices: int = 24,
     num_finalists: int = 3,
-    serve: Evaluate | None = None,
 ) -> Tuned:
-    """Search on a third of the slices, judge on another; the last is for `serve`, the real engine, if it is given.
+    """Search on a third of the slices, judge on another; the last is for `verify`.
 
     Thirds are interleaved: slices 1, 4, 7 and so on are searched. Raises ConfigError for what can't be tuned.
     """
@@ -293,16 +316,23 @@ def tune(
     rounds = search(trials, slices[0::3])
     finalists = [settings for settings, _ in rounds[-1].ranking if settings != DEFAULT][:num_finalists]
     simulated = judge(simulate, objective, slos, finalists, slices[1::3])
-    better = [one.settings for one in simulated if one.is_surely_better]
-    verified = None
-    if serve is not None:
-        verified = judge(serve, objective, slos, better, slices[2::3])
     return Tuned(
         objective=objective,
+        slos=slos,
         workload=workload.name,
+        unseen=slices[2::3],
         rounds=rounds,
         num_runs=len(trials.scores),
         num_refused=len(trials.refused),
         simulated=simulated,
-        verified=verified,
+        verified=None,
     )
+
+
+def verify(tuned: Tuned, serve: Evaluate) -> Tuned:
+    """The same with those that are surely better in the simulator judged by `serve`, the real engine.
+
+    Raises PenstockError if the default fails there.
+    """
+    better = [one.settings for one in tuned.simulated if one.is_surely_better]
+    return replace(tuned, verified=judge(serve, tuned.objective, tuned.slos, better, tuned.unseen))

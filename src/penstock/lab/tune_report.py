@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from penstock.lab.intervals import LEVEL, Estimate
+from penstock.lab.intervals import LEVEL
 from penstock.lab.plan_report import table
-from penstock.lab.tune import Comparison, Tuned, words
+from penstock.lab.tune import Comparison, Objective, Tuned, words
 from penstock.types.errors import counted
 
 NUM_SHOWN = 8
 
 
-def report(tuned: Tuned) -> str:
-    """The search, the best of it, and their comparison with the default."""
+def search_lines(tuned: Tuned) -> str:
+    """The search, and the comparison of the best of it with the default in the simulator."""
     objective, last = tuned.objective, tuned.rounds[-1]
     refused = f"; {tuned.num_refused} contradicted themselves" if tuned.num_refused else ""
     ranking = [[words(settings), _figure(mean)] for settings, mean in last.ranking[:NUM_SHOWN]]
@@ -24,15 +24,21 @@ def report(tuned: Tuned) -> str:
         f"The best on {counted(last.num_slices, 'slice')}:\n",
         table([["settings", str(objective)], *ranking]),
         f"\nSimulated, on slices that the search has not seen, against the default ({LEVEL:.0%} intervals):\n",
-        _comparisons(tuned.simulated),
+        _comparisons(tuned.simulated, objective),
     ]
+    return "\n".join(parts)
+
+
+def verdict_lines(tuned: Tuned) -> str:
+    """The comparison on the real engine, if there was one, and what is to be done."""
+    parts = []
     if tuned.verified is not None:
-        parts += ["\nOn the real engine, on other slices again:\n", _comparisons(tuned.verified)]
+        parts += ["\nOn the real engine, on other slices again:\n", _comparisons(tuned.verified, tuned.objective)]
     best = tuned.best
     if best is None:
         parts.append("\nNothing is surely better than the default: keep the default.")
     else:
-        parts.append(f"\n{words(best.settings)}: {gain_words(best.gain)} over the default.")
+        parts.append(f"\n{words(best.settings)}: {gain_words(best, tuned.objective)} over the default.")
     return "\n".join(parts)
 
 
@@ -41,23 +47,37 @@ def notes(tuned: Tuned) -> Sequence[str]:
     assert tuned.best is not None
     told = [f"workload: {tuned.workload}", f"objective: {tuned.objective} in {tuned.objective.unit}"]
     for where, judged in (("simulated", tuned.simulated), ("on the real engine", tuned.verified or ())):
-        told += [f"gain, {where}: {gain_words(one.gain)}" for one in judged if one.settings == tuned.best.settings]
+        told += [f"gain, {where}: {gain_words(one, tuned.objective)}" for one in judged if one.settings == tuned.best.settings]
     return told
 
 
-def gain_words(gain: Estimate) -> str:
-    """`+12.3% [+8.1%, +16.5%]`"""
-    if math.isnan(gain.value):
+def gain_words(one: Comparison, objective: Objective) -> str:
+    """`+12.3% [+8.1%, +16.5%]` of the default, or where that is 0 `+1.2 [+0.9, +1.5] requests/s`."""
+    if math.isnan(one.difference.value):
         return "unknown"
-    return f"{gain.value:+.1%}" + ("" if gain.low is None or gain.high is None else f" [{gain.low:+.1%}, {gain.high:+.1%}]")
+    gain, form, unit = (one.gain, "+.1%", "") if one.default > 0 else (one.difference, "+.4g", f" {objective.unit}")
+    interval = "" if gain.low is None or gain.high is None else f" [{gain.low:{form}}, {gain.high:{form}}]"
+    return f"{gain.value:{form}}{interval}{unit}"
 
 
-def _comparisons(some: Sequence[Comparison]) -> str:
+def _comparisons(some: Sequence[Comparison], objective: Objective) -> str:
     if not some:
         return "  none: no candidate was better"
-    rows = [[words(one.settings), _figure(one.default), _figure(one.tuned), gain_words(one.gain)] for one in some]
-    return table([["settings", "default", "tuned", "gain"], *rows])
+    rows = [
+        [
+            words(one.settings),
+            _figure(one.default),
+            _figure(one.tuned),
+            "refused" if one.refusal else gain_words(one, objective),
+        ]
+        for one in some
+    ]
+    lines = [table([["settings", "default", "tuned", "gain"], *rows])]
+    lines += [f"{words(one.settings)} was refused: {one.refusal}" for one in some if one.refusal]
+    if num_dropped := some[0].num_dropped:
+        lines.append(f"{counted(num_dropped, 'slice')} left out: the default gave a request no answer.")
+    return "\n".join(lines)
 
 
 def _figure(value: float) -> str:
-    return "never" if math.isinf(value) else f"{value:.4g}"
+    return "never" if math.isinf(value) else "" if math.isnan(value) else f"{value:.4g}"
