@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from bench_records import random_records, result_of, run_of
 from penstock.cli.bench_results import compare, show_report
 from penstock.lab import plots
+from penstock.lab.records import End
 from penstock.lab.results import write_result
 from penstock.types.errors import ConfigError, PenstockError
 
@@ -40,6 +41,16 @@ def test_compare_fails_only_where_it_is_worse(files: tuple[str, str]) -> None:
     assert "worse by more than 5%: " in str(worse.exception)
     assert called(compare, *files, "--fail-if-worse", "50%").exit_code == 0
     assert called(compare, *files[::-1], "--fail-if-worse", "5%").exit_code == 0
+
+
+def test_a_side_that_answers_nobody_does_not_pass(files: tuple[str, str], tmp_path: Path) -> None:
+    records = random_records(1, 300)
+    for record in records:
+        record.end, record.first_ns = End.REFUSED, None
+    write_result(result_of(run_of(records, seed=1)), tmp_path / "refused.json")
+    refused = called(compare, files[0], str(tmp_path / "refused.json"), "--fail-if-worse", "5%")
+    assert refused.exit_code == 1
+    assert "too few requests were answered on a side" in str(refused.exception)
 
 
 def test_a_wrong_share_is_wrong_usage(files: tuple[str, str]) -> None:

@@ -179,6 +179,16 @@ def test_another_reserve_does_not_take_over_the_settings_of_the_first(tmp_path: 
     assert isinstance(arms.policies(config).reserve, ReserveByArm)
 
 
+def test_a_recording_of_arm_b_makes_arm_b(tmp_path: Path) -> None:
+    """Its arguments are those of arm A, so that they are no difference, and its order is another."""
+    config = Config(scheduler=SchedulerConfig(policy="sjf", policy_args={"max_delay_ns": 5}))
+    arms = arms_of(tmp_path, 'policy = "srpf"\npolicy_args = {max_delay_ns = 5}\n', config)
+    assert arms.differences == {"policy": ("sjf", "srpf")}
+    made = recorded_policies({"policy": "sjf", "policy_args": {"max_delay_ns": 5}}, {"differences": arms.differences})
+    assert made.words == arms.policies(config).words
+    assert "arm B: srpf (max_delay_ns = 5)" in made.words["order"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

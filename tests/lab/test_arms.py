@@ -21,13 +21,13 @@ MS = 1_000_000
 TEST: dict[str, Any] = {"share": 0.5, "by": "request", "tenants": 0, "differences": {"reserve": [None, "predicted"]}}
 
 
-def write(path: Path, lines: list[dict[str, Any]], test: dict[str, Any] | None = TEST) -> Path:
+def write(path: Path, lines: list[dict[str, Any]], test: dict[str, Any] | None = TEST, part: int = 0) -> Path:
     header = {
         "kind": "header",
         "format": "penstock-recording",
         "version": 1,
         "recording": "abc",
-        "part": 0,
+        "part": part,
         "began": "2026-11-22T00:00:00.000+00:00",
         "block_size": 16,
         "model": "toy",
@@ -211,3 +211,40 @@ def test_the_command_prints_both_arms(tmp_path: Path) -> None:
     both = CliRunner().invoke(compare, ["--arms", str(path), str(path)])
     assert both.exit_code == 2
     assert "leave the other files out" in both.output
+
+
+def gated(path: Path, lines: list[dict[str, Any]], **test: Any) -> str:
+    """The cause that `--fail-if-worse 5%` fails with; empty if it passes."""
+    result = CliRunner().invoke(compare, ["--arms", str(write(path, lines, {**TEST, **test})), "--fail-if-worse", "5%"])
+    assert result.exit_code == (1 if result.exception else 0)
+    return str(result.exception or "")
+
+
+@pytest.mark.parametrize("tenants", [0, 1])
+def test_an_arm_that_refuses_everything_is_worse(tmp_path: Path, tenants: int) -> None:
+    assert "requests answered (-100 points" in gated(tmp_path / "r", traffic(1.0, refused_b=1.0), tenants=tenants)
+
+
+def test_an_arm_that_answers_fewer_is_worse(tmp_path: Path) -> None:
+    assert "1 figure worse by more than 5%: requests answered (-" in gated(tmp_path / "r", traffic(1.0, refused_b=0.2))
+    assert not gated(tmp_path / "r", traffic(1.0, refused_b=0.02)), "by less than 5 %"
+    other = {"A": "B", "B": "A"}
+    swapped = [line | {"arm": other[line["arm"]]} if "arm" in line else line for line in traffic(1.0, refused_b=0.2)]
+    assert not gated(tmp_path / "r", swapped), "it is arm A that answers fewer"
+
+
+def test_what_can_not_be_compared_does_not_pass(tmp_path: Path) -> None:
+    lines = traffic(1.0, num=60)
+    assert "too few requests were answered" in gated(tmp_path / "r", [line for line in lines if line.get("arm") != "B"])
+    assert "too few requests were answered" in gated(tmp_path / "r", life(1, "A", 0, 1, 2) + life(2, "B", 0, 1, 2))
+
+
+def test_queue_times_of_requests_whose_begin_is_lost_are_not_known(tmp_path: Path) -> None:
+    """Their first step in the file is a later one of theirs."""
+    [begin, end], [late, late_end] = life(1, "A", 0, 5, 900), life(2, "A", 600, 5, 50)
+    step = {"kind": "step", "end": 701 * MS, "rows": [[1, 1, 9, 1], [2, 5, 0, 1]], "parts": [], "state": [2, 0, 9, 0]}
+    steps = [{**step, "id": 7, "at": 700 * MS}, {**step, "id": 8, "at": 702 * MS}]
+    lines = [{**begin, "again": True}, late, *steps, late_end, end]
+    found = compare_arms(open_recording(write(tmp_path / "r", lines, part=3)))
+    assert [record.queue_ns for record in found.arms[0].records] == [100 * MS, None]
+    assert "The begin of the recording is lost (3 parts): only what came later is compared." in found.warnings

@@ -9,7 +9,7 @@ import click
 
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
-from penstock.lab.arms import compare_arms, sections_of_arms
+from penstock.lab.arms import EndsCompared, compare_arms, sections_of_arms
 from penstock.lab.compare import Compared, compare_results
 from penstock.lab.recording import open_recording
 from penstock.lab.results import Result, read_result
@@ -26,7 +26,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--any-workload", is_flag=True, help="Compare though the workloads differ.")
 @click.option(
-    "--fail-if-worse", metavar="SHARE", help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise."
+    "--fail-if-worse",
+    metavar="SHARE",
+    help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise, or if none can be compared.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draws that make the intervals.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
@@ -48,7 +50,7 @@ def compare(
         arms = compare_arms(open_recording(recording), seed=seed)
         sections = list(sections_of_arms(arms))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
-        _fail_if_worse([arms.compared] if arms.compared else [], limit, fail_if_worse)
+        _fail_if_worse([arms.compared], arms.ends, limit, fail_if_worse)
         return
     if before is None or not after:
         raise click.UsageError(f"Missing argument '{'BEFORE' if before is None else 'AFTER...'}'.")
@@ -57,14 +59,25 @@ def compare(
     for path, compared in zip(after, all_compared, strict=True):
         sections = list(report.sections_of_compared(compared, str(before), str(path)))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
-    _fail_if_worse(all_compared, limit, fail_if_worse)
+    _fail_if_worse(all_compared, (), limit, fail_if_worse)
 
 
-def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
-    worse = [] if limit is None else [found for compared in all_compared for found in compared.worse(limit)]
-    if worse:
-        names = ", ".join(f"{one.figure} ({one.words}{f', at {load}' if load else ''})" for load, one in worse)
-        raise PenstockError(f"{counted(len(worse), 'figure')} worse by more than {asked}: {names}.")
+def _fail_if_worse(
+    all_compared: Sequence[Compared | None], ends: Sequence[EndsCompared], limit: float | None, asked: str | None
+) -> None:
+    """A side that answers nobody has no latency that is worse: it fails as well."""
+    if limit is None:
+        return
+    names = [f"requests {one.end} ({one.words})" for one in ends if one.is_worse(limit)]
+    for load, one in (found for compared in all_compared if compared for found in compared.worse(limit)):
+        names.append(f"{one.figure} ({one.words}{f', at {load}' if load else ''})")
+    if names:
+        raise PenstockError(f"{counted(len(names), 'figure')} worse by more than {asked}: {', '.join(names)}.")
+    if not all(compared and compared.has_tested for compared in all_compared):
+        raise PenstockError(
+            f"Whether a figure is worse by more than {asked} can't be said: too few requests were answered on a side.",
+            remedy="Send more requests, and look why those that were sent were not answered.",
+        )
 
 
 @click.command("report")

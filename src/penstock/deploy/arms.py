@@ -192,5 +192,5 @@ def recorded_policies(
         return build_policies(a)
     from penstock.sched.policies.arms import policies_by_arm
 
-    b = with_settings(a, {key: value for key, (_, value) in arms["differences"].items()})
+    b = config_from({**_values(a), **{key: value for key, (_, value) in arms["differences"].items()}})
     return policies_by_arm(build_policies(a), build_policies(b))

@@ -59,12 +59,17 @@ class EndsCompared:
         low, high = self.difference.low, self.difference.high
         return low is not None and high is not None and not low <= 0 <= high
 
+    def is_worse(self, by: float) -> bool:
+        """Whether arm B answers fewer, by more than this share of what arm A answers, and that is more than noise."""
+        return self.end == "answered" and self.is_more_than_noise and -self.difference.value > by * self.shares[0].value
+
     @property
     def words(self) -> str:
         low, high = self.difference.low, self.difference.high
         if low is None or high is None:
             return "too few requests to say"
-        shown = f"{100 * self.difference.value:+.2g} points [{100 * low:+.2g}, {100 * high:+.2g}]"
+        value, *ends = (f"{100 * share:+.{2 if abs(share) < 0.995 else 3}g}" for share in (self.difference.value, low, high))
+        shown = f"{value} points [{ends[0]}, {ends[1]}]"
         return shown if self.is_more_than_noise else f"no difference that shows: {shown}"
 
 
@@ -96,7 +101,7 @@ def compare_arms(recording: Recording, *, seed: int = 0) -> ArmsCompared:
         arms=(a, b),
         ends=list(_ends(a, b, is_by_chance=not about["tenants"])) if has_both else (),
         compared=compared,
-        warnings=list(_warnings(about, (a, b), num_lost)),
+        warnings=list(_warnings(about, (a, b), num_lost, recording.header.part)),
     )
 
 
@@ -104,6 +109,8 @@ def _read(recording: Recording) -> tuple[tuple[Arm, Arm], int]:
     """The arms, and the number of reports that are missing."""
     arms = {ARM_A: Arm(ARM_A), ARM_B: Arm(ARM_B)}
     open_requests: dict[int, tuple[str, Record]] = {}
+    unstarted: dict[int, Record] = {}
+    """Requests whose first step is still to come. One whose begin is lost is none: nobody knows when it left the queue."""
     num_lost = num_read = 0
     for event in recording.events():
         match event:
@@ -116,14 +123,16 @@ def _read(recording: Recording) -> tuple[tuple[Arm, Arm], int]:
                     tenant=event.tenant,
                 )
                 open_requests[event.id] = arm, record
+                if not event.is_repeated:
+                    unstarted[event.id] = record
                 num_read += 1
             case StepDone():
                 for row in event.rows:
-                    found = open_requests.get(row.id)
-                    if found is not None and found[1].queue_ns is None:
-                        found[1].queue_ns = event.planned_ns - found[1].intended_ns
+                    if started := unstarted.pop(row.id, None):
+                        started.queue_ns = event.planned_ns - started.intended_ns
             case Departure() if event.id in open_requests:
                 arm, record = open_requests.pop(event.id)
+                unstarted.pop(event.id, None)
                 record.first_ns, record.ended_ns = event.first_token_ns, event.at_ns
                 record.num_cached_tokens, record.num_output_tokens = event.num_cached_tokens, event.num_output_tokens
                 _add(arms[arm], record, _end_of(event), event.reject_reason)
@@ -197,7 +206,7 @@ def _difference(a: Estimate, b: Estimate) -> Estimate:
     return Estimate(value, low, value + math.hypot(b.high - b.value, a.value - a.low))
 
 
-def _warnings(about: Mapping[str, object], arms: tuple[Arm, Arm], num_lost: int) -> Iterator[str]:
+def _warnings(about: Mapping[str, object], arms: tuple[Arm, Arm], num_lost: int, num_parts_lost: int) -> Iterator[str]:
     yield "Both arms share one queue, one KV cache and the steps: what one arm uses, the other waits for."
     if about["tenants"]:
         yield "The arms are different tenants: what differs may be their traffic, and not the settings."
@@ -208,6 +217,8 @@ def _warnings(about: Mapping[str, object], arms: tuple[Arm, Arm], num_lost: int)
             yield f"No request of arm {arm.name} ended, so nothing is compared."
         if arm.num_open:
             yield f"In arm {arm.name}, {counted(arm.num_open, 'request')} had not ended, and is left out."
+    if num_parts_lost:
+        yield f"The begin of the recording is lost ({counted(num_parts_lost, 'part')}): only what came later is compared."
     if num_lost:
         yield f"The recording lacks {counted(num_lost, 'report')}."
 

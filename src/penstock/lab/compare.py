@@ -109,6 +109,11 @@ class Compared:
     notes: Sequence[str]
     """All that a reader should know before the figures are believed."""
 
+    @property
+    def has_tested(self) -> bool:
+        """Whether both sides had requests enough to compare any figure."""
+        return any(difference.change is not None for one in self.comparisons for difference in one.differences)
+
     def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
         """The figures that are worse by more than this share, where that is more than noise."""
         return [

@@ -50,6 +50,8 @@ MAX_ALIKE = 64
 """Blocks with one parent and one first token that are compared: the newest, and more than the prefix cache compares."""
 MAX_ENDED = 1024
 """Requests that ended, of which a step that was planned before may still have a row."""
+MAX_LATER = 4096
+"""Lines that wait for the end of a turn. An engine that fails in a turn never tells its end, while the door goes on."""
 MAX_TENANTS = 1 << 16
 MAX_REFUSED = 1 << 14
 """Calls refused at the door that wait for the writer; it looks twenty times a second."""
@@ -493,6 +495,8 @@ class _Writer:
     def _say(self, line: dict[str, object]) -> None:
         if self._pending is not None:
             self._later.append(line)
+            if len(self._later) >= MAX_LATER:
+                self._end_step({})
             return
         data = _encode(line).encode() + b"\n"
         self._lines.append(data)
