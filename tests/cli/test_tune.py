@@ -96,7 +96,7 @@ def test_the_best_runs_on_the_real_engine_beside_the_default(
 def test_the_real_engine_has_the_settings_that_are_written(
     monkeypatch: pytest.MonkeyPatch, penstock: Penstock, tiny_model: Path, cost: Path
 ) -> None:
-    """They may be in the environment; a value that can't be shows that they arrive."""
+    """They may be in the environment. What the simulation found is told before the engine runs."""
     asked: list[dict[str, object]] = []
 
     @contextmanager
@@ -122,7 +122,7 @@ def test_the_real_engine_has_the_settings_that_are_written(
     ]
     done = CliRunner().invoke(tune, words)
     assert isinstance(done.exception, PenstockError)
-    assert "Simulated, on slices" in done.output, "what was found is told before the engine runs"
+    assert "Simulated, on slices" in done.output
     assert (asked[0]["device"], asked[0]["threads"]) == ("cpu", 1)
 
 

@@ -33,7 +33,7 @@ def settings_hash(config: Config) -> str:
 def write_config_file(config: Config, notes: Sequence[str]) -> str:
     """The settings of model, KV cache, scheduling and compute that are not the default's, as TOML.
 
-    Notes, a line each, stand above.     Folders of this machine are left out.
+    Notes, a line each, stand above. Folders of this machine are left out.
     """
     lines = [f"# penstock settings, format {FORMAT}, hash {settings_hash(config)}"]
     lines += [f"# {' '.join(note.split())}" for note in notes]
