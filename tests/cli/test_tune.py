@@ -96,7 +96,7 @@ def test_the_best_runs_on_the_real_engine_beside_the_default(
 def test_the_real_engine_has_the_settings_that_are_written(
     monkeypatch: pytest.MonkeyPatch, penstock: Penstock, tiny_model: Path, cost: Path
 ) -> None:
-    """They may be in the environment. What the simulation found is told before the engine runs."""
+    """They may be in the environment, as they are here."""
     asked: list[dict[str, object]] = []
 
     @contextmanager
