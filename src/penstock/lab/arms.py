@@ -91,15 +91,17 @@ def compare_arms(recording: Recording, *, seed: int = 0) -> ArmsCompared:
         remedy = "Record one with `penstock serve --ab FILE --record FILE`."
         raise RecordingError("The recording has no A/B test.", remedy=remedy)
     (a, b), num_lost = _read(recording)
+    is_by_chance = not about["tenants"]
     has_both = bool(a.records and b.records)
     compared = None
     if has_both:
         results = [_result(arm, recording) for arm in (a, b)]
-        compared = replace(compare_results(results[0], [results[1]], seed=seed, has_rates=False)[0], notes=())
+        [found] = compare_results(results[0], [results[1]], seed=seed, has_rates=False, is_by_chance=is_by_chance)
+        compared = replace(found, notes=())
     return ArmsCompared(
         differences=about["differences"],
         arms=(a, b),
-        ends=list(_ends(a, b, is_by_chance=not about["tenants"])) if has_both else (),
+        ends=list(_ends(a, b, is_by_chance=is_by_chance)) if has_both else (),
         compared=compared,
         warnings=list(_warnings(about, (a, b), num_lost, recording.header.part)),
     )

@@ -7,6 +7,9 @@ Figures are compared as ratios, at each load that both results have.
   of the logarithm of the ratio over the draws is its standard error. Where both sides ran the same jobs, latencies draw the
   same blocks on both, so what the jobs have in common cancels. The machine's other work and all else that differs from one run
   to the next is not seen; a note says so.
+- Arms of an A/B test that chance made: the larger of two spreads. Requests that are drawn one by one spread as the chance does
+  that put them into arms, however the load drifts (J. Neyman, Journal of the Royal Statistical Society 97, 1934). Blocks that
+  are cut at the same instants in both arms, and drawn together, also see that requests of one user come together.
 - Three runs or more on both sides: B. L. Welch's test on the logarithms of the runs' figures (Biometrika 34, 1947).
 
 With many figures, some differ by chance. A difference counts as one only if it holds after S. Holm's correction for all that
@@ -37,7 +40,17 @@ from penstock.lab.figures import (
     tokens_upto,
     whole_window,
 )
-from penstock.lab.intervals import LEVEL, Bools, Estimate, Floats, Ints, effective_draws, student_quantile, student_tail
+from penstock.lab.intervals import (
+    LEVEL,
+    Bools,
+    Estimate,
+    Floats,
+    Ints,
+    binomial_ranks,
+    effective_draws,
+    student_quantile,
+    student_tail,
+)
 from penstock.lab.results import Load, Result, Run
 from penstock.types.errors import ConfigError
 
@@ -50,6 +63,8 @@ COMPARED_QUANTILES = ("p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_per_s")
 _MAX_BINS = 2048
 _DRAWS_IN_BLOCK = 2
+_MIN_IN_BLOCK = 2
+"""Answered requests of an arm in a block, on average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,20 +147,30 @@ def compare_results(
     seed: int = 0,
     num_draws: int = NUM_DRAWS,
     has_rates: bool = True,
+    is_by_chance: bool = False,
 ) -> list[Compared]:
     """Compare each of `afters` with `before`, at each load that both have; the correction is for all of them together.
 
     `has_rates`: False where the sides were not asked as much, as the arms of an A/B test, so that their rates say nothing.
+    `is_by_chance`: both sides are of one run, and chance put each request on its side. Both have one run, and no rate.
 
     Raises ConfigError if no load is common, or if the workloads differ and not any will do.
     """
-    compared = [_compared(before, after, any_workload, [seed, i], num_draws, has_rates) for i, after in enumerate(afters)]
+    compared = [
+        _compared(before, after, any_workload, [seed, i], num_draws, has_rates, is_by_chance) for i, after in enumerate(afters)
+    ]
     corrected = iter(_after_holm([one for each in compared for one in each.comparisons]))
     return [replace(each, comparisons=[next(corrected) for _ in each.comparisons]) for each in compared]
 
 
 def _compared(
-    before: Result, after: Result, any_workload: bool, seed: Sequence[int], num_draws: int, has_rates: bool
+    before: Result,
+    after: Result,
+    any_workload: bool,
+    seed: Sequence[int],
+    num_draws: int,
+    has_rates: bool,
+    is_by_chance: bool,
 ) -> Compared:
     """Without the correction."""
     sides = (_by_load(before), _by_load(after))
@@ -166,7 +191,7 @@ def _compared(
     for position, load in enumerate(common):
         rng = np.random.default_rng([*seed, position])
         pair = (sides[0][load], sides[1][load])
-        differences = [one for one in _differences(*pair, rng, num_draws) if has_rates or not one.is_rate]
+        differences = [one for one in _differences(*pair, rng, num_draws, is_by_chance) if has_rates or not one.is_rate]
         comparisons.append(Comparison(load=load, num_runs=(len(pair[0]), len(pair[1])), differences=differences))
     if any(min(one.num_runs) < MIN_REPEATS for one in comparisons):
         notes.append(
@@ -202,9 +227,15 @@ def _has_equal_slos(before: Sequence[Run], after: Sequence[Run]) -> bool:
     return len({frozenset(run.slos) for run in (*before, *after)}) == 1
 
 
-def _differences(before: Sequence[Run], after: Sequence[Run], rng: np.random.Generator, num_draws: int) -> Iterator[Difference]:
+def _differences(
+    before: Sequence[Run], after: Sequence[Run], rng: np.random.Generator, num_draws: int, is_by_chance: bool
+) -> Iterator[Difference]:
     has_repeats = min(len(before), len(after)) >= MIN_REPEATS
-    draws = {} if has_repeats else _draw_all(before, after, rng, num_draws)
+    draws: Mapping[str, tuple[float, float]] = {}
+    if is_by_chance:
+        draws = _draw_arms(before[0].samples, after[0].samples, rng, num_draws)
+    elif not has_repeats:
+        draws = _draw_all(before, after, rng, num_draws)
     found = [[_values_of(run) for run in side] for side in (before, after)]
     for name in dict.fromkeys(name for of_run in found[0] for name in of_run):
         values = [[of_run.get(name) for of_run in side] for side in found]
@@ -218,7 +249,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run], rng: np.random.Gen
         ratio = math.log(means[1] / means[0])
         if has_repeats:
             yield _by_repeats(shell, ratio, known)
-        elif name in draws and all(value is not None and value.is_known for side in values for value in side):
+        elif name in draws and (is_by_chance or all(value is not None and value.is_known for side in values for value in side)):
             spread, degrees = draws[name]
             yield _judged(shell, ratio, spread, degrees)
         else:
@@ -275,13 +306,54 @@ def _draw_all(
     errors: dict[str, tuple[float, float]] = {}
     for name in sides[0].keys() & sides[1].keys():
         (first, num_first), (second, num_second) = sides[0][name], sides[1][name]
-        if min(num_first, num_second) < MIN_BLOCKS or min(first.min(), second.min()) <= 0:
+        if min(num_first, num_second) < MIN_BLOCKS or min(np.nanmin(first), np.nanmin(second)) <= 0:
             continue
         together = is_paired and not name.startswith("itl") and name not in RATES
         degrees = num_first - 1 if together else num_first + num_second - 2
         # Draws of a handful of blocks spread a little less than the blocks' means do.
-        error = float(np.std(np.log(second) - np.log(first), ddof=1)) * math.sqrt(1 + 2 / max(1.0, degrees))
+        error = _spread(first, second) * math.sqrt(1 + 2 / max(1.0, degrees))
         errors[name] = (max(error, math.log(BUCKET_RATIO) / 2) if name.startswith("itl") else error, float(degrees))
+    return errors
+
+
+def _spread(first: Floats, second: Floats) -> float:
+    """The standard deviation over the draws of the logarithm of the ratio."""
+    return float(np.nanstd(np.log(second) - np.log(first), ddof=1))
+
+
+def _draw_arms(a: Samples, b: Samples, rng: np.random.Generator, num_draws: int) -> Mapping[str, tuple[float, float]]:
+    """As `_draw_all`, of latencies. A figure for which an arm has too few requests is left out."""
+    instants = np.sort(np.concatenate([a.intended_ns, b.intended_ns]))
+    errors: dict[str, tuple[float, float]] = {}
+    for name in LATENCIES:
+        if name == "itl":
+            continue
+        latencies = [arm.latency_ns(name) for arm in (a, b)]
+        sizes = [int((values >= 0).sum()) for values in latencies]
+        num_blocks = min(NUM_BLOCKS, min(sizes) // _MIN_IN_BLOCK)
+        if num_blocks < MIN_BLOCKS:
+            continue
+        edges = instants[len(instants) * np.arange(1, num_blocks) // num_blocks]
+        weights = _weights(rng, num_draws, num_blocks)
+        by_block: list[dict[str, tuple[Floats, int]]] = []
+        by_one: list[dict[str, Floats]] = []
+        for arm, values in zip((a, b), latencies, strict=True):
+            known = values >= 0
+            block = np.searchsorted(edges, arm.intended_ns, side="right").astype(np.int64)
+            numbers, counts = _histogram(values[known], block[known], num_blocks)
+            of_all = counts.sum(axis=0)
+            drawn = rng.multinomial(of_all.sum(), of_all / of_all.sum(), num_draws).astype(np.float64)
+            by_block.append(dict(_draws_of_counts(name, numbers, counts, weights)))
+            by_one.append(dict(_figures_of(name, numbers, drawn)))
+        for figure, (draws, num_of_a) in by_block[0].items():
+            other, num_of_b = by_block[1][figure]
+            share = QUANTILES.get(figure.split()[1])
+            has_enough = share is None or binomial_ranks(min(sizes), share) is not None
+            if not has_enough or min(num_of_a, num_of_b) < MIN_BLOCKS or min(np.nanmin(draws), np.nanmin(other)) <= 0:
+                continue
+            degrees = min(num_of_a, num_of_b) - 1
+            error = _spread(draws, other) * math.sqrt(1 + 2 / degrees)
+            errors[figure] = (max(error, _spread(by_one[0][figure], by_one[1][figure])), float(degrees))
     return errors
 
 
@@ -346,17 +418,20 @@ def _histogram(values: Ints, block: Ints, num_blocks: int) -> tuple[Floats, Ints
 
 
 def _draws_of_counts(name: str, values: Floats, counts: Ints, weights: Floats) -> Iterator[tuple[str, tuple[Floats, int]]]:
-    drawn = weights @ counts.astype(np.float64)
-    totals = drawn.sum(axis=1)
-    drawn, totals = drawn[totals > 0], totals[totals > 0]
-    if not len(totals):
-        return
     num_blocks = int((counts.sum(axis=1) > 0).sum())
-    yield f"{name} mean", (drawn @ values / totals, num_blocks)
+    for figure, draws in _figures_of(name, values, weights @ counts.astype(np.float64)):
+        yield figure, (draws, num_blocks)
+
+
+def _figures_of(name: str, values: Floats, drawn: Floats) -> Iterator[tuple[str, Floats]]:
+    """The mean and the quantiles of each draw, NaN for an empty one. `drawn`: [draws, bins], how often each has each value."""
+    totals = drawn.sum(axis=1)
+    totals[totals == 0] = np.nan
+    yield f"{name} mean", drawn @ values / totals
     upto = np.cumsum(drawn, axis=1)
     for quantile in COMPARED_QUANTILES:
         reached = upto >= (QUANTILES[quantile] * totals)[:, None] - 1e-9
-        yield f"{name} {quantile}", (values[np.argmax(reached, axis=1)], num_blocks)
+        yield f"{name} {quantile}", np.where(np.isnan(totals), np.nan, values[np.argmax(reached, axis=1)])
 
 
 def _draws_of_gaps(
