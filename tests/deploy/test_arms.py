@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import penstock.deploy.arms
 from penstock.config import AbConfig, AdmissionConfig, BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.saved import write_config_file
 from penstock.config.sources import all_settings
@@ -42,7 +44,7 @@ def arms_of(folder: Path, settings: str = 'reserve = "predicted"\n', config: Con
 
 
 def in_b(arms: Arms, **fields: str) -> set[str]:
-    return {user for user in USERS if arms.arm_of(fields.get("tenant", ""), user, "r1") == ARM_B}
+    return {user for user in USERS if arms.arm_of(fields.get("tenant", ""), user) == ARM_B}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -51,13 +53,27 @@ def test_the_share_is_kept(share: float, tmp_path: Path) -> None:
     assert found == pytest.approx(share, abs=4 * (share * (1 - share) / len(USERS)) ** 0.5)
 
 
-def test_who_is_in_arm_b_stays_there(tmp_path: Path) -> None:
-    """After a restart, with another request, and with a larger share."""
-    some = in_b(arms_of(tmp_path, ab_share=0.1))
-    assert some == in_b(arms_of(tmp_path, ab_share=0.1))
-    assert some < in_b(arms_of(tmp_path, ab_share=0.3))
-    arms = arms_of(tmp_path, ab_share=0.1)
-    assert {arms.arm_of("", "user-1", f"r{number}") for number in range(50)} == {arms.arm_of("", "user-1", "r0")}
+def test_who_is_in_arm_b_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another request; and with the secret after a restart, and with a larger share."""
+    arms = arms_of(tmp_path, ab_share=0.1, ab_secret="s")
+    some = in_b(arms)
+    assert some == in_b(arms)
+    monkeypatch.setattr(penstock.deploy.arms, "_SECRET_OF_START", "another start")
+    assert some == in_b(arms_of(tmp_path, ab_share=0.1, ab_secret="s"))
+    assert some < in_b(arms_of(tmp_path, ab_share=0.3, ab_secret="s"))
+
+
+def test_nobody_can_compute_an_arm_without_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings and code are known to all: another secret, or start, draws anew."""
+    found = [in_b(arms_of(tmp_path, ab_secret=secret)) for secret in ("s", "t", None)]
+    monkeypatch.setattr(penstock.deploy.arms, "_SECRET_OF_START", "another start")
+    found.append(in_b(arms_of(tmp_path)))
+    for one, other in combinations(found, 2):
+        assert len(one & other) / len(USERS) == pytest.approx(0.25, abs=0.04)
+
+
+def test_models_of_one_server_draw_alike(tmp_path: Path) -> None:
+    assert in_b(arms_of(tmp_path)) == in_b(arms_of(tmp_path))
 
 
 def test_another_test_draws_anew(tmp_path: Path) -> None:
@@ -73,16 +89,15 @@ def test_users_of_two_tenants_are_drawn_apart(tmp_path: Path) -> None:
 
 def test_without_a_user_the_tenant_counts_and_without_both_the_request(tmp_path: Path) -> None:
     arms = arms_of(tmp_path)
-    ids = [f"r{number}" for number in range(2000)]
-    assert len({arms.arm_of("x", "", name) for name in ids}) == 1
-    assert sum(arms.arm_of("", "", name) == ARM_B for name in ids) == pytest.approx(1000, abs=100)
+    assert len({arms.arm_of("x", "") for _ in range(2000)}) == 1
+    assert sum(arms.arm_of("", "") == ARM_B for _ in range(2000)) == pytest.approx(1000, abs=100)
     each = arms_of(tmp_path, ab_by="request")
-    assert sum(each.arm_of("x", "someone", name) == ARM_B for name in ids) == pytest.approx(1000, abs=100)
+    assert sum(each.arm_of("x", "someone") == ARM_B for _ in range(2000)) == pytest.approx(1000, abs=100)
 
 
 def test_tenants_that_are_named_are_arm_b_alone(tmp_path: Path) -> None:
     arms = arms_of(tmp_path, ab_tenants=("x", "y"))
-    assert [arms.arm_of(tenant, "anyone", "r") for tenant in ("x", "y", "z", "")] == [ARM_B, ARM_B, ARM_A, ARM_A]
+    assert [arms.arm_of(tenant, "anyone") for tenant in ("x", "y", "z", "")] == [ARM_B, ARM_B, ARM_A, ARM_A]
 
 
 def test_no_test_is_no_arms() -> None:
@@ -259,6 +274,23 @@ def test_a_recording_has_the_arms_and_its_plans_are_made_again(gguf: Path, tmp_p
     compared = compare_arms(recording)
     assert [len(arm.records) for arm in compared.arms] == [12, 13]
     assert {one.end: one.counts for one in compared.ends} == {"answered": (12, 12), "refused": (0, 1)}
+
+
+def test_a_policy_of_ones_own_in_arm_b_is_told_by_its_class(gguf: Path, tmp_path: Path) -> None:
+    own, path = tmp_path / "secret_place.py", tmp_path / "r"
+    own.write_text(
+        "from penstock.sched.policies.reserves import WholePrompt\n"
+        "class Mine(WholePrompt):\n    def __init__(self, friend: str) -> None:\n        super().__init__()\n"
+    )
+    settings = f'reserve = "{own}:Mine"\nreserve_args = {{friend = "acme"}}\n'
+    config = config_of(tmp_path, settings, replace(SMALL, server=ServerConfig(record=str(path))))
+    start_model(config, resolve(str(gguf), gguf.parent)).close(10)
+    header = open_recording(path).header
+    assert not any(name in path.read_text() for name in ("secret_place", "acme", str(tmp_path)))
+    assert header.arms is not None
+    assert header.arms["differences"]["reserve"] == (None, "<own>:Mine")
+    with pytest.raises(ConfigError, match="a policy of its own, Mine"):
+        recorded_policies(header.settings, header.arms)
 
 
 def test_without_a_test_policies_and_recording_are_what_they_were(gguf: Path, tmp_path: Path) -> None:

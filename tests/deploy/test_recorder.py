@@ -13,6 +13,7 @@ import pytest
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
 from penstock.deploy import factory
+from penstock.deploy.arms import recorded_policies
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
 from penstock.lab.recording import Departure, open_recording
@@ -98,6 +99,73 @@ def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:
     assert header.about["threads"] == 1
     assert str(tmp_path) not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def with_shares(record: Path, **server: Any) -> Config:
+    """Two rows for two tenants, of which one has 50 times the share of the other."""
+    config = config_of(record, **server)
+    arguments = {"shares": {"umbrella": 1, "acme": 50}}
+    scheduler = replace(config.scheduler, max_num_seqs=2, policy="fair", policy_args=arguments)
+    return replace(config, scheduler=scheduler)
+
+
+def serve_tenants(gguf: Path, config: Config) -> None:
+    running = start_model(config, resolve(str(gguf), gguf.parent))
+
+    async def ask(number: int) -> None:
+        tenant = ("nobody", "acme", "umbrella")[number % 3]
+        request = make_request(f"{number}", [20 + number] * (9 + number * 7 % 30), max_tokens=4 + number % 5, tenant=tenant)
+        request.arrival_ns = running.clock.now_ns()
+        with running.bridge.open([request]) as stream:
+            while not stream.is_ended:
+                await stream.next_chunks()
+
+    async def everything() -> None:
+        await asyncio.gather(*map(ask, range(30)))
+
+    asyncio.run(everything())
+    running.close(10)
+
+
+@pytest.mark.parametrize("has_names", [False, True])
+def test_shares_of_tenants_are_told_by_their_numbers(has_names: bool, gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    serve_tenants(gguf, with_shares(path, record_tenant_names=has_names))
+    recording = open_recording(path)
+    header, text = recording.header, path.read_text()
+    assert any(name in text for name in ("acme", "umbrella", "nobody")) is has_names
+    assert header.settings["policy_args"]["shares"] == ({"umbrella": 1, "acme": 50} if has_names else {"0": 1, "1": 50})
+    replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps > 20
+
+
+OWN = """
+from penstock.sched.policies.orders import FirstComeFirstServed
+
+class Mine(FirstComeFirstServed):
+    def __init__(self, friend: str) -> None:
+        super().__init__()
+"""
+
+
+@pytest.mark.parametrize("has_names", [False, True])
+def test_a_policy_of_ones_own_is_told_by_its_class(has_names: bool, gguf: Path, tmp_path: Path) -> None:
+    own, path = tmp_path / "secret_place.py", tmp_path / "r"
+    own.write_text(OWN)
+    config = config_of(path, record_tenant_names=has_names)
+    scheduler = replace(config.scheduler, policy=f"{own}:Mine", policy_args={"friend": "acme"})
+    serve(gguf, replace(config, scheduler=scheduler))
+    recording = open_recording(path)
+    header, text = recording.header, path.read_text()
+    assert any(name in text for name in ("secret_place", "acme", str(tmp_path))) is has_names
+    assert "Mine" in header.settings["policy"]
+    if has_names:
+        replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
+        assert replayed.num_equal == replayed.num_steps > 20
+    else:
+        with pytest.raises(ConfigError, match=r"a policy of its own, Mine, .* Record with --record-tenant-names"):
+            recorded_policies(header.settings, header.arms)
 
 
 def test_configurations_have_names(gguf: Path, tmp_path: Path) -> None:

@@ -122,5 +122,17 @@ async def test_the_user_of_the_body_decides(tmp_path):
                 choices = [
                     await explained(client, await client.post(COMPLETIONS, json={**BODY, field: user})) for _ in range(2)
                 ]
-                assert {choice["arm"] for choice in choices} == {arms.arm_of("", user, "any")}
+                assert {choice["arm"] for choice in choices} == {arms.arm_of("", user)}
     runtime.close()
+
+
+async def test_the_name_that_a_client_gives_its_call_decides_nothing(tmp_path):
+    (tmp_path / "b.toml").write_text('queue_timeout = "9s"\n')
+    runtime = make_runtime(arms=read_arms(Config(ab=AbConfig(ab=str(tmp_path / "b.toml"), ab_by="request"))))
+    async with make_client(runtime) as client:
+        for _ in range(40):
+            assert (await client.post(COMPLETIONS, json=BODY, headers={"X-Request-Id": "mine"})).status_code == 200
+        text = (await client.get("/metrics")).text
+    runtime.close()
+    for arm in "AB":
+        assert f'penstock_request_success_total{{arm="{arm}",finish_reason="length",model="toy"}}' in text

@@ -413,7 +413,9 @@ class ServerConfig(Component):
     record_size_bytes: int = size(
         256 << 20, "Largest size of the recording; the oldest of its four parts is dropped for a new one.", minimum=16 << 20
     )
-    record_tenant_names: bool = flag(False, "The recording has the names of tenants, instead of numbers.")
+    record_tenant_names: bool = flag(
+        False, "The recording has the names of tenants, instead of numbers, and of policies of your own."
+    )
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
 
 
@@ -462,6 +464,11 @@ class AbConfig(Component):
         "What is drawn: a user with all its requests (safety_identifier or user of the body, else the tenant, else the "
         "request), or each request alone.",
         choices=("user", "request"),
+    )
+    ab_secret: str | None = setting(
+        None,
+        "Secret text by which arms are drawn: with it a user has the same arm after a restart, and on other servers.",
+        default_doc="random at each start",
     )
     ab_tenants: tuple[str, ...] = setting(
         (), "Tenant whose requests are arm B; may be repeated.", key="ab_tenant", default_doc="none", is_multiple=True

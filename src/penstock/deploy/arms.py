@@ -5,9 +5,11 @@ which request is in which arm. The factory makes one `Arms`, and the server asks
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from penstock.config.components import COMPONENTS, config_from
 from penstock.config.setting import settings_of
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
+from penstock.deploy.recorder import UNNAMED
 from penstock.types.errors import ConfigError, counted
 from penstock.types.request import ARM_A, ARM_B
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARE = 0.5
 _HASH_BYTES = 8
+_SECRET_OF_START = secrets.token_hex(32)
+"""Draws the arms where the settings have no secret; all models of a server share it."""
 
 BY_REQUEST = frozenset(
     (
@@ -75,15 +80,17 @@ class Arms:
     tenants: frozenset[str]
     """They are arm B with all their requests."""
     key: bytes
-    """The key of the hash. It depends on the settings alone, so a restart changes no arm, and another test draws anew."""
+    """The key of the hash. It depends on the secret and on what differs: other settings draw anew."""
+    _numbers: Iterator[int] = field(default_factory=count)
+    """Numbers of requests that are drawn alone. No name that a client sends counts there, or it would choose its arm."""
 
-    def arm_of(self, tenant: str, user: str, request_id: str) -> str:
-        """`user` and `tenant` may be empty. A larger share keeps all that a smaller one had in arm B."""
+    def arm_of(self, tenant: str, user: str) -> str:
+        """The arm of one call. `user` and `tenant` may be empty. A larger share keeps all that a smaller one had in arm B."""
         if tenant in self.tenants:
             return ARM_B
         if not self.share:
             return ARM_A
-        unit = request_id if self.is_by_request or not (tenant or user) else f"{tenant}\0{user}"
+        unit = f"{next(self._numbers)}" if self.is_by_request or not (tenant or user) else f"{tenant}\0{user}"
         drawn = int.from_bytes(blake2b(unit.encode(), key=self.key, digest_size=_HASH_BYTES).digest(), "big")
         return ARM_B if drawn < self.share * 2 ** (8 * _HASH_BYTES) else ARM_A
 
@@ -132,13 +139,14 @@ def read_arms(config: Config) -> Arms | None:
     except ConfigError as error:
         raise ConfigError(f"{test.ab}: {error.message}", remedy=error.remedy) from error
     told = json.dumps(differences, sort_keys=True, default=str).encode()
+    secret = blake2b((test.ab_secret or _SECRET_OF_START).encode()).digest()
     return Arms(
         b=b,
         differences=differences,
         share=0.0 if test.ab_tenants else test.ab_share or DEFAULT_SHARE,
         is_by_request=test.ab_by == "request",
         tenants=frozenset(test.ab_tenants),
-        key=blake2b(told, digest_size=32).digest(),
+        key=blake2b(told, key=secret, digest_size=32).digest(),
     )
 
 
@@ -186,7 +194,17 @@ def _check(key: str, a: Config, b: Config) -> None:
 def recorded_policies(
     settings: Mapping[str, object], arms: Mapping[str, Mapping[str, tuple[object, object]]] | None
 ) -> Policies:
-    """The policies of a server whose recording has these settings, and this test, in its header."""
+    """The policies of a server whose recording has these settings, and this test, in its header.
+
+    Raises ConfigError where one is not recorded.
+    """
+    told = [*settings.values(), *(value for both in (arms or {}).get("differences", {}).values() for value in both)]
+    for value in told:
+        if isinstance(value, str) and value.startswith(UNNAMED):
+            raise ConfigError(
+                f"The server had a policy of its own, {value.removeprefix(UNNAMED)}, and the recording does not say where.",
+                remedy="Record with --record-tenant-names, and check the plans where Python finds the class.",
+            )
     a = config_from(settings)
     if arms is None:
         return build_policies(a)

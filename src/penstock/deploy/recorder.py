@@ -5,7 +5,8 @@ factory calls it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from penstock.deploy.arms import Arms
     from penstock.engine.ports import Executor
     from penstock.obs.recording import Recorder
+
+
+UNNAMED = "<own>:"
+"""The file or module of a policy of the operator's own, where names are not recorded; its class follows."""
+NOT_RECORDED = "not recorded"
 
 
 def check_recording(config: Config) -> None:
@@ -40,14 +46,24 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
         return None
     from penstock.obs.recording import Recorder
 
+    has_names = config.server.record_tenant_names
+    header = about(config, name, executor)
+    if arms is not None:
+        header["arms"] = arms.about() | {
+            "differences": {
+                key: (a, b) if has_names else (_unnamed(key, a, config), _unnamed(key, b, arms.b))
+                for key, (a, b) in arms.differences.items()
+            }
+        }
     try:
         return Recorder(
             Path(config.server.record),
             max_bytes=config.server.record_size_bytes,
             clock=clock,
             block_size=executor.capacity.block_size,
-            about=about(config, name, executor) | ({} if arms is None else {"arms": arms.about()}),
-            has_tenant_names=config.server.record_tenant_names,
+            about=header,
+            has_tenant_names=has_names,
+            tenants=() if has_names else tuple(_shares(config)),
         )
     except OSError as error:
         remedy = "Name another file with --record."
@@ -66,7 +82,7 @@ def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
         "variant": getattr(executor, "variant", None),
         "config": blake2b(json.dumps([name, settings], sort_keys=True, default=str).encode(), digest_size=6).hexdigest(),
         "settings": settings,
-        "policies": build_policies(config).words,
+        "policies": _words(config),
         "capacity": asdict(executor.capacity),
         "depth": executor.depth,
         "has_prefix_caching": config.kv.prefix_caching,
@@ -75,11 +91,56 @@ def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
 
 
 def _settings(config: Config) -> dict[str, object]:
-    """Settings of KV cache, scheduling and compute that are not the defaults, by key; no path, which is nobody's business."""
+    """Settings of KV cache, scheduling and compute that are not the defaults, by key; no file or folder of this machine."""
+    has_names = config.server.record_tenant_names
     parts: tuple[Component, ...] = (config.kv, config.scheduler, config.backend)
     return {
-        item.key: value
+        item.key: value if has_names else _unnamed(item.key, value, config)
         for part in parts
         for item in settings_of(type(part))
         if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
     }
+
+
+def _unnamed(key: str, value: object, config: Config) -> object:
+    """The value of a setting without names that the operator gave.
+
+    Tenants with a share have their numbers in the recording. A policy of the operator's own is told by its class alone: what it
+    is given may name anything.
+    """
+    from penstock.sched.policies.own import is_own
+
+    policy = key.removesuffix("_args")
+    name = getattr(config.kv if policy == "kv_eviction" else config.scheduler, policy, None)
+    if isinstance(name, str) and is_own(name):
+        return UNNAMED + name.rpartition(":")[2] if key == policy else NOT_RECORDED
+    if key == "policy_args":
+        return _numbered(config).scheduler.policy_args
+    return value
+
+
+def _shares(config: Config) -> Mapping[str, object]:
+    """Tenant -> its share, under a policy that has such."""
+    shares = (config.scheduler.policy_args or {}).get("shares")
+    return shares if isinstance(shares, Mapping) else {}
+
+
+def _numbered(config: Config) -> Config:
+    """The settings, with the number in the recording in place of each tenant that has a share."""
+    if not (shares := _shares(config)):
+        return config
+    numbered = {str(number): share for number, share in enumerate(shares.values())}
+    arguments = {**(config.scheduler.policy_args or {}), "shares": numbered}
+    return replace(config, scheduler=replace(config.scheduler, policy_args=arguments))
+
+
+def _words(config: Config) -> Mapping[str, str]:
+    """The policies in words, by seam."""
+    from penstock.sched.policies.own import is_own
+    from penstock.sched.policies.presets import TABLES
+
+    if config.server.record_tenant_names:
+        return build_policies(config).words
+    is_known = not is_own(config.scheduler.policy or "")
+    words = build_policies(_numbered(config) if is_known else config).words
+    return {seam: told if told.split(" (")[0] in TABLES[seam] else f"{UNNAMED}class" for seam, told in words.items()}

@@ -157,9 +157,11 @@ class Recorder:
         block_size: int,
         about: Mapping[str, object],
         has_tenant_names: bool = False,
+        tenants: Sequence[str] = (),
         max_told_rows: int = MAX_TOLD_ROWS,
     ) -> None:
         """Open the file and start the thread. `about`: what the header says of model, machine and settings, as JSON.
+        `tenants`: those that have the first numbers, as `about` speaks of them.
 
         `max_bytes` are of all parts together. Raises ConfigError, and OSError, if the file can't be written.
         """
@@ -187,7 +189,7 @@ class Recorder:
         }
         self._parts = _Parts(path, max_bytes // NUM_PARTS)
         try:
-            self._writer = _Writer(self._parts, header, block_size, start_ns, has_tenant_names)
+            self._writer = _Writer(self._parts, header, block_size, start_ns, has_tenant_names, tenants)
         except BaseException:
             self._parts.close()
             raise
@@ -284,7 +286,13 @@ class _Writer:
     """Makes lines of what was told."""
 
     def __init__(
-        self, parts: _Parts, header: Mapping[str, object], block_size: int, start_ns: int, has_tenant_names: bool
+        self,
+        parts: _Parts,
+        header: Mapping[str, object],
+        block_size: int,
+        start_ns: int,
+        has_tenant_names: bool,
+        tenants: Sequence[str],
     ) -> None:
         self._parts = parts
         self._header = header
@@ -299,7 +307,7 @@ class _Writer:
         """The same of the last that ended."""
         self._lives: dict[str, tuple[Request, int, dict[str, object]]] = {}
         """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
-        self._tenants: dict[str, int] = {}
+        self._tenants = {name: number for number, name in enumerate(tenants)}
         self._next_context: dict[int, int] = {}
         """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
         self._part_names: tuple[str, ...] = ()

@@ -481,9 +481,9 @@ def read_terms(
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.
     """
-    owner, request_id, arm = read_owner(scope, config), identity_of(scope).request_id, ""
+    owner, arm = read_owner(scope, config), ""
     if arms is not None:
-        arm = arms.arm_of(owner.tenant, body.safety_identifier or body.user or "", request_id)
+        arm = arms.arm_of(owner.tenant, body.safety_identifier or body.user or "")
         config = arms.b.server if arm == ARM_B else config
     headers = headers_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
@@ -493,7 +493,7 @@ def read_terms(
         priority = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
     return Terms(
-        request_id=request_id,
+        request_id=identity_of(scope).request_id,
         owner=owner,
         arrival_ns=arrival_ns,
         deadline_ns=_limit_ns(arrival_ns, deadline_ns, config.request_timeout_s),
