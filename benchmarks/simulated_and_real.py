@@ -2,12 +2,15 @@
 
     benchmarks/simulated_and_real.py --workload azure_conv_2023.csv --divide-lengths 4 --loads 0.5 0.8 1.1 --repeat 3
 
-A server answers made-up requests of 1 to 32 users, then the workload at some load, then made-up ones again, and so on, in the
-same minutes. The cost model is fitted to its recording of the made-up requests alone, client and HTTP included; the simulation
-knows besides the server's KV blocks and rows, and nothing of the workload's own runs. A load is a share of the capacity: the
-rate of the first 100 requests when all are there at once. Errors are (simulated - median) / median of the real runs, beside
-the distance of the least and the largest real run from that median. KV occupancy is the share of blocks that requests hold,
-mean over time. With several `--presets` it says whether both put them in the same order. The last line is one JSON object.
+A server answers made-up requests, then the workload at some load, then made-up ones again, and so on. The cost model is fitted
+to its recording of the made-up requests alone, client and HTTP included. Machines drift: the made-up requests on both sides of
+a run say how fast this one was just then, and the simulation of the run is scaled by that. Besides it knows the server's KV
+blocks and rows, and what HTTP and text add to a made-up request in the mean; nothing of the workload's own runs.
+
+A load is a share of the capacity: the rate of the first 100 requests when all are there at once. An error is (simulated - real)
+/ real of one run. Told are the median of the runs and, for noise, the least and the largest real run around their median. KV
+occupancy is the share of blocks that requests hold, mean over time. With several `--presets` it says whether both put them in
+the same order. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from workloads import read_tokenizer
 
@@ -33,7 +36,7 @@ from penstock.config.components import config_from
 from penstock.deploy.virtual import server_settings
 from penstock.lab.client import send
 from penstock.lab.cluster import Cluster
-from penstock.lab.cost_model import CostModel
+from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
 from penstock.lab.pacing import Pace
@@ -47,28 +50,25 @@ from penstock.lab.workload_choice import WorkloadChoice, make_workload
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
 PORT, ROWS = 8931, 32
-USERS = {1: 3, 2: 4, 4: 6, 8: 10, 16: 16, 32: 32}
-"""Users of the made-up requests -> how many they send."""
-MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1", arrivals="closed")
+MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")
+CLOSED = {1: 3, 4: 6, 16: 16, 32: 32}
+"""Users of made-up requests that wait for their answers -> how many they send."""
+OPEN = {2.0: 12, 4.0: 20}
+"""Made-up requests per second that wait for nobody -> how many there are."""
 RANKED = ("ttft mean", "ttft p99", "tpot mean", "tpot p99", "e2e mean")
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A server's runs."""
+class Run:
+    """One workload, sent once."""
 
-    cost: CostModel
-    num_blocks: int
-    runs: Mapping[float, list[tuple[Workload, Figures]]]
-    """By load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Seconds since the epoch."""
-
+    load: float
+    """0: made-up requests."""
+    workload: Workload
+    records: Sequence[Record]
     begin_s: float
+    """Seconds since the epoch, as `end_s`."""
     end_s: float
 
 
@@ -90,69 +90,114 @@ def serving(words: Sequence[str]) -> Iterator[Target]:
         server.wait()
 
 
-def figures_of(records: Sequence[Record], occupancy: float) -> Figures:
+def figures_of(records: Sequence[Record], occupancy: float, front_ns: float = 0) -> Figures:
+    """`front_ns` is added to TTFT and end to end."""
     figures = make_figures(Samples.of(list(records)))
     found = {"output tokens/s": figures.rates.output_tokens_per_s.value, "KV occupancy": occupancy}
     for name in ("ttft", "tpot", "e2e"):
-        distribution = figures.latencies[name]
-        found[f"{name} mean"] = distribution.mean.value
-        found |= {f"{name} {quantile}": distribution.quantiles[quantile].value for quantile in ("p50", "p90", "p99")}
+        distribution, added = figures.latencies[name], front_ns / 1e6 if name != "tpot" else 0
+        found[f"{name} mean"] = distribution.mean.value + added
+        found |= {f"{name} {quantile}": distribution.quantiles[quantile].value + added for quantile in ("p50", "p90", "p99")}
     return found
 
 
-def occupancy_in(steps: Sequence[StepDone], num_blocks: int) -> float:
-    """Blocks that are held after a step are held until the next has ended."""
-    spans = [(after.ended_ns - step.ended_ns, step) for step, after in pairwise(steps)]
-    held = sum(span_ns * (num_blocks - step.num_blocks_free - step.num_blocks_cached) for span_ns, step in spans)
-    return held / num_blocks / sum(span_ns for span_ns, _ in spans)
+def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokenizer, repeat: int, path: Path) -> list[Run]:
+    """Made-up requests before, between and after the workloads, each `repeat` times. The server's recording is at `path`."""
+    made_up = [
+        (replace(MADE_UP, requests=num, arrivals="closed", seed=num), Pace(concurrency=at)) for at, num in CLOSED.items()
+    ]
+    made_up += [(replace(MADE_UP, requests=num, rate=rate, seed=num), Pace()) for rate, num in OPEN.items()]
+    between = [(0.0, make_workload(choice), pace) for choice, pace in made_up]
+    turns = [turn for load, workload in [*workloads.items()] * repeat for turn in ((load, workload, Pace()), *between)]
+    runs: list[Run] = []
+    with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB"]) as target:
+        for load, workload, pace in (*between, *turns):
+            sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
+            runs.append(Run(load, sent, send(sent, target, pace=pace).records, begin_s, time.time()))
+    return runs
 
 
-def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokenizer, repeat: int) -> Measured:
-    """Made-up requests before, between and after the workloads, each `repeat` times, on a server of this preset."""
-    made_up: list[Span] = []
-    runs: list[tuple[float, Workload, Sequence[Record], Span]] = []
+class Told:
+    """What the made-up requests of a recording tell, and how full the cache was in each run."""
 
-    def send_made_up() -> None:
-        begin_s = time.time()
-        for users, num in USERS.items():
-            workload = make_workload(replace(MADE_UP, requests=num, seed=users))
-            send(write_prompts(workload, tokenizer, seed=100 * len(made_up) + users), target, pace=Pace(concurrency=users))
-        made_up.append(Span(begin_s, time.time()))
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.rec"
-        with serving(["--preset", preset, "--record", str(path)]) as target:
-            send_made_up()
-            for load, workload in [*workloads.items()] * repeat:
-                begin_s = time.time()
-                sent = write_prompts(workload, tokenizer, seed=10_000 + len(runs))
-                runs.append((load, sent, send(sent, target).records, Span(begin_s, time.time())))
-                send_made_up()
+    def __init__(self, path: Path, runs: Sequence[Run]) -> None:
         recording = open_recording(path)
         began_s = datetime.fromisoformat(recording.header.began).timestamp()
 
-        def is_in(step: StepDone, span: Span) -> bool:
-            return span.begin_s <= began_s + step.planned_ns / 1e9 <= span.end_s
+        def run_at(at_ns: int) -> int | None:
+            at_s = began_s + at_ns / 1e9
+            return next((idx for idx, run in enumerate(runs) if run.begin_s <= at_s <= run.end_s), None)
 
-        steps = list(recording.steps())
-        num_blocks = recording.header.capacity.num_blocks - 1
-        cost = fit(
-            steps_of(recording, is_taken=lambda step: any(is_in(step, span) for span in made_up)), are_in_order=True
-        ).cost
-    by_load: dict[float, list[tuple[Workload, Figures]]] = {load: [] for load in workloads}
-    for load, sent, records, span in runs:
-        occupancy = occupancy_in([step for step in steps if is_in(step, span)], num_blocks)
-        by_load[load].append((sent, figures_of(records, occupancy)))
-    return Measured(cost, num_blocks, by_load)
+        made_up = {idx for idx, run in enumerate(runs) if run.load == 0}
+        run_of: list[int] = []
+        """Each step's, in the order of the steps that are taken."""
+
+        def is_taken(step: StepDone) -> bool:
+            idx = run_at(step.planned_ns)
+            if idx is None or idx not in made_up:
+                return False
+            run_of.append(idx)
+            return True
+
+        steps = steps_of(recording, is_taken=is_taken, max_steps=1 << 30)
+        self.cost = fit(steps, are_in_order=True).cost
+        """Of all made-up requests together."""
+        self._real_ns, self._modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
+        for idx, step in zip(run_of, steps, strict=True):
+            self._real_ns[idx] += step.execute_ns
+            self._modelled_ns[idx] += self.cost.duration_ns(step.shape) + step.coldness * self.cost.cold_ns
+        self.num_blocks = recording.header.capacity.num_blocks - 1
+        held: list[list[tuple[int, float]]] = [[] for _ in runs]
+        for done in recording.steps():
+            if (run_no := run_at(done.ended_ns)) is not None:
+                num_held = self.num_blocks - done.num_blocks_free - done.num_blocks_cached
+                held[run_no].append((done.ended_ns, num_held / self.num_blocks))
+        self.occupancies = [_mean(values) for values in held]
+        """Of each run, the share of blocks that requests held, mean over time."""
+        of_engine = [
+            request.departure.first_token_ns - request.arrival.arrival_ns
+            for request in recording.requests()
+            if run_at(request.arrival.arrival_ns) in made_up
+            if request.departure is not None and request.departure.first_token_ns is not None
+        ]
+        of_client = [one.first_ns - one.intended_ns for idx in made_up for one in runs[idx].records if one.first_ns is not None]
+        self.front_ns = fmean(of_client) - fmean(of_engine)
+        """What HTTP, text and the client add to a TTFT, in the mean."""
+
+    def cost_at(self, idx: int) -> CostModel:
+        """The costs at the speed that the machine had around a run."""
+        num_made_up = len(CLOSED) + len(OPEN)
+        near = [*range(idx - num_made_up, idx), *range(idx + 1, idx + 1 + num_made_up)]
+        slowness = self._ratio(near) / self._ratio(list(self._real_ns))
+        slower = [Residuals(each.up_to_ns, tuple(slowness * ratio for ratio in each.ratios)) for each in self.cost.residuals]
+        return replace(self.cost, residuals=tuple(slower))
+
+    def _ratio(self, runs: Sequence[int]) -> float:
+        return sum(self._real_ns[idx] for idx in runs) / sum(self._modelled_ns[idx] for idx in runs)
 
 
-def simulate(preset: str, measured: Measured, workload: Workload) -> Figures:
+def _mean(values: Sequence[tuple[int, float]]) -> float:
+    """Over time, of values that each hold until the instant of the next."""
+    spans = [(after[0] - before[0], before[1]) for before, after in pairwise(values)]
+    return sum(span_ns * value for span_ns, value in spans) / sum(span_ns for span_ns, _ in spans)
+
+
+def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[float, tuple[list[Figures], list[Figures]]]:
+    """Load -> figures of the real runs, and of their simulations."""
     settings = config_from({"preset": preset, "max_num_seqs": ROWS})
-    outcome = Cluster(settings=server_settings(settings, measured.cost, num_blocks=measured.num_blocks)).run(workload)
-    if outcome.num_outside:
-        print(f"{outcome.num_outside} of {outcome.num_steps} steps lie outside of the fitted range")
-    (timeline,) = outcome.timelines.values()
-    return figures_of(outcome.records, timeline.means(outcome.duration_ns)[2])
+    found: dict[float, tuple[list[Figures], list[Figures]]] = {}
+    for idx, run in enumerate(runs):
+        if run.load == 0:
+            continue
+        server = server_settings(settings, told.cost_at(idx), num_blocks=told.num_blocks)
+        outcome = Cluster(settings=server, seed=idx).run(run.workload)
+        if outcome.num_outside:
+            print(f"{outcome.num_outside} of {outcome.num_steps} steps lie outside of the fitted range")
+        (timeline,) = outcome.timelines.values()
+        real, simulated = found.setdefault(run.load, ([], []))
+        real.append(figures_of(run.records, told.occupancies[idx]))
+        simulated.append(figures_of(outcome.records, timeline.means(outcome.duration_ns)[2], told.front_ns))
+    return found
 
 
 def main() -> None:
@@ -172,25 +217,28 @@ def main() -> None:
         capacity = 100e9 / send(write_prompts(at_once, tokenizer), target).duration_ns
     print(f"{args.workload}: capacity {capacity:.2f} requests/s", flush=True)
     workloads = {load: make_workload(replace(choice, requests=args.requests, rate=load * capacity)) for load in args.loads}
-    found: dict[str, dict[str, dict[str, Figures]]] = {}
+    middles: dict[str, dict[str, dict[str, Figures]]] = {f"load {load:g}": {} for load in args.loads}
     for preset in args.presets:
-        measured = measure(preset, workloads, tokenizer, args.repeat)
-        for load, runs in measured.runs.items():
-            told = simulate(preset, measured, runs[0][0])
-            real = {name: sorted(figures[name] for _, figures in runs) for name in told}
-            middle = {name: median(values) for name, values in real.items()}
-            found.setdefault(f"load {load:g}", {})[preset] = {"simulated": told, "real": middle}
-            print(f"\n{preset}, load {load:g}\n\n| | real | simulated | error | spread of the real |\n|---|---|---|---|---|")
-            for name, value in middle.items():
-                spread = f"{real[name][0] / value - 1:+.0%} to {real[name][-1] / value - 1:+.0%}"
-                print(f"| {name} | {value:.3f} | {told[name]:.3f} | {told[name] / value - 1:+.1%} | {spread} |", flush=True)
-    for words, by_preset in found.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "steps.rec"
+            runs = measure(preset, workloads, tokenizer, args.repeat, path)
+            compared = compare(preset, runs, Told(path, runs))
+        for load, (real, simulated) in compared.items():
+            print(f"\n{preset}, load {load:g}\n\n| | real | simulated | error | real runs |\n|---|---|---|---|---|")
+            kinds = {"real": real, "simulated": simulated}
+            middle = {kind: {name: median(one[name] for one in some) for name in real[0]} for kind, some in kinds.items()}
+            middles[f"load {load:g}"][preset] = middle
+            for name, value in middle["real"].items():
+                error = median(told[name] / seen[name] - 1 for seen, told in zip(real, simulated, strict=True))
+                spread = (
+                    f"{min(one[name] for one in real) / value - 1:+.0%} to {max(one[name] for one in real) / value - 1:+.0%}"
+                )
+                print(f"| {name} | {value:.4g} | {middle['simulated'][name]:.4g} | {error:+.1%} | {spread} |", flush=True)
+    for words, by_preset in middles.items():
         for name in RANKED if len(by_preset) > 1 else ():
-            real_order, told_order = (
-                sorted(by_preset, key=lambda one: by_preset[one][kind][name]) for kind in ("real", "simulated")
-            )
-            print(f"{words}, by {name}: real {' < '.join(real_order)}; simulated {' < '.join(told_order)}")
-    print(json.dumps({"benchmark": "simulated_and_real", "workload": args.workload, "capacity": capacity, **found}))
+            orders = [sorted(by_preset, key=lambda one: by_preset[one][kind][name]) for kind in ("real", "simulated")]
+            print(f"{words}, by {name}: real {' < '.join(orders[0])}; simulated {' < '.join(orders[1])}")
+    print(json.dumps({"benchmark": "simulated_and_real", "workload": args.workload, "capacity": capacity, **middles}))
 
 
 if __name__ == "__main__":
