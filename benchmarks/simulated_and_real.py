@@ -53,7 +53,7 @@ PORT, ROWS = 8931, 32
 MADE_UP = WorkloadChoice(input_tokens="300~1.5", max_input_tokens=3000, output_tokens="60~1")
 CLOSED = {1: 3, 4: 6, 16: 16, 32: 32}
 """Users of made-up requests that wait for their answers -> how many they send."""
-OPEN = {2.0: 12, 4.0: 20}
+OPEN = {2.0: 8, 4.0: 12}
 """Made-up requests per second that wait for nobody -> how many there are."""
 RANKED = ("ttft mean", "ttft p99", "tpot mean", "tpot p99", "e2e mean")
 Figures = dict[str, float]
@@ -66,6 +66,7 @@ class Run:
     load: float
     """0: made-up requests."""
     workload: Workload
+    pace: Pace
     records: Sequence[Record]
     begin_s: float
     """Seconds since the epoch, as `end_s`."""
@@ -113,7 +114,7 @@ def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokeniz
     with serving(["--preset", preset, "--record", str(path), "--record-size", "2GiB"]) as target:
         for load, workload, pace in (*between, *turns):
             sent, begin_s = write_prompts(workload, tokenizer, seed=len(runs)), time.time()
-            runs.append(Run(load, sent, send(sent, target, pace=pace).records, begin_s, time.time()))
+            runs.append(Run(load, sent, pace, send(sent, target, pace=pace).records, begin_s, time.time()))
     return runs
 
 
@@ -147,22 +148,22 @@ class Told:
             self._real_ns[idx] += step.execute_ns
             self._modelled_ns[idx] += self.cost.duration_ns(step.shape) + step.coldness * self.cost.cold_ns
         self.num_blocks = recording.header.capacity.num_blocks - 1
-        held: list[list[tuple[int, float]]] = [[] for _ in runs]
+        steps_in: list[list[StepDone]] = [[] for _ in runs]
         for done in recording.steps():
             if (run_no := run_at(done.ended_ns)) is not None:
-                num_held = self.num_blocks - done.num_blocks_free - done.num_blocks_cached
-                held[run_no].append((done.ended_ns, num_held / self.num_blocks))
-        self.occupancies = [_mean(values) for values in held]
+                steps_in[run_no].append(done)
+        self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
         """Of each run, the share of blocks that requests held, mean over time."""
+        alone = {idx for idx in made_up if runs[idx].pace.concurrency is None}
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
             for request in recording.requests()
-            if run_at(request.arrival.arrival_ns) in made_up
+            if run_at(request.arrival.arrival_ns) in alone
             if request.departure is not None and request.departure.first_token_ns is not None
         ]
-        of_client = [one.first_ns - one.intended_ns for idx in made_up for one in runs[idx].records if one.first_ns is not None]
+        of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
         self.front_ns = fmean(of_client) - fmean(of_engine)
-        """What HTTP, text and the client add to a TTFT, in the mean."""
+        """What HTTP, text and the client add to the TTFT of a request that does not come with others, in the mean."""
 
     def cost_at(self, idx: int) -> CostModel:
         """The costs at the speed that the machine had around a run."""
@@ -176,10 +177,16 @@ class Told:
         return sum(self._real_ns[idx] for idx in runs) / sum(self._modelled_ns[idx] for idx in runs)
 
 
-def _mean(values: Sequence[tuple[int, float]]) -> float:
-    """Over time, of values that each hold until the instant of the next."""
-    spans = [(after[0] - before[0], before[1]) for before, after in pairwise(values)]
-    return sum(span_ns * value for span_ns, value in spans) / sum(span_ns for span_ns, _ in spans)
+def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
+    """Blocks that requests hold, mean over time. A recording tells them after each step; while it is computed there are as many
+    as before it or after it, whichever is more: what it needs was taken before, what ended with it is given back after.
+    """
+    total = 0.0
+    for before, step in pairwise(steps):
+        held = [num_blocks - one.num_blocks_free - one.num_blocks_cached for one in (before, step)]
+        total += held[0] * max(0, step.planned_ns - before.ended_ns)
+        total += max(held) * (step.ended_ns - max(step.planned_ns, before.ended_ns))
+    return total / (steps[-1].ended_ns - steps[0].ended_ns)
 
 
 def compare(preset: str, runs: Sequence[Run], told: Told) -> Mapping[float, tuple[list[Figures], list[Figures]]]:

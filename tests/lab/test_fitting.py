@@ -139,6 +139,16 @@ def test_a_stall_is_noise_of_the_steps_that_it_hits() -> None:
     assert ratio == pytest.approx(1, abs=0.01), "the time of all steps together is right"
 
 
+def test_the_noise_of_a_few_long_steps_is_kept() -> None:
+    short = [
+        MeasuredStep(StepShape(((1, 10 + idx % 7),), 1), 3_000_000 + 10_000 * (idx % 5), group=idx % 9) for idx in range(200)
+    ]
+    long = [MeasuredStep(StepShape(((400, idx % 7),), 1), 200_000_000 * (1 + idx % 2), group=idx % 9) for idx in range(20)]
+    cost = fit(short + long).cost
+    assert cost.residuals[-1].up_to_ns > 200e6
+    assert max(cost.residuals[-1].ratios) > 1.2, "long steps differ by a factor of 2"
+
+
 def test_what_a_prompt_leaves_cold_is_told() -> None:
     measured = [
         replace(step, coldness=0.8 ** (idx % 7), execute_ns=step.execute_ns + round(3e6 * 0.8 ** (idx % 7)))

@@ -279,18 +279,19 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
-    """Noise by octaves of the modelled time, of which those with few steps are one with the next longer."""
-    found: list[Residuals] = []
+    """Noise by octaves of the modelled time; those with few steps are one with the next longer, or with the last."""
     octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
-    waiting = np.zeros(len(ratios), dtype=bool)
+    ends: list[float] = []
+    begin = -np.inf
     for octave in np.unique(octaves):
-        waiting |= octaves == octave
-        if waiting.sum() >= MIN_RATIOS:
-            found.append(Residuals(float(2 ** (octave + 1)), _means(ratios[waiting])))
-            waiting[:] = False
-    if not found:
-        return (Residuals(float(modelled_ns.max()), _means(ratios)),)
-    return tuple(found)
+        if ((octaves > begin) & (octaves <= octave)).sum() >= MIN_RATIOS:
+            ends.append(octave)
+            begin = octave
+    ends[-1:] = [octaves.max()]
+    bounds = pairwise((-np.inf, *ends))
+    return tuple(
+        [Residuals(float(2 ** (end + 1)), _means(ratios[(octaves > begin) & (octaves <= end)])) for begin, end in bounds]
+    )
 
 
 def _means(values: Floats) -> tuple[float, ...]:
