@@ -556,6 +556,8 @@ class Sized:
     lengths: Lengths
     workload: str
     """Its name."""
+    own_rate: float | None
+    """The workload's arrivals per second; None: all come at once."""
     slos: Sequence[Slo]
     goal: float
     lines: Sequence[Line]
@@ -611,6 +613,7 @@ def plan(
         candidate=candidate,
         lengths=lengths,
         workload=workload.name,
+        own_rate=mean_rate(workload),
         slos=slos,
         goal=goal,
         lines=arithmetic(candidate.size, capacity, lengths, cost, candidate.rates, tpot_limit_ns=tpot_limit_ns),

@@ -79,6 +79,8 @@ def _answer(sized: Sized) -> Iterator[str]:
         yield f"  fails   {trial_words(found.failed)}"
     else:
         yield "  The SLOs hold up to the rate that the server can keep up with at all; beyond, its queue grows without bound."
+    option = f"--rate {found.rate:.3g}" if sized.own_rate is None else f"--speed {found.rate / sized.own_rate:.3g}"
+    yield f"  To measure it: `penstock bench` with the options of this workload and {option}"
     yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
     if sized.binding is not None:
         resource = sized.binding.resource
