@@ -119,7 +119,7 @@ def measure(preset: str, workloads: Mapping[float, Workload], tokenizer: Tokeniz
 
 
 class Told:
-    """What the made-up requests of a recording tell, and how full the cache was in each run."""
+    """The costs that a recording tells by its made-up requests, and how full the cache was in each run."""
 
     def __init__(self, path: Path, runs: Sequence[Run]) -> None:
         recording = open_recording(path)
@@ -142,7 +142,7 @@ class Told:
 
         steps = steps_of(recording, is_taken=is_taken, max_steps=1 << 30)
         self.cost = fit(steps, are_in_order=True).cost
-        """Of all made-up requests together."""
+        """The costs of all made-up requests together."""
         self._real_ns, self._modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
         for idx, step in zip(run_of, steps, strict=True):
             self._real_ns[idx] += step.execute_ns
@@ -153,7 +153,7 @@ class Told:
             if (run_no := run_at(done.ended_ns)) is not None:
                 steps_in[run_no].append(done)
         self.occupancies = [_mean_held(some, self.num_blocks) / self.num_blocks for some in steps_in]
-        """Of each run, the share of blocks that requests held, mean over time."""
+        """The share of blocks that requests held in each run, mean over time."""
         alone = {idx for idx in made_up if runs[idx].pace.concurrency is None}
         of_engine = [
             request.departure.first_token_ns - request.arrival.arrival_ns
@@ -163,7 +163,7 @@ class Told:
         ]
         of_client = [one.first_ns - one.intended_ns for idx in alone for one in runs[idx].records if one.first_ns is not None]
         self.front_ns = fmean(of_client) - fmean(of_engine)
-        """What HTTP, text and the client add to the TTFT of a request that does not come with others, in the mean."""
+        """The mean time that HTTP, text and the client add to the TTFT of a request that does not come with others."""
 
     def cost_at(self, idx: int) -> CostModel:
         """The costs at the speed that the machine had around a run."""
