@@ -14,6 +14,7 @@ import pytest
 
 from penstock.lab.cost_files import SavedCost, save_cost
 from penstock.lab.cost_model import CostModel, Fitted
+from penstock.machine import cpu_name
 from penstock.models.catalog import default_cache_dir
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -88,6 +89,14 @@ def test_fitted_step_times_go_before_an_estimate_and_know_their_range(
     assert "estimates from peaks" not in result.stdout
     assert "The step times are those of another-model, not of tiny." in result.stdout
     assert "lie outside of the range that the cost model was fitted to" in result.stdout
+
+
+def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock, tiny_model: Path, tmp_path: Path) -> None:
+    saved = SavedCost(cost=CostModel(), source="profile", machine={"cpu": cpu_name()})
+    save_cost(tmp_path / "cost.json", saved)
+    result = penstock("plan", tiny_model, *SHORT, "--cost", "cost.json", "--hardware", "c7i.4xlarge")
+    assert result.returncode == 1
+    assert "cost.json has the step times of this machine, and c7i.4xlarge is another one" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,20 @@ def test_a_slice_counts_time_from_its_begin_and_leaves_think_times_alone(talks: 
         between(talks, 7, 9)
 
 
+def test_repeat_shares_what_was_shared_and_makes_the_rest_anew() -> None:
+    """A server that answers the same hour three times must not find the hour in its prefix cache."""
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=48, num_output_tokens=1, prefix=(7, 1, 2)),
+        Job(arrival_ns=10, num_prompt_tokens=48, num_output_tokens=1, prefix=(7, 3)),
+        Job(arrival_ns=5, num_prompt_tokens=80, num_output_tokens=1, prefix=(7, 3, 4), after=1),
+    ]
+    blocks = [job.prefix for job in repeat(Workload(name="w", jobs=jobs), 2).jobs]
+    assert blocks[:3] == [job.prefix for job in jobs]
+    assert {first for first, *_ in blocks} == {7}, "two conversations share it"
+    assert not {*blocks[3][1:]} & {1, 2, 3, 4}
+    assert blocks[5][1] == blocks[4][1] not in {1, 2, 3, 4, *blocks[3]}, "one conversation goes on with its own"
+
+
 def test_repeat_goes_on_after_a_mean_gap(talks: Workload) -> None:
     twice = repeat(talks, 2)
     assert afters(twice) == [None, 0, None, None, 3, 4, None, 6, None, None, 9, 10]

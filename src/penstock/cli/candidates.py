@@ -103,12 +103,20 @@ def _this_machine(num_threads: int | None) -> Hardware:
 def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
     """The fitted model of a file, which is of one machine. Raises PenstockError."""
     from penstock.lab.cost_files import load_cost
+    from penstock.machine import cpu_name
 
     if path is None:
         return None
     if len(machines) > 1:
         raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost.")
-    return load_cost(path)
+    saved, fitted_here = load_cost(path), cpu_name()
+    told = str(saved.machine.get("cpu", ""))
+    if saved.source != "table" and told == fitted_here and not machines[0].name.startswith(fitted_here or "a processor"):
+        raise ConfigError(
+            f"{path} has the step times of this machine, and {machines[0].name} is another one.",
+            remedy="Leave out --hardware for this machine, or --cost for estimates of the other one.",
+        )
+    return saved
 
 
 def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:

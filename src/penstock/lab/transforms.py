@@ -80,15 +80,29 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 
 
 def repeat(workload: Workload, times: int) -> Workload:
-    """The workload `times` times, each after the one before, with a mean gap between the last arrival and the first."""
+    """The workload `times` times, each after the one before, with a mean gap between the last arrival and the first.
+
+    Prefixes that several conversations share stay shared; what only one has is new each time, or a prefix cache would know it.
+    """
     _check_at_least_one("The number of repeats", times)
+    conversations: dict[int, int] = {}
+    """Block -> the conversation's first job; -1 if several conversations have it."""
+    roots: list[int] = []
+    for idx, job in enumerate(workload.jobs):
+        roots.append(idx if job.after is None else roots[job.after])
+        for block in job.prefix:
+            if conversations.setdefault(block, roots[idx]) != roots[idx]:
+                conversations[block] = -1
+    num_blocks = 1 + max(conversations, default=0)
     instants = [workload.jobs[root].arrival_ns for root in _roots(workload)]
     span_ns = max(instants) - min(instants)
     period_ns = span_ns + round(span_ns / (len(instants) - 1)) if span_ns else 0
     num_jobs = len(workload.jobs)
     jobs = [
         replace(
-            at_instants(job, partial(add, nth * period_ns)), after=None if job.after is None else job.after + nth * num_jobs
+            at_instants(job, partial(add, nth * period_ns)),
+            after=None if job.after is None else job.after + nth * num_jobs,
+            prefix=tuple([block if conversations[block] < 0 else block + nth * num_blocks for block in job.prefix]),
         )
         for nth in range(times)
         for job in workload.jobs
