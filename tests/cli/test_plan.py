@@ -97,6 +97,7 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
     result = penstock("plan", tiny_model, *SHORT, "--cost", "cost.json", "--hardware", "c7i.4xlarge")
     assert result.returncode == 1
     assert "cost.json has the step times of this machine, and c7i.4xlarge is another one" in result.stderr
+    assert penstock("plan", tiny_model, *SHORT, "--cost", "cost.json").returncode == 0
 
 
 @pytest.mark.parametrize(

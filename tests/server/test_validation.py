@@ -33,7 +33,14 @@ DEFAULTS = SamplingDefaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, re
 
 
 RUNNING = SimpleNamespace(
-    name="toy", model=MODEL, defaults=DEFAULTS, tokenizer=TOKENIZER, clock=WallClock(), sources=Sources(), chat_template=None
+    name="toy",
+    model=MODEL,
+    defaults=DEFAULTS,
+    tokenizer=TOKENIZER,
+    clock=WallClock(),
+    sources=Sources(),
+    chat_template=None,
+    arms=None,
 )
 HI = [{"role": "user", "content": "a"}]
 

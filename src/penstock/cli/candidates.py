@@ -109,9 +109,8 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
         return None
     if len(machines) > 1:
         raise ConfigError("A fitted cost model is of one machine.", remedy="Name one --hardware, or leave out --cost.")
-    saved, fitted_here = load_cost(path), cpu_name()
-    told = str(saved.machine.get("cpu", ""))
-    if saved.source != "table" and told == fitted_here and not machines[0].name.startswith(fitted_here or "a processor"):
+    saved = load_cost(path)
+    if machines[0].name != "this" and saved.source != "table" and saved.machine.get("cpu") == cpu_name():
         raise ConfigError(
             f"{path} has the step times of this machine, and {machines[0].name} is another one.",
             remedy="Leave out --hardware for this machine, or --cost for estimates of the other one.",

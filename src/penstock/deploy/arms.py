@@ -18,7 +18,6 @@ from penstock.config.components import COMPONENTS, config_from
 from penstock.config.setting import settings_of
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
-from penstock.deploy.recorder import UNNAMED
 from penstock.types.errors import ConfigError, counted
 from penstock.types.request import ARM_A, ARM_B
 
@@ -198,6 +197,8 @@ def recorded_policies(
 
     Raises ConfigError where one is not recorded.
     """
+    from penstock.sched.policies.own import UNNAMED
+
     told = [*settings.values(), *(value for both in (arms or {}).get("differences", {}).values() for value in both)]
     for value in told:
         if isinstance(value, str) and value.startswith(UNNAMED):

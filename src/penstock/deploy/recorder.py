@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.obs.recording import Recorder
 
 
-UNNAMED = "<own>:"
-"""The file or module of a policy of the operator's own, where names are not recorded; its class follows."""
 NOT_RECORDED = "not recorded"
 
 
@@ -108,7 +106,7 @@ def _unnamed(key: str, value: object, config: Config) -> object:
     Tenants with a share have their numbers in the recording. A policy of the operator's own is told by its class alone: what it
     is given may name anything.
     """
-    from penstock.sched.policies.own import is_own
+    from penstock.sched.policies.own import UNNAMED, is_own
 
     policy = key.removesuffix("_args")
     name = getattr(config.kv if policy == "kv_eviction" else config.scheduler, policy, None)
@@ -136,7 +134,7 @@ def _numbered(config: Config) -> Config:
 
 def _words(config: Config) -> Mapping[str, str]:
     """The policies in words, by seam."""
-    from penstock.sched.policies.own import is_own
+    from penstock.sched.policies.own import UNNAMED, is_own
     from penstock.sched.policies.presets import TABLES
 
     if config.server.record_tenant_names:

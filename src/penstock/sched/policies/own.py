@@ -37,6 +37,8 @@ from penstock.types.errors import ConfigError, PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 
+UNNAMED = "<own>:"
+"""The file or module of a user's policy where its name is not told, as in recordings; its class follows."""
 SEAM_FLAGS: Mapping[str, str] = {
     "gate": "--batching",
     "order": "--policy",
