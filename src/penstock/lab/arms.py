@@ -183,7 +183,7 @@ def _ends(a: Arm, b: Arm, *, is_by_chance: bool) -> Iterator[EndsCompared]:
 
 
 def _share_by_chance(arm: Arm, end: str) -> Estimate:
-    """With E. B. Wilson's interval (JASA 22, 1927). Requests were put into arms by chance, so that an hour in which many are
+    """The share has E. B. Wilson's interval (JASA 22, 1927). Requests were put into arms by chance, so that an hour in which many are
     refused is in both, and tells no arm from the other."""
     of, share, z = len(arm.ends), arm.ends.count(end) / len(arm.ends), NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)
@@ -192,7 +192,7 @@ def _share_by_chance(arm: Arm, end: str) -> Estimate:
 
 
 def _share(arm: Arm, end: str) -> Estimate:
-    """With an interval that knows that requests close in time are alike."""
+    """The share has an interval that knows that requests close in time are alike."""
     order = sorted(range(len(arm.records)), key=lambda i: (arm.records[i].intended_ns, arm.records[i].index))
     holds = np.array([arm.ends[i] == end for i in order], np.bool_)
     lasted = np.array([arm.records[i].ended_ns - arm.records[i].intended_ns for i in order], np.float64)
