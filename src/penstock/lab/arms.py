@@ -183,8 +183,9 @@ def _ends(a: Arm, b: Arm, *, is_by_chance: bool) -> Iterator[EndsCompared]:
 
 
 def _share_by_chance(arm: Arm, end: str) -> Estimate:
-    """The share has E. B. Wilson's interval (JASA 22, 1927). Requests were put into arms by chance, so that an hour in which many are
-    refused is in both, and tells no arm from the other."""
+    """The share has E. B. Wilson's interval (JASA 22, 1927). Requests were put into arms by chance, so that an hour in which
+    many are refused is in both, and tells no arm from the other.
+    """
     of, share, z = len(arm.ends), arm.ends.count(end) / len(arm.ends), NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = (share + z * z / (2 * of)) / (1 + z * z / of)
     half = z / (1 + z * z / of) * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
