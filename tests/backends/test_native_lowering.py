@@ -15,6 +15,7 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     Experts,
     GatedActivation,
     GatherRows,
@@ -25,6 +26,7 @@ from penstock.models.program import (
     Op,
     Program,
     RMSNorm,
+    Rope,
     Softcap,
     States,
 )
@@ -278,6 +280,12 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
         (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "silu"), "can't compute Experts"),
         (MeanRows("y", "x"), "can't compute MeanRows"),
         (Softcap("x", 30.0), "can't compute Softcap"),
+        (EmbedPositions("x", "x", "w", 32), "can't compute EmbedPositions"),
+        (Attention("y", "x", 0, 2, 1, 16, 1.0, sinks="w"), r"can't compute Attention\.sinks"),
+        (Rope("x", 2, 16, (1.0,), growth=0.1), r"can't compute Rope\.growth"),
+        (Add("x", "x", "y", factor=0.5), r"can't compute Add\.factor"),
+        (Logits("y", "x", "w", scale=0.5), r"can't compute Logits\.scale"),
+        (GatedActivation("y", "x", "y", "relu2"), "can't compute GatedActivation with relu2"),
     ],
 )
 def test_operations_that_the_engine_lacks_are_refused_by_name(op: Op, complaint: str) -> None:

@@ -16,6 +16,7 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     Experts,
     GatedActivation,
     GatherRows,
@@ -88,6 +89,12 @@ def test_embed_looks_rows_up_and_scales_them():
     assert_close(row.buffers["x"], [[float(v) * 3 for v in table[i]] for i in range(NUM_TOKENS)])
 
 
+def test_positions_are_looked_up_by_their_number_in_the_text():
+    x, table = values(NUM_TOKENS, 6), values(20, 6)
+    row = run(make_row(9, x=x.copy()), EmbedPositions("x", "x", "table", 20), table=table)
+    assert_close(row.buffers["x"], x + table[9 : 9 + NUM_TOKENS])
+
+
 @pytest.mark.parametrize(("group", "weight_size"), [(0, 12), (4, 4), (4, 12)])
 def test_rms_norm(group: int, weight_size: int):
     x, weight = values(NUM_TOKENS, 12), values(weight_size)
@@ -102,9 +109,10 @@ def test_rms_norm(group: int, weight_size: int):
     assert_close(row.buffers["y"], expected)
 
 
-def test_layer_norm():
-    x, weight, bias = values(NUM_TOKENS, 12), values(12), values(12)
-    row = run(make_row(x=x), LayerNorm("y", "x", "w", "b", 1e-3), w=weight, b=bias)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm(has_bias: bool):
+    x, weight, bias = values(NUM_TOKENS, 12), values(12), values(12) if has_bias else np.zeros(12)
+    row = run(make_row(x=x), LayerNorm("y", "x", "w", "b" if has_bias else None, 1e-3), w=weight, b=bias)
     expected = []
     for line in x.astype(float):
         mean = sum(line) / 12
@@ -224,11 +232,39 @@ def test_attention(context_len: int, num_heads: int, window: int, softcap: float
     assert_close(actual, expected)
 
 
+def test_a_sink_takes_its_share_of_a_softmax_and_gives_nothing():
+    cache, sinks = make_cache(), np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+    k, v, q = (values(NUM_TOKENS, heads * HEAD_DIM) for heads in (NUM_KV_HEADS, NUM_KV_HEADS, 4))
+    sizes = {"num_heads": 4, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "scale": 0.3}
+    plain, with_sinks = Attention("y", "q", 0, **sizes), Attention("z", "q", 0, **sizes, sinks="s")
+    row = run(make_row(cache=cache, q=q, k=k, v=v), KvWrite(0, "k", "v"), plain, with_sinks, s=sinks)
+    keys = round_to_bf16(k).reshape(NUM_TOKENS, NUM_KV_HEADS, HEAD_DIM)
+    scores = 0.3 * np.einsum("thd,shd->ths", q.reshape(NUM_TOKENS, 4, HEAD_DIM), np.repeat(keys, 2, axis=1))
+    total = (np.exp(scores) * np.tri(NUM_TOKENS)[:, None]).sum(-1)
+    kept = np.repeat(total / (total + np.exp(sinks)), HEAD_DIM, axis=1)
+    assert_close(row.buffers["z"], row.buffers["y"] * kept)
+
+
+def test_queries_may_grow_with_their_position():
+    x = values(NUM_TOKENS, 2 * HEAD_DIM)
+    turned = run(make_row(9, x=x.copy()), Rope("x", 2, HEAD_DIM, (0.5, 0.1))).buffers["x"]
+    grown = run(make_row(9, x=x.copy()), Rope("x", 2, HEAD_DIM, (0.5, 0.1), growth=0.1, growth_len=4)).buffers["x"]
+    assert_close(grown, [[(1 + 0.1 * math.log(1 + (9 + t) // 4)) * float(v) for v in turned[t]] for t in range(NUM_TOKENS)])
+
+
 SILU = lambda x: x / (1 + math.exp(-x))  # noqa: E731
 GELU = lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
+FORMULAS = {
+    "silu": SILU,
+    "gelu_tanh": GELU,
+    "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_quick": lambda x: x / (1 + math.exp(-1.702 * x)),
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+}
 
 
-@pytest.mark.parametrize(("name", "formula"), [("silu", SILU), ("gelu_tanh", GELU)])
+@pytest.mark.parametrize(("name", "formula"), FORMULAS.items())
 def test_activations_with_and_without_a_gate(name: Any, formula: Any):
     x, up = values(NUM_TOKENS, 6) * 4, values(NUM_TOKENS, 6)
     activated = np.array([[formula(float(v)) for v in line] for line in x])
@@ -237,16 +273,24 @@ def test_activations_with_and_without_a_gate(name: Any, formula: Any):
     assert_close(row.buffers["g"], activated * up)
 
 
-def test_activations_of_huge_inputs():
-    x = np.array([[-1e4, 1e4]], np.float32)
-    row = run(make_row(num_tokens=1, x=x), Act("s", "x", "silu"), Act("g", "x", "gelu_tanh"))
-    assert row.buffers["s"].tolist() == row.buffers["g"].tolist() == [[0.0, 1e4]]
+@pytest.mark.parametrize("name", sorted(FORMULAS.keys() - {"relu2"}))
+def test_activations_of_huge_inputs(name: Any):
+    row = run(make_row(num_tokens=1, x=np.array([[-1e4, 1e4]], np.float32)), Act("y", "x", name))
+    assert row.buffers["y"].tolist() == [[0.0, 1e4]]
+
+
+def test_the_clamped_gate_cuts_large_numbers_and_adds_one_to_its_partner():
+    gate, up = np.array([[2.0, 9.0, -9.0, 2.0]], np.float32), np.array([[3.0, 9.0, -9.0, -1.0]], np.float32)
+    row = run(make_row(num_tokens=1, gate=gate, up=up), GatedActivation("y", "gate", "up", "swiglu_clamped"))
+    quick = FORMULAS["gelu_quick"]
+    assert_close(row.buffers["y"], [[4 * quick(2.0), 8 * quick(7.0), -6 * quick(-9.0), 0.0]])
 
 
 def test_add_and_softcap():
     a, b = values(NUM_TOKENS, 6), values(NUM_TOKENS, 6)
-    row = run(make_row(a=a, b=b), Add("y", "a", "b"), Add("z", "a", "b"), Softcap("z", 0.5))
+    row = run(make_row(a=a, b=b), Add("y", "a", "b"), Add("z", "a", "b"), Softcap("z", 0.5), Add("f", "a", "b", factor=0.25))
     assert_close(row.buffers["y"], a + b)
+    assert_close(row.buffers["f"], a + b / 4)
     assert_close(row.buffers["z"], [[0.5 * math.tanh(float(v) / 0.5) for v in line] for line in a + b])
 
 
@@ -254,10 +298,11 @@ def test_add_and_softcap():
 def test_gather_rows_and_logits(gathered: list[int]):
     x, weight = values(NUM_TOKENS, 6), values(11, 6)
     row = replace(make_row(x=x), gathered=np.array(gathered, np.int64))
-    program = Program((GatherRows("last", "x"), Logits("y", "last", "w"), Softcap("y", 3.0)), (), 2, 2, HEAD_DIM, 11)
+    ops = (GatherRows("last", "x"), Logits("y", "last", "w", scale=0.5), Softcap("y", 3.0))
+    program = Program(ops, (), 2, 2, HEAD_DIM, 11)
     result = Interpreter(program, {"w": tensor(weight)}).run(row)
     assert result.shape == (len(gathered), 11)
-    assert_close(result, 3 * np.tanh(x[gathered].astype(float) @ weight.T / 3))
+    assert_close(result, 3 * np.tanh(x[gathered].astype(float) @ weight.T * 0.5 / 3))
 
 
 @pytest.mark.parametrize("split", range(1, 3 * PRODUCT_TILE))
@@ -310,24 +355,35 @@ def test_forgotten_slots_are_nan_only_with_poison():
         assert np.isnan(keys).any(axis=(1, 2)).tolist() == [False] * 5 + [poison] * 3
 
 
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax of the chosen": {},
+    "softmax of all": {"is_renormalised": False},
+    "sigmoid": {"scoring": "sigmoid", "is_renormalised": False, "share_factor": 2.5},
+    "sigmoid, chosen by a bias": {"scoring": "sigmoid", "selection_bias": "s", "share_factor": 1.5},
+    "router with a bias": {"router_bias": "rb"},
+    "biases": {"gate_bias": "gb", "up_bias": "ub", "down_bias": "db"},
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("per_token", [1, 2, 3])
-def test_experts_are_the_few_that_the_router_scores_highest(per_token: int):
-    num_experts, inner = 3, 5
-    x, router = values(NUM_TOKENS, 6), values(num_experts, 6)
-    gate, up = values(num_experts * inner, 6), values(num_experts * inner, 6)
-    down = values(num_experts * 4, inner)
-    op = Experts("y", "x", "r", "g", "u", "d", num_experts, per_token, inner, "silu")
-    row = run(make_row(x=x), op, r=router, g=gate, u=up, d=down)
+def test_experts_are_the_few_that_the_router_scores_highest(per_token: int, router: str):
+    num_experts, inner, fields = 3, 5, ROUTERS[router]
+    x, w = values(NUM_TOKENS, 6), {"r": values(num_experts, 6), "rb": values(num_experts), "s": values(num_experts) * 3}
+    w |= {name: values(num_experts, inner, 6) for name in "gu"} | {"d": values(num_experts, 4, inner)}
+    w |= {"gb": values(num_experts, inner), "ub": values(num_experts, inner), "db": values(num_experts, 4)}
+    op = Experts("y", "x", "r", "g", "u", "d", num_experts, per_token, inner, "silu", **fields)
+    row = run(make_row(x=x), op, **{name: v.reshape(-1, v.shape[-1]) if v.ndim == 3 else v for name, v in w.items()})
+    w = {name: v.astype(float) if name in "rgud" or name in fields.values() else v * 0.0 for name, v in w.items()}
     expected = np.zeros((NUM_TOKENS, 4))
-    for t in range(NUM_TOKENS):
-        token = x[t].astype(float)
-        scores = [float(line @ token) for line in router.astype(float)]
-        chosen = sorted(range(num_experts), key=lambda e: -scores[e])[:per_token]
-        total = sum(math.exp(scores[e]) for e in chosen)
+    for t, token in enumerate(x.astype(float)):
+        raw = w["r"] @ token + w["rb"]
+        scores = 1 / (1 + np.exp(-raw)) if fields.get("scoring") == "sigmoid" else np.exp(raw) / np.exp(raw).sum()
+        chosen = sorted(range(num_experts), key=lambda e: -(scores + w["s"])[e])[:per_token]
+        total = sum(scores[chosen]) if fields.get("is_renormalised", True) else 1.0
         for e in chosen:
-            own = slice(e * inner, (e + 1) * inner)
-            hidden = np.array([SILU(float(v)) for v in gate[own].astype(float) @ token]) * (up[own].astype(float) @ token)
-            expected[t] += math.exp(scores[e]) / total * (down[e * 4 : (e + 1) * 4].astype(float) @ hidden)
+            hidden = np.array([SILU(v) for v in w["g"][e] @ token + w["gb"][e]]) * (w["u"][e] @ token + w["ub"][e])
+            expected[t] += fields.get("share_factor", 1.0) * scores[e] / total * (w["d"][e] @ hidden + w["db"][e])
     assert_close(row.buffers["y"], expected)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.models.program import Embed, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
+from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
 from penstock.types.errors import ModelError, NotEnoughMemory
 from penstock.types.model_spec import ModelSpec
 
@@ -49,7 +49,7 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Reals of the spec are usable. Raises ModelError."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
-    rotations = {layer.attention.rotation for layer in spec.layers}
+    rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     if not all(math.isfinite(freq) and freq >= 0.0 for rotation in rotations for freq in rotation.inv_freq):
         raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
 
@@ -78,21 +78,33 @@ def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
         match op:
             case Embed():
                 shapes[op.weight] = (program.vocab_size, width[op.out])
+            case EmbedPositions():
+                shapes[op.weight] = (op.num_positions, width[op.x])
             case RMSNorm():
                 shapes[op.weight] = (1, op.group or width[op.x])
             case LayerNorm():
-                shapes[op.weight] = shapes[op.bias] = (1, width[op.x])
+                shapes |= dict.fromkeys(_named(op.weight, op.bias), (1, width[op.x]))
+            case Attention():
+                shapes |= dict.fromkeys(_named(op.sinks), (1, op.num_heads))
             case Experts():
                 shapes[op.router] = (op.num_experts, width[op.x])
                 shapes[op.gate] = shapes[op.up] = (op.num_experts * op.intermediate_size, width[op.x])
                 shapes[op.down] = (op.num_experts * width[op.out], op.intermediate_size)
-            case Linear() | Logits():
+                shapes |= dict.fromkeys(_named(op.router_bias, op.selection_bias), (1, op.num_experts))
+                shapes |= dict.fromkeys(_named(op.gate_bias, op.up_bias), (op.num_experts, op.intermediate_size))
+                shapes |= dict.fromkeys(_named(op.down_bias), (op.num_experts, width[op.out]))
+            case Linear():
                 shapes[op.weight] = (width[op.out], width[op.x])
-                if isinstance(op, Linear) and op.bias is not None:
-                    shapes[op.bias] = (1, width[op.out])
+                shapes |= dict.fromkeys(_named(op.bias), (1, width[op.out]))
+            case Logits():
+                shapes[op.weight] = (width[op.out], width[op.x])
             case _:
                 pass
     return shapes
+
+
+def _named(*names: str | None) -> list[str]:
+    return [name for name in names if name is not None]
 
 
 def check_weights(program: Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from typing import Literal
 
 from penstock.models.program import (
+    Act,
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
+    LayerNorm,
     Linear,
     Logits,
     Op,
@@ -24,7 +27,7 @@ from penstock.models.program import (
     Softcap,
     States,
 )
-from penstock.types.model_spec import ExpertsMlp, ModelSpec
+from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec
 
 SAMPLED = "sampled_"
 """Begins the names of buffers that have one row per sample."""
@@ -53,7 +56,21 @@ class Decoder:
         self._ops.append(Embed(out=x, weight="embed", scale=self._spec.embed_scale))
         return x
 
-    def norm(self, x: str, weight: str, out: str = "normed", *, group: int = 0) -> str:
+    def add_positions(self, x: str) -> str:
+        """x += a learned row of each token's position. The weight is `positions`."""
+        self._ops.append(EmbedPositions(out=x, x=x, weight="positions", num_positions=self._spec.max_model_len))
+        return x
+
+    def norm(self, x: str, weight: str, out: str = "normed") -> str:
+        """The model's kind of norm of whole rows. The weight of a layer norm's bias is `{weight}_bias`. `out` may be x."""
+        if self._spec.norm == "rms":
+            return self._rms_norm(x, weight, out)
+        normed = self._buffer(out, self._widths[x])
+        bias = f"{weight}_bias" if self._spec.has_norm_bias else None
+        self._ops.append(LayerNorm(out=normed, x=x, weight=weight, bias=bias, eps=self._spec.norm_eps))
+        return normed
+
+    def _rms_norm(self, x: str, weight: str, out: str, *, group: int = 0) -> str:
         """RMSNorm of whole rows, or per group of so many columns. `out` may be x."""
         normed = self._buffer(out, self._widths[x])
         self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps, group=group))
@@ -65,21 +82,24 @@ class Decoder:
         self._ops.append(Linear(out=result, x=x, weight=weight, bias=bias))
         return result
 
-    def add_linear(self, to: str, x: str, weight: str) -> str:
-        """to += x @ weight.T"""
-        self._ops.append(Linear(out=to, x=x, weight=weight, residual=to))
+    def add_linear(self, to: str, x: str, weight: str, *, bias: str | None = None) -> str:
+        """to += residual_scale * (x @ weight.T + bias)"""
+        if self._spec.residual_scale != 1.0:
+            return self.add(to, self.linear(x, weight, "branch", self._widths[to], bias=bias))
+        self._ops.append(Linear(out=to, x=x, weight=weight, bias=bias, residual=to))
         return to
 
     def add(self, to: str, x: str) -> str:
-        """to += x"""
-        self._ops.append(Add(out=to, a=to, b=x))
+        """to += residual_scale * x"""
+        self._ops.append(Add(out=to, a=to, b=x, factor=self._spec.residual_scale))
         return to
 
     def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
         """Attention of a layer before its output projection. [num_tokens, num_heads * head_dim]
 
-        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`. With `qk_norms`, RMSNorms
-        of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3): `layers.{i}.q_norm` and `k_norm`.
+        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`; with `has_sinks`, `sinks`.
+        With `qk_norms`, RMSNorms of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3):
+        `layers.{i}.q_norm` and `k_norm`.
         """
         spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
         q, k, v = (
@@ -88,10 +108,14 @@ class Decoder:
         )
         if qk_norms:
             group = spec.head_dim if qk_norms == "heads" else 0
-            q = self.norm(q, f"{at}.q_norm", "q", group=group)
-            k = self.norm(k, f"{at}.k_norm", "k", group=group)
-        angles = spec.rotation.inv_freq, spec.rotation.attention_factor
-        self._ops += [Rope(q, spec.num_heads, spec.head_dim, *angles), Rope(k, spec.num_kv_heads, spec.head_dim, *angles)]
+            q = self._rms_norm(q, f"{at}.q_norm", "q", group=group)
+            k = self._rms_norm(k, f"{at}.k_norm", "k", group=group)
+        angles: tuple[tuple[float, ...], float] = ((), 1.0)
+        if (turn := spec.rotation) is not None:
+            angles = turn.inv_freq, turn.attention_factor
+            growth = turn.query_growth, turn.growth_len
+            self._ops.append(Rope(q, spec.num_heads, spec.head_dim, *angles, *growth))
+            self._ops.append(Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
         if spec.has_qkv_bias and not qk_norms and not spec.softcap:  # a norm rescales a bias, and a capped score sees it
             write = KvWrite(layer, k, v, f"{at}.k_bias", *angles)
         else:
@@ -107,9 +131,15 @@ class Decoder:
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
             softcap=spec.softcap,
+            sinks=f"{at}.sinks" if spec.has_sinks else None,
         )
         self._ops += [write, attention]
         return out
+
+    def add_output(self, layer: int, to: str, attended: str) -> str:
+        """to += the output projection of what the layer attended to. Weights are `layers.{i}.o` and, with a bias, `o_bias`."""
+        bias = f"layers.{layer}.o_bias" if self._spec.layers[layer].attention.has_o_bias else None
+        return self.add_linear(to, attended, f"layers.{layer}.o", bias=bias)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
@@ -125,22 +155,29 @@ class Decoder:
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
-        """activation(gate(x)) * up(x) of a layer whose MLP is a `GatedMlp`: what its down projection reads.
+        """activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`: what a layer's down projection reads.
 
-        Weights are `layers.{i}.gate` and `up`.
+        Weights are `layers.{i}.gate` and `up`, and `gate_bias` and `up_bias` if the MLP has biases.
         """
-        mlp = self._spec.layers[layer].mlp
+        mlp, at = self._spec.layers[layer].mlp, f"layers.{layer}"
         assert not isinstance(mlp, ExpertsMlp)
-        gate = self.linear(x, f"layers.{layer}.gate", "gate", mlp.intermediate_size)
-        up = self.linear(x, f"layers.{layer}.up", "up", mlp.intermediate_size)
+        names = ("gate", "up") if isinstance(mlp, GatedMlp) else ("up",)
+        *gate, up = (
+            self.linear(x, f"{at}.{name}", name, mlp.intermediate_size, bias=f"{at}.{name}_bias" if mlp.has_bias else None)
+            for name in names
+        )
         act = self._buffer("act", mlp.intermediate_size)
-        self._ops.append(GatedActivation(out=act, gate=gate, up=up, activation=mlp.activation))
+        if gate:
+            self._ops.append(GatedActivation(out=act, gate=gate[0], up=up, activation=mlp.activation))
+        else:
+            self._ops.append(Act(out=act, x=up, activation=mlp.activation))
         return act
 
     def experts(self, layer: int, x: str) -> str:
         """The sum of the experts of a layer whose MLP is an `ExpertsMlp`. [., hidden_size]
 
-        Weights are `layers.{i}.router`, `expert_gate`, `expert_up` and `expert_down`.
+        Weights are `layers.{i}.router`, `expert_gate`, `expert_up` and `expert_down`, and, where the spec has them, their
+        names with `_bias`, and `selection_bias`.
         """
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
@@ -157,21 +194,32 @@ class Decoder:
                 num_experts_per_token=mlp.num_experts_per_token,
                 intermediate_size=mlp.intermediate_size,
                 activation=mlp.activation,
+                scoring=mlp.scoring,
+                is_renormalised=mlp.is_renormalised,
+                share_factor=mlp.share_factor,
+                router_bias=f"{at}.router_bias" if mlp.has_router_bias else None,
+                selection_bias=f"{at}.selection_bias" if mlp.has_selection_bias else None,
+                gate_bias=f"{at}.expert_gate_bias" if mlp.has_bias else None,
+                up_bias=f"{at}.expert_up_bias" if mlp.has_bias else None,
+                down_bias=f"{at}.expert_down_bias" if mlp.has_bias else None,
             )
         )
         return out
 
     def add_mlp(self, layer: int, to: str, x: str) -> str:
         """to += the layer's MLP of x, whichever it is."""
-        if isinstance(self._spec.layers[layer].mlp, ExpertsMlp):
+        mlp = self._spec.layers[layer].mlp
+        if isinstance(mlp, ExpertsMlp):
             return self.add(to, self.experts(layer, x))
-        return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down")
+        bias = f"layers.{layer}.down_bias" if mlp.has_bias else None
+        return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def logits(self, x: str) -> Program:
         """The program whose result is the logits of x, with the embeddings or `output` as weights."""
         self._of = ""
         out = self._buffer("logits", self._spec.vocab_size)
-        self._ops.append(Logits(out=out, x=x, weight="embed" if self._spec.tie_word_embeddings else "output"))
+        weight = "embed" if self._spec.tie_word_embeddings else "output"
+        self._ops.append(Logits(out=out, x=x, weight=weight, scale=self._spec.logit_scale))
         if self._spec.logit_softcap:
             self._ops.append(Softcap(out, self._spec.logit_softcap))
         return self._program()

@@ -27,7 +27,7 @@ def describe(spec: ModelSpec) -> Program:
         at = f"layers.{layer}"
         attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"))
         x, attended = build.gather_after_last(layer, x, attended)
-        build.add_linear(x, attended, f"{at}.o")
+        build.add_output(layer, x, attended)
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
     return build.logits(build.norm(x, "norm"))
 

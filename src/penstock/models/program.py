@@ -9,11 +9,12 @@ step is computed for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from typing import Literal
 
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation
+from penstock.types.model_spec import Activation, Scoring
 
 Mask = Literal["causal"]
 
@@ -25,6 +26,16 @@ class Embed:
     out: str
     weight: str
     scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedPositions:
+    """out[t] = x[t] + weight[position of t]. weight is [num_positions, width of x]; `out` may be `x`."""
+
+    out: str
+    x: str
+    weight: str
+    num_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +51,12 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """out = (x - mean) / sqrt(var + eps) * weight + bias."""
+    """out = (x - mean) / sqrt(var + eps) * weight (+ bias)."""
 
     out: str
     x: str
     weight: str
-    bias: str
+    bias: str | None
     eps: float
 
 
@@ -64,7 +75,8 @@ class Linear:
 class Rope:
     """Rotate each head of x in place by its position: pairs (i, i + n/2) of the first n = 2 * len(inv_freq) columns.
 
-    angle = position * inv_freq[i]; cos and sin are multiplied by `attention_factor`.
+    angle = position * inv_freq[i]; cos and sin are multiplied by `attention_factor`, and the columns that do not turn are not.
+    Then the whole of x is multiplied by 1 + growth * ln(1 + position // growth_len).
     Source: RoFormer, arXiv 2104.09864, in the half-split layout of Hugging Face checkpoints.
     """
 
@@ -73,6 +85,8 @@ class Rope:
     head_dim: int
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+    growth: float = 0.0
+    growth_len: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +125,19 @@ class Attention:
     """Attend to the last `window` positions only, the query's own included; 0 is all."""
     softcap: float = 0.0
     """If > 0, scores become softcap * tanh(scores / softcap) before the mask."""
+    sinks: str | None = None
+    """Weight with a score of each head, [num_heads]: exp(score) is one more term of the softmax's sum, and has no value.
+    Source: gpt-oss, arXiv 2508.10925."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """out = activation(gate) * up."""
+    """out = activation(gate) * up.
+
+    `silu` is x * sigmoid(x). `gelu` is x * Phi(x), Phi being the normal distribution's function; `gelu_tanh` is its tanh form,
+    arXiv 1606.08415, and `gelu_quick` is x * sigmoid(1.702 x). `relu` is max(x, 0), and `relu2` is the square of that.
+    `swiglu_clamped` is (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up cut to [-7, 7].
+    """
 
     out: str
     gate: str
@@ -127,10 +149,13 @@ class GatedActivation:
 class Experts:
     """out = the sum over the experts e that are chosen for a token of p_e * down_e(activation(gate_e(x)) * up_e(x)).
 
-    The router's scores are x @ router.T. The `num_experts_per_token` largest are chosen, of equal ones the first;
-    p is the softmax over these alone. The matrices of all experts lie in one, one below the other: gate and up are
-    [num_experts * intermediate_size, width of x], down is [num_experts * width of out, intermediate_size].
-    Source: Mixtral of Experts, arXiv 2401.04088.
+    Each expert's score is `scoring` of x @ router.T (+ router_bias): softmax over all experts, or sigmoid. The
+    `num_experts_per_token` with the largest score (+ selection_bias) are chosen, of equal ones the first. p is the score of a
+    chosen one without the selection bias: divided by the sum over the chosen ones if `is_renormalised`, times `share_factor`.
+    The matrices of all experts lie in one, one below the other: gate and up are
+    [num_experts * intermediate_size, width of x], down is [num_experts * width of out, intermediate_size]. Biases, which all
+    three have or none, are [num_experts, outputs]; the router's are [num_experts].
+    Sources: Mixtral of Experts, arXiv 2401.04088; OLMoE, arXiv 2409.02060; DeepSeek-V3, arXiv 2412.19437.
     """
 
     out: str
@@ -143,11 +168,19 @@ class Experts:
     num_experts_per_token: int
     intermediate_size: int
     activation: Activation
+    scoring: Scoring = "softmax"
+    is_renormalised: bool = True
+    share_factor: float = 1.0
+    router_bias: str | None = None
+    selection_bias: str | None = None
+    gate_bias: str | None = None
+    up_bias: str | None = None
+    down_bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """out = activation(x), without a gate."""
+    """out = activation(x), without a gate. `GatedActivation` has the formulas."""
 
     out: str
     x: str
@@ -156,11 +189,12 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """out = a + b."""
+    """out = a + factor * b."""
 
     out: str
     a: str
     b: str
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +226,12 @@ class Softcap:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """An ending: x @ weight.T as float32 [num_samples, vocab_size]. The last operation but for `Softcap` of it."""
+    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. The last operation but for `Softcap` of it."""
 
     out: str
     x: str
     weight: str
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +247,7 @@ class States:
 
 Op = (
     Embed
+    | EmbedPositions
     | RMSNorm
     | LayerNorm
     | Linear
@@ -228,6 +264,23 @@ Op = (
     | Logits
     | States
 )
+
+
+def features(op: Op) -> Iterator[str]:
+    """Names of what a backend must know to compute an operation: its own, each field that is not as by default, its activation.
+
+    No backend knows the name of a new field yet: each refuses the operation, and does not compute it without the field.
+    """
+    name = type(op).__name__
+    yield name
+    for field in fields(op):
+        value = getattr(op, field.name)
+        if field.name == "activation":
+            yield f"{name} with {value}"
+        elif value is None and field.default is MISSING:
+            yield f"{name} without {field.name}"
+        elif field.default is not MISSING and value != field.default:
+            yield f"{name}.{field.name}"
 
 
 @dataclass(frozen=True, slots=True)

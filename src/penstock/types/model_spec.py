@@ -5,12 +5,16 @@ Loaders make a `ModelSpec`. The description of its architecture makes a `Program
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from penstock.types.kv_dtype import KvDtype
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped"]
+"""`swiglu_clamped` is of a gate and its partner together; the others are of one number. `models.program` has the formulas."""
+Scoring = Literal["softmax", "sigmoid"]
+"""How a router's scores become shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +25,9 @@ class Rotation:
     """Rotation per position of each pair (i, i + rope_dim/2), radians, scaling applied. [rope_dim / 2]"""
     attention_factor: float = 1.0
     """Factor of cos and sin (YaRN and its kin)."""
+    query_growth: float = 0.0
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // growth_len)."""
+    growth_len: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +38,8 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     """Columns of a head. Queries, keys and values have the same number."""
-    rotation: Rotation
+    rotation: Rotation | None
+    """None: queries and keys keep their direction at every position."""
     scale: float | None = None
     """Factor of the scores; None is head_dim ** -0.5."""
     window: int = 0
@@ -39,6 +47,10 @@ class AttentionSpec:
     softcap: float = 0.0
     """If > 0, scores become softcap * tanh(scores / softcap)."""
     has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    """The output projection has a bias."""
+    has_sinks: bool = False
+    """Each head's softmax has one more term, which no value belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +59,18 @@ class GatedMlp:
 
     intermediate_size: int
     activation: Activation = "silu"
+    has_bias: bool = False
+    """All three projections have biases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainMlp:
+    """down(activation(up(x)))."""
+
+    intermediate_size: int
+    activation: Activation
+    has_bias: bool = False
+    """Both projections have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +82,22 @@ class ExpertsMlp:
     intermediate_size: int
     """Width of each expert."""
     activation: Activation = "silu"
+    scoring: Scoring = "softmax"
+    is_renormalised: bool = True
+    """Shares of the chosen experts are divided by their sum."""
+    share_factor: float = 1.0
+    """Factor of the shares, after that."""
+    has_router_bias: bool = False
+    has_selection_bias: bool = False
+    """Biases that only the choice of experts sees."""
+    has_bias: bool = False
+    """The experts' projections have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     attention: AttentionSpec
-    mlp: GatedMlp | ExpertsMlp
+    mlp: GatedMlp | PlainMlp | ExpertsMlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +116,21 @@ class ModelSpec:
     """Factor of the embeddings."""
     logit_softcap: float = 0.0
     """If > 0, logits become logit_softcap * tanh(logits / logit_softcap)."""
+    logit_scale: float = 1.0
+    """Factor of the logits, before the cap."""
+    residual_scale: float = 1.0
+    """Factor of what a layer's attention and its MLP add to the residual stream."""
+    norm: Literal["rms", "layer"] = "rms"
+    has_norm_bias: bool = False
+    """Layer norms have biases."""
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
+        """The same with each layer as `change` makes it of its number and itself."""
+        return replace(self, layers=tuple(change(i, layer) for i, layer in enumerate(self.layers)))
 
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""

@@ -291,6 +291,11 @@ def test_a_weight_that_an_embedding_and_the_logits_share_is_held_once() -> None:
         (program(EMBED, Linear("x", "x", "square")), "where its input is"),
         (program(EMBED, GatherRows("s", "x"), Rope("s", 2, HEAD, INV_FREQ)), "Rope after GatherRows"),
         (program(EMBED, Act("unheard", "x", "silu")), "'unheard'"),
+        (program(EMBED, Act("x", "x", "relu2")), "can't compute Act with relu2"),
+        (program(EMBED, Add("x", "x", "x", factor=0.5)), r"can't compute Add\.factor"),
+        (program(EMBED, LayerNorm("x", "x", "norm", None, 1e-3)), "can't compute LayerNorm without bias"),
+        (program(EMBED, Rope("x", 2, HEAD, INV_FREQ, growth=0.1)), r"can't compute Rope\.growth"),
+        (program(EMBED, end=(GatherRows("s", "x"), Logits("logits", "s", "embed", scale=0.5))), r"can't compute Logits\.scale"),
     ],
 )
 def test_what_can_not_be_computed_is_refused_with_a_remedy(changed: Program, complaint: str) -> None:

@@ -38,6 +38,7 @@ from penstock.models.program import (
     RMSNorm,
     Rope,
     Softcap,
+    features,
 )
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
@@ -46,6 +47,16 @@ from penstock.types.kv_dtype import KvDtype
 
 Launch = Callable[[StepTensors], object]
 REMEDY = "Use --device cpu --backend reference for this architecture."
+COMPUTED = frozenset(
+    {
+        *("Embed", "Embed.scale", "RMSNorm", "RMSNorm.group", "LayerNorm", "Linear", "Linear.bias", "Linear.residual"),
+        *("Rope", "Rope.attention_factor", "KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
+        *("Attention", "Attention.window", "Attention.softcap", "Add", "GatherRows", "Softcap", "Logits"),
+        *("GatedActivation", *(f"GatedActivation with {kind}" for kind in activation.KINDS)),
+        *("Act", *(f"Act with {kind}" for kind in activation.KINDS)),
+    }
+)
+"""The `features` of operations that this backend computes."""
 
 
 class CompiledProgram:
@@ -148,6 +159,9 @@ class _Lowering:
         return self._buffers.num_bytes + self._workspace.num_bytes
 
     def run(self) -> None:
+        for feature in (feature for op in self._ops for feature in features(op)):
+            if feature not in COMPUTED:
+                raise ModelError(f"the cuda backend can't compute {feature}.", remedy=REMEDY)
         at = 0
         while at < len(self._ops):
             at += self._emit(at)
@@ -204,6 +218,7 @@ class _Lowering:
                 x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(op.weight), op.eps, op.group
                 self._launch(lambda step: norm.rms_norm(out[: count(step)], x[: count(step)], weight, eps, group))
             case LayerNorm():
+                assert op.bias is not None
                 x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
                 weight, bias = self._vector(op.weight), self._vector(op.bias)
                 self._launch(lambda step: norm.layer_norm(out[: count(step)], x[: count(step)], weight, bias, eps))
@@ -220,7 +235,7 @@ class _Lowering:
                 x, cap = self._buffer(op.x), op.cap
                 self._launch(lambda step: activation.softcap(x[: count(step)], cap))
             case _:
-                raise ModelError(f"the cuda backend can't compute {type(op).__name__}.", remedy=REMEDY)
+                raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
 
     def _emit_gather(self, op: GatherRows) -> None:
         x, out = self._buffers.of(op.x, of_samples=False), self._buffers.of(op.out, of_samples=True)

@@ -37,6 +37,7 @@ from penstock.models.program import (
     RMSNorm,
     Rope,
     States,
+    features,
 )
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
@@ -49,6 +50,15 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
 ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
+COMPUTED = frozenset(
+    {
+        *("Embed", "Embed.scale", "RMSNorm", "RMSNorm.group", "Linear", "Linear.bias", "Linear.residual"),
+        *("Rope", "Rope.attention_factor", "KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
+        *("Attention", "Attention.window", "Attention.softcap", "Add", "GatherRows", "Logits"),
+        *("GatedActivation", *(f"GatedActivation with {kind}" for kind in ACTIVATION_KINDS)),
+    }
+)
+"""The `features` of operations that this backend computes."""
 PANEL = 16
 """Rows that the engine packs together."""
 NONE = -1
@@ -59,11 +69,26 @@ def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine,
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
+    for op in program.ops:
+        _refuse_unknown(op)
     known = _Weights(program, weights, engine)
     emitter = _Emitter(program, known, engine, num_positions)
     for group in fuse(program.ops, known):
         emitter.emit(group)
     emitter.flush()
+
+
+def _refuse_unknown(op: Op) -> None:
+    if isinstance(op, States):
+        raise ModelError(
+            "the native backend can't end a program in States yet: it computes logits.",
+            remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
+        )
+    for feature in features(op):
+        if feature not in COMPUTED:
+            raise ModelError(
+                f"the native backend can't compute {feature} yet.", remedy="Use --backend reference for this architecture."
+            )
 
 
 # The first pass: what becomes one
@@ -271,16 +296,8 @@ class _Emitter:
                     self.flush()
                 self._on_samples = True
                 self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
-            case States():
-                raise ModelError(
-                    "the native backend can't end a program in States yet: it computes logits.",
-                    remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
-                )
             case _:
-                raise ModelError(
-                    f"the native backend can't compute {type(op).__name__} yet.",
-                    remedy="Use --backend reference for this architecture.",
-                )
+                raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
 
     def _emit_quantised_norm(self, op: RMSNorm) -> None:
         x, vector = self._buffer(op.x), self._weights.vector(op.weight)

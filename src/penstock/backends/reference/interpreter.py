@@ -6,6 +6,7 @@ on its row alone, whichever tokens are computed with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     Experts,
     GatedActivation,
     GatherRows,
@@ -84,6 +86,7 @@ class Interpreter:
         self._matrices: dict[str, F32] = {}
         self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
             Embed: self._embed,
+            EmbedPositions: self._embed_positions,
             RMSNorm: self._rms_norm,
             LayerNorm: self._layer_norm,
             Linear: self._linear,
@@ -122,6 +125,9 @@ class Interpreter:
     def _embed(self, op: Embed, row: RowRun) -> None:
         row.buffers[op.out] = self._matrix(op.weight)[row.token_ids] * np.float32(op.scale)
 
+    def _embed_positions(self, op: EmbedPositions, row: RowRun) -> None:
+        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[row.positions]
+
     def _rms_norm(self, op: RMSNorm, row: RowRun) -> None:
         x = row.buffers[op.x]
         group = op.group or x.shape[1]
@@ -134,7 +140,8 @@ class Interpreter:
         x = row.buffers[op.x]
         centred = x - np.mean(x, axis=-1, keepdims=True)
         variance = np.mean(centred * centred, axis=-1, keepdims=True)
-        row.buffers[op.out] = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight) + self._vector(op.bias)
+        out = centred / np.sqrt(variance + np.float32(op.eps)) * self._vector(op.weight)
+        row.buffers[op.out] = out if op.bias is None else out + self._vector(op.bias)
 
     def _linear(self, op: Linear, row: RowRun) -> None:
         out = product(row.buffers[op.x], self._matrix(op.weight), row.first)
@@ -152,6 +159,9 @@ class Interpreter:
         heads = row.buffers[op.x].reshape(-1, op.num_heads, op.head_dim)
         first, second = heads[..., :half], heads[..., half : 2 * half]
         rotated = np.concatenate([first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :]], axis=-1)
+        if op.growth:
+            growth = 1 + op.growth * np.log1p(row.positions // op.growth_len)
+            rotated = rotated * growth.astype(np.float32)[:, None, None]
         row.buffers[op.x] = rotated.reshape(row.buffers[op.x].shape)
 
     def _kv_write(self, op: KvWrite, row: RowRun) -> None:
@@ -167,34 +177,56 @@ class Interpreter:
         keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
         out = np.empty_like(queries)
+        sinks = None if op.sinks is None else self._vector(op.sinks)
         for i, position in enumerate(row.positions.tolist()):
             start = max(0, position + 1 - op.window) if op.window else 0
-            out[i] = attend(queries[i], keys[start : position + 1], values[start : position + 1], op)
+            out[i] = attend(queries[i], keys[start : position + 1], values[start : position + 1], op, sinks)
         row.buffers[op.out] = out.reshape(len(queries), -1)
 
     def _gated_activation(self, op: GatedActivation, row: RowRun) -> None:
-        row.buffers[op.out] = activate(row.buffers[op.gate], op.activation) * row.buffers[op.up]
+        row.buffers[op.out] = gated(row.buffers[op.gate], row.buffers[op.up], op.activation)
 
     def _experts(self, op: Experts, row: RowRun) -> None:
         x = row.buffers[op.x]
-        scores = product(x, self._matrix(op.router), row.first)
+        raw = product(x, self._matrix(op.router), row.first)
+        if op.router_bias is not None:
+            raw = raw + self._vector(op.router_bias)
         gate, up, down = (
             self._matrix(name).reshape(op.num_experts, -1, self._matrix(name).shape[1]) for name in (op.gate, op.up, op.down)
         )
+        biases = [np.float32(0)] * op.num_experts
+        gate_bias, up_bias, down_bias = (
+            biases if name is None else self._matrix(name) for name in (op.gate_bias, op.up_bias, op.down_bias)
+        )
         out = np.zeros((len(x), down.shape[1]), np.float32)
         for i in range(len(x)):
-            chosen = np.argsort(-scores[i], kind="stable")[: op.num_experts_per_token]
-            shares = np.exp(scores[i, chosen] - scores[i, chosen].max())
-            for share, expert in zip(shares / shares.sum(), chosen.tolist(), strict=True):
-                inner = activate(gate[expert] @ x[i], op.activation) * (up[expert] @ x[i])
-                out[i] += share * (down[expert] @ inner)
+            for expert, share in zip(*self._choose(op, raw[i]), strict=True):
+                gate_row, up_row = gate[expert] @ x[i] + gate_bias[expert], up[expert] @ x[i] + up_bias[expert]
+                out[i] += share * (down[expert] @ gated(gate_row, up_row, op.activation) + down_bias[expert])
         row.buffers[op.out] = out
+
+    def _choose(self, op: Experts, raw: F32) -> tuple[list[int], list[np.float32]]:
+        """The experts of one token by falling preference, and their shares."""
+        if op.scoring == "softmax":
+            scores = np.exp(raw - raw.max())
+            scores = scores / scores.sum()
+        else:
+            scores = sigmoid(raw)
+        # A softmax may round what the router tells apart to one number.
+        wanted = raw if op.scoring == "softmax" else scores
+        if op.selection_bias is not None:
+            wanted = scores + self._vector(op.selection_bias)
+        chosen = np.argsort(-wanted, kind="stable")[: op.num_experts_per_token]
+        shares = scores[chosen]
+        if op.is_renormalised:
+            shares = shares / shares.sum()
+        return chosen.tolist(), list(shares * np.float32(op.share_factor))
 
     def _act(self, op: Act, row: RowRun) -> None:
         row.buffers[op.out] = activate(row.buffers[op.x], op.activation)
 
     def _add(self, op: Add, row: RowRun) -> None:
-        row.buffers[op.out] = row.buffers[op.a] + row.buffers[op.b]
+        row.buffers[op.out] = row.buffers[op.a] + row.buffers[op.b] * np.float32(op.factor)
 
     def _gather_rows(self, op: GatherRows, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.x][row.gathered]
@@ -213,7 +245,7 @@ class Interpreter:
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
 
     def _logits(self, op: Logits, row: RowRun) -> None:
-        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.first)
+        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.first) * np.float32(op.scale)
 
     def _states(self, op: States, row: RowRun) -> None:
         if op.is_normalised:
@@ -237,8 +269,8 @@ def product(x: F32, weight: F32, first_position: int) -> F32:
     return out.reshape(-1, len(weight))[lead : lead + len(x)]
 
 
-def attend(q: F32, keys: F32, values: F32, op: Attention) -> F32:
-    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim]."""
+def attend(q: F32, keys: F32, values: F32, op: Attention, sinks: F32 | None = None) -> F32:
+    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim]; sinks [num_heads]."""
     group = op.num_heads // op.num_kv_heads
     out = np.empty_like(q)
     for kv_head in range(op.num_kv_heads):
@@ -246,18 +278,52 @@ def attend(q: F32, keys: F32, values: F32, op: Attention) -> F32:
         scores = q[heads] @ np.ascontiguousarray(keys[:, kv_head]).T * np.float32(op.scale)
         if op.softcap > 0:
             scores = np.float32(op.softcap) * np.tanh(scores / np.float32(op.softcap))
+        if sinks is not None:
+            scores = np.concatenate([scores, sinks[heads, None]], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = (weights / weights.sum(axis=-1, keepdims=True))[:, : len(keys)]
         out[heads] = weights @ np.ascontiguousarray(values[:, kv_head])
     return out
 
 
+def gated(gate: F32, up: F32, activation: Activation) -> F32:
+    """activation(gate) * up, or what an activation makes of both."""
+    if activation == "swiglu_clamped":
+        gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+        clamped: F32 = (up + 1) * (gate * sigmoid(np.float32(1.702) * gate))
+        return clamped
+    product: F32 = activate(gate, activation) * up
+    return product
+
+
 def activate(x: F32, activation: Activation) -> F32:
-    """silu: x * sigmoid(x). gelu_tanh: the tanh form of GELU, arXiv 1606.08415."""
-    if activation == "silu":
-        with np.errstate(over="ignore"):  # exp of a large number is inf, and the result 0
-            silu: F32 = x / (1 + np.exp(-x))
-        return silu
-    inner = np.float32(np.sqrt(2.0 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
-    gelu: F32 = np.float32(0.5) * x * (1 + np.tanh(inner))
-    return gelu
+    """An activation of single numbers; `GatedActivation` has the formulas."""
+    result: F32
+    match activation:
+        case "silu":
+            with np.errstate(over="ignore"):  # as in `sigmoid`
+                result = x / (1 + np.exp(-x))
+        case "gelu_tanh":
+            inner = np.float32(np.sqrt(2.0 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+            result = np.float32(0.5) * x * (1 + np.tanh(inner))
+        case "gelu":
+            result = x * _normal(x).astype(np.float32)
+        case "gelu_quick":
+            result = x * sigmoid(np.float32(1.702) * x)
+        case "relu":
+            result = np.maximum(x, np.float32(0))
+        case "relu2":
+            result = np.maximum(x, np.float32(0)) ** 2
+        case "swiglu_clamped":
+            raise ValueError("swiglu_clamped needs a gate")
+    return result
+
+
+def sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):  # exp of a large number is inf, and the result 0
+        result: F32 = np.reciprocal(1 + np.exp(-x))
+    return result
+
+
+_normal = np.frompyfunc(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)), 1, 1)
+"""The normal distribution's function, of each number."""
