@@ -143,6 +143,25 @@ def test_logprobs_are_of_each_token_and_the_likeliest(model: LLM) -> None:
     assert only(model.generate("in the", GREEDY)).outputs[0].logprobs is None
 
 
+def test_without_parameters_the_model_s_own_count(tmp_path: Path) -> None:
+    """The likeliest token of all would be drawn, if the file did not ban it."""
+    plain = write_gguf(tmp_path / "plain.gguf", TinyLlama(max_model_len=512))
+    with LLM(plain, **SETTINGS) as llm:
+        [first, *_] = only(llm.generate("in the", SamplingParams(temperature=0.0, max_tokens=1))).outputs[0].token_ids
+        assert llm.default_sampling == {}
+    extra = {"general.sampling.temp": 0.0, "tokenizer.ggml.suppress_tokens": [first]}
+    tuned = write_gguf(tmp_path / "tuned.gguf", TinyLlama(max_model_len=512), extra=extra)
+    with LLM(tuned, **SETTINGS) as llm:
+        assert llm.default_sampling == {"temperature": 0.0}
+        [one, two] = [only(llm.generate("in the")).outputs[0].token_ids for _ in range(2)]
+        assert one == two  # greedy
+        assert first not in one
+        drawn = [only(llm.generate("in the", SamplingParams(seed=seed))).outputs[0].token_ids for seed in range(2)]
+        assert drawn[0] != drawn[1]
+    with LLM(tuned, generation_config="none", **SETTINGS) as llm:
+        assert only(llm.generate("in the", GREEDY)).outputs[0].token_ids[0] == first
+
+
 def test_a_stop_text_ends_the_answer_and_is_told(model: LLM) -> None:
     whole = only(model.generate("in the", GREEDY)).outputs[0].text
     stop = whole[2:4]

@@ -99,7 +99,7 @@ def vocabulary() -> list[str]:
     return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES)]
 
 
-_ADD: Mapping[type, str] = {bool: "add_bool", str: "add_string", int: "add_uint32", float: "add_float32"}
+_ADD: Mapping[type, str] = {bool: "add_bool", str: "add_string", int: "add_uint32", float: "add_float32", list: "add_array"}
 
 
 def write_gguf(
@@ -107,7 +107,7 @@ def write_gguf(
     model: TinyLlama,
     *,
     matrix_type: str = "Q8_0",
-    extra: Mapping[str, str | int | float | bool] | None = None,
+    extra: Mapping[str, str | int | float | bool | list[int]] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the model as llama.cpp's converter would: q and k permuted, matrices in a GGML type such as `Q4_1` or `F16`.

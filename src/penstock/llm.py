@@ -225,6 +225,11 @@ class AsyncLLM:
         """Longest prompt and answer together, in tokens."""
         return self._running.model.max_model_len
 
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
+        return self._running.defaults.named()
+
     def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
         """Continue a text. Yields the answers so far, whenever there is more, and last when they are `finished`.
 
@@ -320,6 +325,11 @@ class LLM:
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
         return self._async.max_model_len
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
+        return self._async.default_sampling
 
     def generate(
         self,
@@ -432,7 +442,7 @@ class _Asked:
         encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
         arrival_ns = running.clock.now_ns()
         answers = []
-        for index, (prompt, params) in enumerate(zip(prompts, self._params(), strict=True)):
+        for index, (prompt, params) in enumerate(zip(prompts, self._params(running), strict=True)):
             token_ids = next(encoded) if isinstance(prompt, str) else prompt
             with _own_errors():
                 if isinstance(prompt, str):
@@ -443,9 +453,10 @@ class _Asked:
             answers.append(_Answer(running, prompt if isinstance(prompt, str) else None, params, requests))
         return answers
 
-    def _params(self) -> Sequence[SamplingParams]:
+    def _params(self, running: RunningModel) -> Sequence[SamplingParams]:
+        """Those of each prompt: without any, the model's own."""
         if self.params is None or isinstance(self.params, SamplingParams):
-            return [self.params or SamplingParams()] * len(self.prompts)
+            return [self.params or SamplingParams(**running.defaults.named())] * len(self.prompts)
         if len(self.params) != len(self.prompts):
             raise ConfigError(
                 f"There are {len(self.prompts)} prompts and {len(self.params)} sampling_params.",
@@ -509,7 +520,7 @@ def _requests(
     max_tokens = min(room, params.max_tokens or room)
     seed = running.sources.draw_seed() if params.seed is None else params.seed
     parent_id = running.sources.new_request_id()
-    banned = banned_sequences(params.bad_words or (), running)
+    banned = banned_sequences(params.bad_words or (), base, running)
     return [
         Request(
             f"{parent_id}.{nth}",

@@ -32,6 +32,7 @@ from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
+from penstock.types.sampling import SamplingDefaults
 from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf, write_hf
 
@@ -124,6 +125,21 @@ def test_a_hugging_face_directory_will_do_as_well(tmp_path: Path) -> None:
     runtime = _build(write_hf(tmp_path / "tiny-hf", TinyLlama()))
     assert runtime.model.name == "tiny-hf"
     runtime.close()
+
+
+def test_sampling_defaults_come_from_the_model_s_files_unless_that_is_switched_off(tmp_path: Path) -> None:
+    directory = write_hf(tmp_path / "tiny-hf", TinyLlama())
+    said = {"eos_token_id": 2, "temperature": 0.25, "suppress_tokens": [9]}
+    (directory / "generation_config.json").write_text(json.dumps(said))
+    prints = []
+    obeyed = SamplingDefaults(temperature=0.25, banned_token_sequences=((9,),))
+    for choice, expected in (("auto", obeyed), ("none", SamplingDefaults())):
+        runtime = _build(directory, replace(REFERENCE, model=ModelConfig(generation_config=choice)))
+        assert runtime.defaults == expected
+        assert runtime.model.eos_token_ids == (2,)
+        prints.append(runtime.model.fingerprint)
+        runtime.close()
+    assert prints[0] != prints[1]  # their answers differ
 
 
 def test_a_chatml_fine_tune_ends_at_its_tokenizer_s_end_token(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.plan import Capacity
+from penstock.types.sampling import SamplingDefaults
 
 SPEC = spec_of_equal_layers(
     architecture="qwen2",
@@ -61,10 +62,12 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model) != own
 
 
-def system(path: Path, *, variant: str = "avx2", template: str | None = "{{ messages }}", **kv: Any) -> str:
+def system(
+    path: Path, *, variant: str = "avx2", template: str | None = "{{ messages }}", temperature: float | None = None, **kv: Any
+) -> str:
     config = Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv))
     executor: Any = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), variant=variant)
-    model: Any = SimpleNamespace(path=path, spec=SPEC)
+    model: Any = SimpleNamespace(path=path, spec=SPEC, sampling=SamplingDefaults(temperature=temperature))
     return system_fingerprint(config, model, executor, template)
 
 
@@ -79,6 +82,7 @@ def test_answers_of_equal_servers_have_one_fingerprint(tmp_path: Path, monkeypat
     assert system(model) == system(copy) == own
     assert system(model, variant="avx512") != own
     assert system(model, template=None) != own
+    assert system(model, temperature=0.5) != own
     assert system(model, kv_cache_dtype="bf16") != own
     with monkeypatch.context() as newer:
         newer.setattr("penstock.__version__", "999")

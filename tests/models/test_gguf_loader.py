@@ -377,12 +377,11 @@ def test_unsupported_or_contradictory_metadata(tmp_path, case):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("name", ["suppress_tokens", "precompiled_charsmap"])
-def test_keys_that_change_answers_are_refused_unless_they_ask_for_nothing(tiny, name):
+def test_a_charsmap_is_refused_unless_it_asks_for_nothing(tiny):
     def write(values):
-        return edit(tiny, lambda writer: writer.add_array(f"tokenizer.ggml.{name}", values))
+        return edit(tiny, lambda writer: writer.add_array("tokenizer.ggml.precompiled_charsmap", values))
 
-    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.{name} has 2 entries.*another model"):
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.precompiled_charsmap has 2 entries.*another model"):
         load_gguf(write([1, 2]))
     load_gguf(write([]))
 

@@ -9,7 +9,7 @@ from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment, ModelInfo, SamplingDefaults, Sources
+from penstock.deploy.running import Deployment, ModelInfo, Sources
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.openai.call import TokenPrompt
@@ -18,6 +18,7 @@ from penstock.serve.openai.read import Reader
 from penstock.serve.openai.run import tokenise
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import SamplingDefaults
 
 TOKENIZER = make_tokenizer()
 MODEL = ModelInfo(
@@ -76,6 +77,30 @@ def test_what_is_said_wins_even_if_it_is_zero():
     params = sampling(temperature=0, top_k=0, min_p=0)
     assert (params.temperature, params.top_k, params.min_p) == (0, 0, 0)
     assert sampling(top_k=-1).top_k == 0
+
+
+@pytest.fixture
+def with_limits(monkeypatch):
+    """A model whose files say how long an answer is, and name a token that none has."""
+    limits = {"max_tokens": 20, "banned_token_sequences": ((9,),)}
+    monkeypatch.setattr(RUNNING, "defaults", dataclasses.replace(DEFAULTS, **limits))
+
+
+def test_the_model_s_limit_holds_for_chats_that_have_none(with_limits):
+    assert tokenised(10, "chat").max_tokens == [20]
+    assert tokenised(90, "chat").max_tokens == [10]  # no more than there is room
+    assert tokenised(10, "chat", max_tokens=60).max_tokens == [60]
+    assert tokenised(10, "chat", min_tokens=30).max_tokens == [30]
+    assert tokenised(10).max_tokens == [16]  # OpenAI's own default
+
+
+def test_tokens_that_the_model_s_files_ban_are_banned_unless_the_request_allows_tokens(with_limits):
+    no = [tuple(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("no", " no")]
+    assert tokenised(1).banned == ((9,),)
+    assert tokenised(1, bad_words=["no"]).banned == ((9,), *no)
+    assert tokenised(1, allowed_token_ids=[8, 9]).banned == ()
+    with pytest.raises(ApiError, match="--generation-config none"):
+        sampling(use_beam_search=True, n=2)
 
 
 def test_the_models_end_stops_unless_it_is_ignored():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, in place of the table's.")
 @click.option("--headroom", default="0%", show_default=True, metavar="SHARE", help="Share of each replica that stays free.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the numbers there, too.")
-@config_options("model", "kv", "scheduler", without=("served_model_name", "chat_template"))
+@config_options("model", "kv", "scheduler", without=("served_model_name", "chat_template", "generation_config"))
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that holds the SLOs, what binds, replicas and cost.
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 CUT_OFF = "[cut off: --max-tokens or the model's context is used up]"
+DEFAULT_TEMPERATURE = 0.7
 MAX_INT32 = 2**31 - 1
 """The server's limit of `top_k` and `max_tokens`."""
 
@@ -50,14 +51,24 @@ class NotEmpty(click.ParamType[str]):
 _OPTIONS = (
     click.option("--system", metavar="TEXT", help="System message."),
     click.option(
-        "--max-tokens", type=click.IntRange(1, MAX_INT32), show_default="what the context has room for", help="Longest answer."
+        "--max-tokens",
+        type=click.IntRange(1, MAX_INT32),
+        show_default="the model's, or what the context has room for",
+        help="Longest answer.",
     ),
-    click.option("--temperature", type=NumberRange(0, 2), default=0.7, show_default=True, help="0 always takes the likeliest."),
     click.option(
-        "--top-p", type=NumberRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of probability kept."
+        "--temperature", type=NumberRange(0, 2), show_default="the model's, or 0.7", help="0 always takes the likeliest."
     ),
-    click.option("--top-k", type=click.IntRange(0, MAX_INT32), default=0, show_default=True, help="Tokens kept; 0 keeps all."),
-    click.option("--min-p", type=NumberRange(0, 1), default=0.0, show_default=True, help="Least share of the likeliest."),
+    click.option(
+        "--top-p",
+        type=NumberRange(0, 1, min_open=True),
+        show_default="the model's, or 1",
+        help="Share of probability kept.",
+    ),
+    click.option(
+        "--top-k", type=click.IntRange(0, MAX_INT32), show_default="the model's, or 0", help="Tokens kept; 0 keeps all."
+    ),
+    click.option("--min-p", type=NumberRange(0, 1), show_default="the model's, or 0", help="Least share of the likeliest."),
     click.option(
         "--seed", "answer_seed", type=click.IntRange(-(2**63), 2**63 - 1), show_default="drawn", help="Same seed, same answer."
     ),
@@ -83,15 +94,20 @@ class Session:
         """`values` are those of the options. Raises PenstockError if the model can't be fetched or loaded."""
         from penstock.llm import LLM, SamplingParams
 
-        if 0 < values["temperature"] < MIN_TEMPERATURE:
+        if 0 < (values["temperature"] or 0) < MIN_TEMPERATURE:
             raise click.BadParameter(f"0 is greedy; otherwise at least {MIN_TEMPERATURE}.", param_hint="'--temperature'")
         warn_of_unknown_variables()
-        sampling = {name: values[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")}
-        self._params = SamplingParams(seed=values["answer_seed"], structured_outputs=structured_outputs, **sampling)
+        names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+        asked = {name: values[name] for name in names if values[name] is not None}
+        asked |= {"seed": values["answer_seed"], "structured_outputs": structured_outputs}
+        SamplingParams(**asked)  # what is out of range is told before the model is loaded
         keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
         settings = {key: values[key] for key in keys if key not in ("model", *_NOT_HERE)}
         # One row is enough for one reader, and makes the KV cache no larger than one conversation.
         self._llm = LLM(values["model"], max_num_seqs=1, **settings)
+        self._params = SamplingParams(
+            **{"temperature": DEFAULT_TEMPERATURE, "max_tokens": None} | self._llm.default_sampling | asked
+        )
         self.answer: RequestOutput | None = None
         """The last one, as far as it came."""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.lab.workload import Workload
 
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
-_WITHOUT = ("served_model_name", "chat_template")
+_WITHOUT = ("served_model_name", "chat_template", "generation_config")
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)

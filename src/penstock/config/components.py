@@ -56,6 +56,11 @@ class ModelConfig(Component):
     chat_template: str | None = setting(
         None, "File with a Jinja2 chat template, or the template itself.", default_doc="the model's own"
     )
+    generation_config: str = setting(
+        "auto",
+        "Where sampling parameters come from that a request leaves out: auto (the model's own files), none, or a folder with a "
+        "generation_config.json.",
+    )
     max_model_len: int | None = count(
         None,
         "Longest prompt + output of one request, in tokens.",

@@ -149,7 +149,13 @@ def _plan(
     available_bytes = resources.memory.available_bytes(_served_names(config, source)[0])
     room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
     floats = device.held_floats(config)
-    model = load_model(source, max_weight_bytes=room_bytes, floats=floats, check_vocab=_check_vocab)
+    model = load_model(
+        source,
+        max_weight_bytes=room_bytes,
+        floats=floats,
+        check_vocab=_check_vocab,
+        generation=config.model.generation_config,
+    )
     device.check_head_dim(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
     return config, model, kv, executor, available_bytes
@@ -411,6 +417,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         clock=maker.clock,
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         prefix_sharing=config.kv.prefix_sharing,
+        defaults=model.sampling,
         sources=_sources(config.server),
         journal=maker.journal,
         arms=maker.arms,

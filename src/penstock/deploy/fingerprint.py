@@ -27,14 +27,14 @@ def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> by
 
 def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, chat_template: str | None) -> str:
     """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template,
-    kernels, number types, version. The times of files are no part, so that servers of the same model on equal machines have
-    the same.
+    sampling defaults, kernels, number types, version. The times of files are no part, so that servers of the same model on
+    equal machines have the same.
 
     Raises OSError if the model's files can't be read.
     """
     from penstock.models.load import fingerprint
 
-    parts = [*_numbers(config, model, executor), chat_template]
+    parts = [*_numbers(config, model, executor), chat_template, model.sampling]
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
 
 

@@ -26,6 +26,7 @@ from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import ConfigError
+from penstock.types.sampling import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +56,6 @@ class ModelInfo:
     @property
     def name(self) -> str:
         return self.served_names[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """Values of sampling parameters that a request leaves out."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

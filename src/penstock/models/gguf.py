@@ -18,7 +18,7 @@ from penstock.models.architectures import Architecture
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
-from penstock.models.weights import LoadedModel, held_floats
+from penstock.models.weights import Generation, LoadedModel, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
@@ -116,6 +116,7 @@ def load_gguf(
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=eos_token_ids,
         path=path,
+        generation=_read_generation(file),
         notes=notes,
     )
 
@@ -285,6 +286,12 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
     )
 
 
+def _read_generation(file: GgufFile) -> Generation | None:
+    """The keys that say how answers are sampled, if there are any."""
+    keys = [key for key in file.metadata if key.startswith("general.sampling.") or key == "tokenizer.ggml.suppress_tokens"]
+    return Generation(file.path, {key: file.metadata[key] for key in keys}) if keys else None
+
+
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
     """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens that are known to."""
     named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
@@ -298,10 +305,9 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 
 
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
-    """Keys that change which tokens a text has, or which ones an answer may have."""
-    for name in ("suppress_tokens", "precompiled_charsmap"):
-        if num := len(file.get_list(f"tokenizer.ggml.{name}", int)):
-            raise checks.unsupported(file.path, f"tokenizer.ggml.{name} has {num} entries", "only an empty one is")
+    """Keys that change which tokens a text has."""
+    if num := len(file.get_list("tokenizer.ggml.precompiled_charsmap", int)):
+        raise checks.unsupported(file.path, f"tokenizer.ggml.precompiled_charsmap has {num} entries", "only an empty one is")
     if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
         setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
         raise checks.unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")

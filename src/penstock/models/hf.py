@@ -13,7 +13,7 @@ from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, block_scales, open_safetensors, read_block, split_scales
-from penstock.models.weights import BlockScales, LoadedModel, WeightTensor, held_floats
+from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
@@ -60,7 +60,8 @@ def load_hf_directory(
             f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
         )
     bos_token_id = read_bos_id(config, spec.vocab_size)
-    eos_token_ids = read_eos_ids(config, read_json(path / "generation_config.json", is_optional=True), spec.vocab_size)
+    generation = read_json(path / "generation_config.json", is_optional=True)
+    eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
     special_tokens, chat_template = read_special_tokens(path), _chat_template(path)
     return LoadedModel(
         name=name or path.resolve().name,
@@ -72,6 +73,7 @@ def load_hf_directory(
         eos_token_ids=eos_token_ids,
         path=path,
         special_tokens=special_tokens,
+        generation=Generation(generation.path, generation.values) if generation.values else None,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.models.catalog import ModelSource, SourceKind
 from penstock.models.formats import Floats
+from penstock.models.generation import obeying
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
@@ -19,12 +20,13 @@ def load_model(
     max_weight_bytes: int | None = None,
     floats: Floats = Floats.BF16,
     check_vocab: Callable[[GgufVocab], None] | None = None,
+    generation: str = "none",
 ) -> LoadedModel:
     """The model of a source that is present, called `source.name`.
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
     `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
-    vocabulary, by `check_vocab`: this layer knows no tokenizers.
+    vocabulary, by `check_vocab`: this layer knows no tokenizers. `generation` is the setting `generation_config`.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -32,10 +34,14 @@ def load_model(
     if source.kind is SourceKind.DIRECTORY:
         from penstock.models.hf import load_hf_directory
 
-        return load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
-    from penstock.models.gguf import load_gguf
+        model = load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
+    else:
+        from penstock.models.gguf import load_gguf
 
-    return load_gguf(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, check_vocab=check_vocab)
+        model = load_gguf(
+            source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, check_vocab=check_vocab
+        )
+    return obeying(model, generation)
 
 
 NUM_SAMPLES = 16

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
 from penstock.types.model_spec import ModelSpec
+from penstock.types.sampling import SamplingDefaults
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
 _Array = TypeVar("_Array", bound=NDArray[np.generic])
@@ -169,6 +170,14 @@ def held_floats(name: str, floats: Floats) -> Floats:
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The settings of generation in one file, as they stand there; `models.generation` checks them."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """Everything that a model's files say. Made by a loader, read by backends and by `text`."""
@@ -187,6 +196,10 @@ class LoadedModel:
     path: Path
     special_tokens: SpecialTokens = field(default_factory=dict)
     """Those that files name by text."""
+    generation: Generation | None = None
+    """None: the files have no such settings."""
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Those of them that a server obeys: `models.generation.obeying` sets them."""
     notes: tuple[str, ...] = ()
     """Notes in words on weights that the loader converts; it has logged them already, before the work."""
 

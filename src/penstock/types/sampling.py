@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Matcher(Protocol):
@@ -81,6 +81,34 @@ class BeamParams:
             raise ValueError(
                 f"length_penalty must lie in [-{MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], not {self.length_penalty}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values of sampling parameters for requests that leave them out, as a model's files name them. None: they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    """Tokens of an answer whose request has no limit, where the API has none either."""
+    banned_token_sequences: tuple[tuple[int, ...], ...] = ()
+    """Tokens that no answer has, unless its request lists those that are allowed."""
+
+    def named(self) -> dict[str, Any]:
+        """The parameters that the files name, without the banned tokens."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def words(self) -> str:
+        """The values in words, for the log; empty if there are none."""
+        words = [f"{name} {round(value, 6)}" for name, value in self.named().items()]
+        if self.banned_token_sequences:
+            words.append(f"without tokens {', '.join(str(ids[-1]) for ids in self.banned_token_sequences[:8])}")
+            words[-1] += f" and {len(self.banned_token_sequences) - 8} more" if len(self.banned_token_sequences) > 8 else ""
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ class Call:
     """If and only if `sampling.follows_grammar`."""
     seed: int | None
     max_tokens: int | None
-    """None: what the context leaves."""
+    """None: what the model's files name, or the context leaves."""
     max_tokens_param: str | None
     """The field that said it; None if it is the API's default."""
     answer: AnswerOptions

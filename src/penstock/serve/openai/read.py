@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Scope
 
@@ -39,6 +39,8 @@ from penstock.serve.openai.schemas import (
 from penstock.types.errors import counted
 from penstock.types.request import ARM_B
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
+
+_Number = TypeVar("_Number", int, float)
 
 MAX_BIAS = 100
 DEFAULT_COMPLETION_TOKENS = 16
@@ -191,20 +193,26 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
     if not body.ignore_eos:
         stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
     if body.use_beam_search:
+        if defaults.banned_token_sequences:
+            raise invalid(
+                "'use_beam_search' is not supported for a model whose files name tokens that no answer may have "
+                "(suppress_tokens): that needs `penstock serve --generation-config none`.",
+                "use_beam_search",
+            )
         return _beam_sampling(body, num_logprobs, tuple(sorted(stop_token_ids)), model.max_beams)
     for field, neutral in _ONLY_WITH_BEAMS.items():
         if getattr(body, field) not in (None, neutral):
             raise invalid(f"'{field}' needs 'use_beam_search': true.", field)
-    temperature = defaults.temperature if body.temperature is None else body.temperature
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
     if 0 < temperature < MIN_TEMPERATURE:
         raise invalid(f"'temperature' must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {temperature}.", "temperature")
     sampling = SamplingParams(
         min_tokens=body.min_tokens or 0,
         temperature=temperature,
-        top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        min_p=defaults.min_p if body.min_p is None else body.min_p,
-        repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+        top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logprobs=num_logprobs,
@@ -218,6 +226,13 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
     if not all(word.strip(" ") for word in body.bad_words or ()):
         raise invalid("'bad_words' must not be only spaces.", "bad_words")
     return sampling
+
+
+def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) -> _Number:
+    """The request's value, else that of the model's files, else the API's."""
+    if asked is not None:
+        return asked
+    return otherwise if of_model is None else of_model
 
 
 def _call(

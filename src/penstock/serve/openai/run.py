@@ -21,7 +21,7 @@ from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.text.chat import require_chat_template
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
-from penstock.types.sampling import Matcher
+from penstock.types.sampling import Matcher, SamplingParams
 
 MAX_TEXT_CHARS = 2**20
 """Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
@@ -38,7 +38,7 @@ class Tokenised:
     echoes: list[str]
     """Text before the answers to each prompt."""
     banned: tuple[tuple[int, ...], ...]
-    """Token sequences of the bad words."""
+    """Token sequences of the bad words, and those that the model's files ban."""
 
 
 async def run(call: Call, in_flight: InFlight) -> RunningCall:
@@ -84,14 +84,15 @@ def _ask(call: Call) -> Ask:
         num_prompts = len(prompts)
         num_chars = sum([len(prompt.text) for prompt in prompts if isinstance(prompt, TextPrompt)])
         num_token_ids = sum([len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokenPrompt)])
+    max_tokens = _asked_tokens(call)
     # An answer that nothing can stop is as long as it may be.
     is_endless = not (sampling.stop_token_ids or sampling.stop or call.grammar)
     return Ask(
         num_requests=num_prompts * call.num_choices,
         num_chars=num_chars,
         num_token_ids=num_token_ids,
-        max_new_tokens=call.max_tokens,
-        min_new_tokens=call.max_tokens if is_endless and call.max_tokens is not None else max(1, sampling.min_tokens),
+        max_new_tokens=max_tokens,
+        min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
         tenant=terms.owner.tenant,
         priority=terms.priority,
         deadline_ns=terms.deadline_ns,
@@ -130,7 +131,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
     """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
-    banned = banned_sequences(call.bad_words, running)
+    banned = banned_sequences(call.bad_words, call.sampling, running)
     all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
     echoes = [""] * len(prompts)
@@ -175,7 +176,10 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     """
     max_model_len = running.model.max_model_len
     room = max_model_len - num_prompt_tokens
-    max_tokens = max(1, room) if call.max_tokens is None else call.max_tokens
+    asked = _asked_tokens(call)
+    max_tokens = max(1, room) if asked is None else asked
+    if call.max_tokens is None:
+        max_tokens = min(max_tokens, max(1, room))  # the model's limit is none that the client could keep
     if max_tokens > room:
         raise _too_long(
             f"The model's context is {max_model_len} tokens. The prompt has {num_prompt_tokens} and the answer may have "
@@ -190,9 +194,18 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     return max_tokens
 
 
-def banned_sequences(words: Sequence[str], running: RunningModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenised at the beginning of a text and after a space."""
-    sequences: dict[tuple[int, ...], None] = {}
+def _asked_tokens(call: Call) -> int | None:
+    """The longest answer that the client asks for, or else that the model's files name; None: what the context leaves."""
+    default = call.running.defaults.max_tokens
+    if call.max_tokens is not None or default is None:
+        return call.max_tokens
+    return max(default, call.sampling.min_tokens)
+
+
+def banned_sequences(words: Sequence[str], sampling: SamplingParams, running: RunningModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenised at the beginning of a text and after a space, and what the model's files ban."""
+    is_free = sampling.allowed_token_ids is None  # else the client says which tokens there are
+    sequences: dict[tuple[int, ...], None] = dict.fromkeys(running.defaults.banned_token_sequences if is_free else ())
     for index, word in enumerate(words):
         stripped = word.lstrip(" ")
         for text in (stripped, " " + stripped):

@@ -1,0 +1,175 @@
+"""How a model's authors want answers sampled: generation_config.json, and `general.sampling.*` of a GGUF file. `models.load`
+calls it for `--generation-config`; which request uses a value, and which has one of its own, `serve` decides.
+
+The keys that count are `suppress_tokens` and those of vLLM (`get_diff_sampling_param` in `vllm/config/model.py`,
+https://github.com/vllm-project/vllm). The log names every other key that asks for something. Keys of GGUF files:
+https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.models import checks
+from penstock.models.weights import Generation, LoadedModel
+from penstock.types.errors import ConfigError, ModelError
+from penstock.types.sampling import MIN_TEMPERATURE, SamplingDefaults
+
+FILE = "generation_config.json"
+MAX_SUPPRESSED = 1024
+"""Tokens that no answer may have: each costs every step of every request a little."""
+
+_REALS: Mapping[str, tuple[str, float, float]] = {
+    "temperature": ("temperature", 0.0, 2.0),
+    "general.sampling.temp": ("temperature", 0.0, 2.0),
+    "top_p": ("top_p", 1e-9, 1.0),
+    "general.sampling.top_p": ("top_p", 1e-9, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "general.sampling.min_p": ("min_p", 0.0, 1.0),
+    "repetition_penalty": ("repetition_penalty", 0.01, 100.0),
+    "general.sampling.penalty_repeat": ("repetition_penalty", 0.01, 100.0),
+}
+"""Key of a file -> field of `SamplingDefaults`, least and largest value: those that a request may say."""
+_COUNTS: Mapping[str, tuple[str, int]] = {
+    "top_k": ("top_k", -1),
+    "general.sampling.top_k": ("top_k", -1),
+    "max_new_tokens": ("max_tokens", 1),
+}
+"""Key -> field and least value."""
+_SUPPRESSED = ("suppress_tokens", "tokenizer.ggml.suppress_tokens")
+_PENALTY_LAST_N = "general.sampling.penalty_last_n"
+_FACTS = frozenset(
+    {
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "transformers_version",
+        "trust_remote_code",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+    }
+)
+"""Keys that ask nothing of an answer, or that the loaders read themselves, as they do the end tokens."""
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "do_sample": (True,),
+    "max_length": (20,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "length_penalty": (1.0,),
+    "typical_p": (1.0,),
+    "guidance_scale": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    _PENALTY_LAST_N: (0, -1),
+}
+"""Values by which a key asks for nothing. For the others these are null, false, 0 and what is empty."""
+_NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
+_log = logging.getLogger(__name__)
+
+
+def obeying(model: LoadedModel, choice: str) -> LoadedModel:
+    """The model with the defaults that `choice` names: `none`, `auto` for its own files', or a folder's.
+
+    A folder's end tokens are added to the model's. Raises ModelError for a value that is out of range, and ConfigError for a
+    folder without the file.
+    """
+    if choice == "none":
+        return model
+    generation, eos_token_ids = model.generation, model.eos_token_ids
+    if choice != "auto":
+        generation, added = _of_folder(Path(choice).expanduser(), model.spec.vocab_size)
+        eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *added]))
+    if generation is None:
+        return model
+    defaults = sampling_defaults(generation, model.spec.vocab_size)
+    if words := defaults.words():
+        _log.info("sampling where a request leaves it out, from %s: %s", generation.path, words)
+    if names := not_obeyed(generation):
+        _log.warning("%s: not obeyed: %s", generation.path, ", ".join(names))
+    return replace(model, sampling=defaults, eos_token_ids=eos_token_ids)
+
+
+def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ...]]:
+    """The file in a folder, and its end tokens."""
+    from penstock.models.hf_config import JsonFile, read_eos_ids, read_json
+
+    path = folder / FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"--generation-config is {str(folder)!r}, and there is no {FILE} in it.",
+            remedy="Give auto, none or a folder that has one.",
+        )
+    file = read_json(path)
+    return Generation(path, file.values), read_eos_ids(JsonFile(path, {}), file, vocab_size)
+
+
+def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
+    """The values that count. Raises ModelError, with the key, for one that no request could have."""
+    values = {key: value for key, value in generation.values.items() if value is not None}
+    found: dict[str, Any] = {}
+    for key, (name, low, high) in _REALS.items():
+        if key in values:
+            found[name] = _real(generation, key, low, high)
+    if 0.0 < found.get("temperature", 0.0) < MIN_TEMPERATURE:
+        raise _error(generation, f"the temperature {found['temperature']} is neither 0 nor at least {MIN_TEMPERATURE}")
+    if values.get(_PENALTY_LAST_N) == 0:  # the penalty looks at no token
+        found.pop("repetition_penalty", None)
+    for key, (name, least) in _COUNTS.items():
+        if key in values:
+            found[name] = max(0, _count(generation, key, least))
+    for key in _SUPPRESSED:
+        if key in values:
+            found["banned_token_sequences"] = _suppressed(generation, key, vocab_size)
+    return SamplingDefaults(**found)
+
+
+def not_obeyed(generation: Generation) -> list[str]:
+    """Keys, with their values where these are short, that ask for something which requests do not get."""
+    known = {*_REALS, *_COUNTS, *_SUPPRESSED, *_FACTS}
+    names = []
+    for key, value in generation.values.items():
+        neutral = (None, *_NEUTRAL[key]) if key in _NEUTRAL else _NOTHING
+        if key not in known and not key.startswith("_") and value not in neutral:
+            is_short = isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 20)
+            names.append(f"{key[:60]} = {value!r}" if is_short else key[:60])
+    return names
+
+
+def _error(generation: Generation, cause: str) -> ModelError:
+    return ModelError(f"{generation.path}: {cause}.", remedy="Correct the file, or start with --generation-config none.")
+
+
+def _real(generation: Generation, key: str, low: float, high: float) -> float:
+    value = generation.values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise _error(generation, f"{key} is {value!r}, not a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def _count(generation: Generation, key: str, least: int) -> int:
+    value = generation.values[key]
+    if type(value) is not int or not least <= value < 2**31:
+        raise _error(generation, f"{key} is {value!r}, not a number from {least} to {2**31 - 1}")
+    return value
+
+
+def _suppressed(generation: Generation, key: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    value = generation.values[key]
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise _error(generation, f"{key} is no list of token ids")
+    if len(value) > MAX_SUPPRESSED:
+        raise _error(generation, f"{key} has {len(value)} tokens, and at most {MAX_SUPPRESSED} are taken")
+    named = {f"{key}[{idx}]": token_id for idx, token_id in enumerate(value)}
+    return tuple((token_id,) for token_id in sorted({*checks.token_ids(named, vocab_size, generation.path).values()}))
