@@ -94,11 +94,17 @@ def byte_alphabet() -> list[str]:
     return [chr(stand_ins.get(byte, byte)) for byte in range(256)]
 
 
-def vocabulary() -> list[str]:
-    """Token texts by id. [264]"""
-    return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES)]
+def vocabulary(num_merges: int = len(_MERGES)) -> list[str]:
+    """Token texts by id. [259 + num_merges]"""
+    return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in _MERGES[:num_merges])]
 
 
+def _num_merges(vocab_size: int) -> int:
+    """How many merges have a token in a model's vocabulary, which has room for all bytes."""
+    return min(len(_MERGES), vocab_size - len(vocabulary(0)))
+
+
+GgufValue = str | int | float | bool | list[int] | list[bool] | list[float] | list[str]
 _ADD: Mapping[type, str] = {bool: "add_bool", str: "add_string", int: "add_uint32", float: "add_float32", list: "add_array"}
 
 
@@ -107,7 +113,7 @@ def write_gguf(
     model: TinyLlama,
     *,
     matrix_type: str = "Q8_0",
-    extra: Mapping[str, str | int | float | bool | list[int]] | None = None,
+    extra: Mapping[str, GgufValue] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the model as llama.cpp's converter would: q and k permuted, matrices in a GGML type such as `Q4_1` or `F16`.
@@ -115,17 +121,34 @@ def write_gguf(
     `extra` adds metadata or replaces it. `names` does so with the GGUF names of tensors, by what stands before `.weight` and
     after `model.layers.{i}.` in their Hugging Face names. Returns `path`.
     """
+    metadata = _gguf_metadata(model) | dict(extra or {})
+    tensors = _gguf_tensors(model, {**_GGUF_NAMES, **(names or {})})
+    return write_gguf_file(path, model.architecture, metadata, tensors, model.vocab_size, matrix_type=matrix_type)
+
+
+def write_gguf_file(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, GgufValue],
+    tensors: Mapping[str, FloatArray],
+    vocab_size: int,
+    *,
+    matrix_type: str,
+) -> Path:
+    """Write metadata, a tokenizer and tensors, those of one dimension as F32. Returns `path`."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    writer = GGUFWriter(path, model.architecture)
-    for key, value in (_gguf_metadata(model) | dict(extra or {})).items():
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
         getattr(writer, _ADD[type(value)])(key, value)
-    writer.add_token_list(vocabulary())
-    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(vocabulary()) - len(SPECIAL_TOKENS)))
-    writer.add_token_merges(list(_MERGES))
+    num_merges = _num_merges(vocab_size)
+    tokens = vocabulary(num_merges)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(tokens) - len(SPECIAL_TOKENS)))
+    writer.add_token_merges(list(_MERGES[:num_merges]))
     kind = GGMLQuantizationType[matrix_type]
-    for name, values in _gguf_tensors(model, {**_GGUF_NAMES, **(names or {})}).items():
+    for name, values in tensors.items():
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
@@ -137,9 +160,21 @@ def write_gguf(
     return path
 
 
-def _gguf_metadata(model: TinyLlama) -> dict[str, str | int | float | bool]:
+TOKENIZER_METADATA: Mapping[str, GgufValue] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": CHAT_TEMPLATE,
+}
+"""Keys of a file's tokenizer, beside the tokens and merges."""
+
+
+def _gguf_metadata(model: TinyLlama) -> dict[str, GgufValue]:
     key = model.architecture
-    metadata: dict[str, str | int | float | bool] = {
+    metadata: dict[str, GgufValue] = {
         "general.name": "Tiny random Llama",
         f"{key}.block_count": model.num_layers,
         f"{key}.context_length": model.max_model_len,
@@ -153,13 +188,7 @@ def _gguf_metadata(model: TinyLlama) -> dict[str, str | int | float | bool]:
         f"{key}.rope.dimension_count": model.head_dim,
         f"{key}.rope.freq_base": model.rope_theta,
         f"{key}.vocab_size": model.vocab_size,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": CHAT_TEMPLATE,
+        **TOKENIZER_METADATA,
     }
     if model.rope_scaling == "linear":
         metadata |= {f"{key}.rope.scaling.type": "linear", f"{key}.rope.scaling.factor": 4.0}
@@ -188,14 +217,14 @@ def _gguf_tensors(model: TinyLlama, names: Mapping[str, str]) -> dict[str, Float
         stem, _, suffix = name.rpartition(".")
         layer, _, part = stem.removeprefix("model.layers.").partition(".") if ".layers." in stem else ("", "", stem)
         if model.architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            values = _interleave(values, model.num_heads if part == "self_attn.q_proj" else model.num_kv_heads)
+            values = interleave(values, model.num_heads if part == "self_attn.q_proj" else model.num_kv_heads)
         tensors[f"{f'blk.{layer}.' if layer else ''}{names[part]}.{suffix}"] = values
     if model.rope_scaling == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(model)
     return tensors
 
 
-def _interleave(values: FloatArray, num_heads: int) -> FloatArray:
+def interleave(values: FloatArray, num_heads: int) -> FloatArray:
     """Rows of each head from the half-split rope layout to the interleaved one."""
     halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
@@ -219,13 +248,26 @@ def write_hf(
 
     `extra` adds keys to config.json or replaces them; None removes one. Returns `directory`.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in (_hf_config(model) | dict(extra or {})).items() if value is not None}
+    return write_hf_files(directory, config, model.weights(), model.vocab_size, dtype=dtype, num_shards=num_shards)
+
+
+def write_hf_files(
+    directory: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, FloatArray],
+    vocab_size: int,
+    *,
+    dtype: str = "bf16",
+    num_shards: int = 1,
+) -> Path:
+    """Write a config.json, weights of any shapes, and a tokenizer. Returns `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 0]}))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (directory / "tokenizer.json").write_text(json.dumps(_hf_tokenizer()))
-    _write_shards(directory, model.weights(), dtype, num_shards)
+    (directory / "tokenizer.json").write_text(json.dumps(_hf_tokenizer(_num_merges(vocab_size))))
+    _write_shards(directory, weights, dtype, num_shards)
     return directory
 
 
@@ -296,7 +338,7 @@ def _hf_config(model: TinyLlama) -> dict[str, Any]:
     }
 
 
-def _hf_tokenizer() -> dict[str, Any]:
+def _hf_tokenizer(num_merges: int) -> dict[str, Any]:
     """A tokenizer.json: byte-level BPE with the same vocabulary as the GGUF file's."""
     added = [
         {
@@ -328,7 +370,7 @@ def _hf_tokenizer() -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "vocab": {text: idx for idx, text in enumerate(vocabulary())},
-            "merges": list(_MERGES),
+            "vocab": {text: idx for idx, text in enumerate(vocabulary(num_merges))},
+            "merges": list(_MERGES[:num_merges]),
         },
     }

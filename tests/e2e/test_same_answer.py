@@ -6,12 +6,13 @@ Alone or beside 31 others, whole or in chunks, from the prefix cache or computed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from answer_bench import Answer, Bench, answer_of
 from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
@@ -19,12 +20,8 @@ from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
-from penstock.testing import Driver, Outcome, make_core, make_request, run_to_completion
 from penstock.text.tokenizer import load_tokenizer
-from penstock.types.events import Add
-from penstock.types.plan import Capacity, StepPlan
-from penstock.types.request import Request
-from penstock.types.result import TokenLogprobs
+from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
 from tiny_models import TinyLlama, write_gguf
 
@@ -33,58 +30,11 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.1, ma
 NUM_REQUESTS = 32
 EXCERPT = Path(__file__).parents[1] / "golden" / "sonnet_excerpt.txt"
 
-Answer = tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A model, its prompts, and runs of them under limits that the scheduler must keep."""
-
-    model: LoadedModel
-    prompts: list[tuple[int, ...]]
-    capacity: Capacity
-    executor: NativeExecutor
-
-    def requests(self, picked: Sequence[int], **changes: int) -> list[Request]:
-        """Requests by number: even ones greedy, odd ones sampled with a seed of their own."""
-        return [
-            make_request(f"r{i}", self.prompts[i], sampling=SAMPLED if i % 2 else GREEDY, seed=i, arrival_ns=i, **changes)
-            for i in picked
-        ]
-
-    def run(self, requests: Sequence[Request], *, caching: bool = False, **limits: int) -> list[Answer]:
-        outcomes = self.outcomes(requests, caching=caching, **limits)
-        return [answer_of(outcome) for outcome in outcomes]
-
-    def outcomes(self, requests: Sequence[Request], *, caching: bool = False, **limits: int) -> list[Outcome]:
-        known: set[str] = set()
-
-        def note(driver: Driver) -> None:
-            if driver.plans:
-                known.difference_update(driver.plans[-1].releases)
-                known.update(row.request_id for row in driver.plans[-1].admits)
-
-        core = make_core(self.capacity, enable_prefix_caching=caching, **limits)
-        outcomes = run_to_completion(core, self.executor, *map(Add, requests), after_turn=note)
-        core.check()
-        # The last releases ride on a plan that this core will never make.
-        self.executor.collect(self.executor.submit(StepPlan(2**40, 0, (), (), tuple(sorted(known)))))
-        return [outcomes[request.request_id] for request in requests]
-
-    def alone(self, picked: Sequence[int]) -> list[Answer]:
-        return [self.run(self.requests([i]))[0] for i in picked]
-
-
-def answer_of(outcome: Outcome) -> Answer:
-    logprobs = tuple(entry for event in outcome.events for entry in event.logprobs)
-    assert len(logprobs) == len(outcome.token_ids) > 0
-    return tuple(outcome.token_ids), logprobs
-
 
 def make_bench(model: LoadedModel, variant: str, prompts: list[tuple[int, ...]], capacity: Capacity) -> Bench:
     program = architectures.describe(model.spec)
     executor = NativeExecutor(model, program, **asdict(capacity), variant=variant, num_threads=2, poison=True)
-    return Bench(model, prompts, capacity, executor)
+    return Bench(executor, prompts, (GREEDY, SAMPLED))
 
 
 def default_model_bench(variant: str) -> Bench:

@@ -1,7 +1,7 @@
 """Makes tests/golden/beams_*.json: what transformers' beam search finds. Run by hand, in an environment with torch.
 
-    PYTHONPATH=src python -m tests.parity.make_beam_golden tiny
-    PYTHONPATH=src python -m tests.parity.make_beam_golden model.gguf
+    PYTHONPATH=src:tests python -m tests.parity.make_beam_golden tiny
+    PYTHONPATH=src:tests python -m tests.parity.make_beam_golden model.gguf
 
 Keys and values are rounded to bfloat16 for the tiny model, as in the cache that it is compared over. Our own search is fed
 transformers' scores here, and must find the same hypotheses: that is also how the margins are known.
@@ -22,7 +22,8 @@ from .beam_cases import NUM_CASES, TINY, BeamCase, WatchedSearch, save, settings
 from .golden import load_greedy
 from .reference_model import GgufReference
 from .simulate import bf16_cache
-from .tiny import CASES, write_case
+from .tiny import write_case
+from .tiny_cases import CASES
 
 MAX_TOKENS = 12
 
@@ -91,8 +92,8 @@ def tiny_cases() -> list[BeamCase]:
         found = []
         with bf16_cache(model):
             for number in range(NUM_CASES):
-                prompt = [(5 * i * i + 17 * i + 29 * number) % case.model.vocab_size for i in range(1 + 2 * number)]
-                free = search(model, prompt, number, [case.model.vocab_size - 1])
+                prompt = [(5 * i * i + 17 * i + 29 * number) % case.vocab_size for i in range(1 + 2 * number)]
+                free = search(model, prompt, number, [case.vocab_size - 1])
                 found.append(search(model, prompt, number, [free.hypotheses[0][number % 5 % len(free.hypotheses[0])]]))
     return found
 

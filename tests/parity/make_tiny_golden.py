@@ -1,47 +1,106 @@
-"""Makes tests/golden/tiny.npz: transformers' logits of the tiny random models. Run by hand, in an environment with torch.
+"""Makes tests/golden/tiny.npz: transformers' answers for the tiny random models. Run by hand, in an environment with torch.
 
-    PYTHONPATH=src python -m tests.parity.make_tiny_golden
+    PYTHONPATH=src:tests python -m tests.parity.make_tiny_golden [NAME ...]
 
-Hugging Face directories are read by transformers itself (`from_pretrained`), GGUF files through `GgufReference`. For each
-case `NAME/logits` holds every eighth token's logits and the last one's, computed in float32 with keys and values rounded to
-bfloat16, which is the cache's type; `NAME/weights_sha256` tells the weights that they belong to.
+With names, only those cases are made afresh; answers of cases that are gone are dropped. transformers makes the model from the
+case's config.json and is given the values that the file holds; every tensor that it has must be given, and none be left over.
+Where it reads GGUF files of the architecture itself, ours must give it the same logits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-from .golden import GOLDEN_DIR, FloatArray
-from .reference_model import GgufReference, TorchExecutor
+from .golden import GOLDEN_DIR
+from .reference_model import TorchExecutor
 from .simulate import bf16_cache
-from .tiny import CASES, TinyCase, case_token_ids, kept_positions, weights_sha256, write_case
+from .tiny import NUM_STEPS, NUM_TOP, FloatArray, TinyCase, case_token_ids, kept_positions, prompts, weights_sha256, write_case
+from .tiny_cases import CASES
+
+MAX_GGUF_ERROR = 1e-3
+"""Between transformers' logits of the values and of a GGUF file of them, as a share of their deviation."""
 
 
-def tiny_logits(case: TinyCase, directory: Path) -> FloatArray:
-    """Logits of every token, float32 [num_tokens, vocab_size]."""
-    path = write_case(case, directory)
-    if case.gguf_type:
-        model = GgufReference(path).model()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def make_model(case: TinyCase) -> PreTrainedModel:
+    """The model in float32, in eval mode."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(dict(case.config)))
+        config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    missing = {name for name, _ in model.named_parameters()}  # a tied output has no name of its own
+    for name, values in case.stored_weights().items():
+        with torch.no_grad():
+            parameter = model.get_parameter(name)
+            assert parameter.shape == values.shape, f"{name} is {tuple(parameter.shape)} there, {values.shape} here"
+            parameter.copy_(torch.from_numpy(values))
+        missing.remove(name)
+    assert not missing, f"the case lacks {sorted(missing)}"
+    return model
+
+
+def check_gguf(case: TinyCase, logits: FloatArray) -> str:
+    """Asks transformers' own reader of GGUF files for the logits; returns words on them. AssertionError if they are others."""
+    if case.gguf is None or case.gguf.architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_case(case, Path(directory))
+        model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=path.name, dtype=torch.float32).eval()
     with bf16_cache(model):
-        return TorchExecutor(model).forward_logits(case_token_ids(case))
+        theirs = TorchExecutor(model).forward_logits(case_token_ids(case))
+    error = float(np.sqrt(((theirs - logits) ** 2).mean()) / logits.std())
+    assert error < MAX_GGUF_ERROR, f"transformers reads another model from the GGUF file: {error:.4f}"
+    return f", GGUF read by transformers: {error:.1e}"
+
+
+def answers(name: str, case: TinyCase) -> dict[str, np.ndarray]:
+    """The arrays of one case, by their names in the file."""
+    model = make_model(case)
+    with bf16_cache(model):
+        executor = TorchExecutor(model)
+        logits = executor.forward_logits(case_token_ids(case))
+        ids = np.empty((len(prompts(case)), NUM_STEPS, NUM_TOP), np.int16)
+        logprobs = np.empty(ids.shape, np.float32)
+        for number, prompt in enumerate(prompts(case)):
+            text = list(prompt)
+            for step in range(NUM_STEPS):
+                scores = torch.log_softmax(torch.from_numpy(executor.forward_logits(text)[-1]).double(), -1).numpy()
+                ids[number, step] = np.argsort(-scores, kind="stable")[:NUM_TOP]
+                logprobs[number, step] = scores[ids[number, step]]
+                text.append(int(ids[number, step, 0]))
+    note = check_gguf(case, logits)
+    print(f"{name}: {len(logits)} tokens, logits of {logits.std():.2f} deviation{note}")
+    return {
+        f"{name}/weights_sha256": np.array(weights_sha256(case)),
+        f"{name}/logits": logits[kept_positions(case)],
+        f"{name}/top_ids": ids,
+        f"{name}/top_logprobs": logprobs,
+    }
 
 
 def main() -> None:
+    path = GOLDEN_DIR / "tiny.npz"
+    own = {name: case for name, case in CASES.items() if not case.golden}
     arrays: dict[str, np.ndarray] = {}
-    for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as directory:
-            logits = tiny_logits(case, Path(directory))
-        arrays[f"{name}/logits"] = logits[kept_positions(case)]
-        arrays[f"{name}/weights_sha256"] = np.array(weights_sha256(case))
-        print(f"{name}: {len(logits)} tokens, logits of {logits.std():.2f} deviation")
-    np.savez_compressed(GOLDEN_DIR / "tiny.npz", **arrays)
+    with contextlib.suppress(FileNotFoundError), np.load(path) as data:
+        arrays = {key: data[key] for key in data.files if key.split("/")[0] in own}
+    for name in sys.argv[1:] or CASES:
+        case = CASES[name]
+        if not case.golden:
+            arrays |= answers(name, case)
+        else:
+            model = make_model(case)
+            with bf16_cache(model):
+                print(f"{name}: as {case.golden}{check_gguf(case, TorchExecutor(model).forward_logits(case_token_ids(case)))}")
+    np.savez_compressed(path, **arrays)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from penstock.types.request import Request
 
 from .beam_cases import NUM_CASES, TINY, BeamCase, load
 from .executors import ParityExecutor, find_model, open_executor
-from .tiny import CASES, write_case
+from .tiny import write_case
+from .tiny_cases import CASES
 
 CLEAR_MARGIN = 1e-3
 """Sums of log-probabilities: the tiny model is computed as by transformers but for the order of sums."""

@@ -1,6 +1,7 @@
-"""Owns the tiny random models of the parity tests, whose weights are the same on every machine and NumPy. No torch.
+"""Owns what a tiny random model of the parity tests is: its config.json, its tensors, and its files. No torch.
 
-`make_tiny_golden.py` writes them for transformers, `test_tiny.py` for the package's own loaders.
+`tiny_cases.py` has the table of them. `make_tiny_golden.py` writes them for transformers and keeps what it answers;
+`test_tiny.py` loads the same files through the package's own loaders. The weights are the same on every machine and NumPy.
 """
 
 from __future__ import annotations
@@ -10,113 +11,222 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiny_models import TinyLlama, write_gguf, write_hf
+from tiny_models import TOKENIZER_METADATA, GgufValue, interleave, write_gguf_file, write_hf_files
+
+from .golden import GOLDEN_DIR
+
+FloatArray = NDArray[np.float32]
+Shapes = dict[str, tuple[int, ...]]
+
+NUM_KEPT = 6
+"""Positions of the text whose logits are stored."""
+PROMPT_LENS = (4, 13, 15, 29)
+"""Lengths of the prompts that are continued: beginnings of the text, which is continued itself, too."""
+NUM_STEPS = 6
+"""Greedy tokens after each prompt."""
+NUM_TOP = 20
+"""Log-probabilities that are stored of each step, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PortableTinyLlama(TinyLlama):
-    """Weights from the raw stream of Philox, which NumPy guarantees, rather than from its normal distribution.
+class Gguf:
+    """The parts of a case's GGUF file that config.json does not tell."""
 
-    They are exact in bfloat16, so that a file of any type holds the same values.
-    """
-
-    def weights(self) -> dict[str, NDArray[np.float32]]:
-        return {name: _uniform(f"{self.seed}/{name}", shape) for name, shape in self.shapes().items()}
-
-
-def _uniform(key: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Matrices with a variance of 1 / inputs, norms in [0.5, 1.5), biases in [-0.5, 0.5)."""
-    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little")
-    raw = np.random.Philox(key=seed).random_raw(math.prod(shape))
-    values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
-    centre = 0.0 if len(shape) > 1 or key.endswith(".bias") else 1.0
-    scaled = centre + values * (math.sqrt(12 / shape[-1]) if len(shape) > 1 else 1.0)
-    bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32).reshape(shape)
+    architecture: str
+    """`general.architecture`."""
+    matrix_type: str = "BF16"
+    metadata: Mapping[str, GgufValue]
+    """Keys after the architecture's name, as llama.cpp's converter writes them; sizes, epsilon and rope base are added."""
+    norm_offset: float = 0.0
+    """Added to the norms: the converter makes those of Gemma whole."""
+    is_interleaved: bool = False
+    """The converter puts the rows of q and k into the interleaved rope layout."""
+    vectors: Mapping[str, tuple[float, ...]] | None = None
+    """Tensors that the Hugging Face directory lacks, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyCase:
-    """A model, and how its file is written."""
+    """A model, and how its file is written.
 
-    model: PortableTinyLlama
+    Sizes are odd on purpose, and settings are not the defaults: what a reader assumes or forgets must change the logits.
+    """
+
+    architecture: str
+    """Our name: a key of `ARCHITECTURES`."""
+    config: Mapping[str, Any]
+    """config.json of the text model; also what transformers makes of a GGUF file's."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By Hugging Face name."""
+    seed: int
+    norm_centre: float = 1.0
+    """Around which the weights of norms lie; 0 for Gemma, which adds 1 to them."""
     dtype: str = "bf16"
     """Type of the weights in a Hugging Face directory."""
     num_shards: int = 1
-    gguf_type: str = ""
-    """If given, the file is a GGUF with matrices of this type instead."""
-    extra_config: Mapping[str, Any] | None = None
+    wrapper: Mapping[str, Any] | None = None
+    """config.json of a model of text and pictures, whose `text_config` is `config` and whose tensors have other names."""
+    gguf: Gguf | None = None
+    """If given, the file is a GGUF instead."""
+    golden: str = ""
+    """The case that has the same values, so that its golden answers are this one's, too; "" if it has its own."""
     num_tokens: int = 40
+    refused_by: Mapping[str, str] | None = None
+    """Backend -> words of the error by which it refuses the model, until it computes it."""
 
+    def weights(self) -> dict[str, FloatArray]:
+        """By Hugging Face name; exact in bfloat16, so that a file of any float type holds the same values."""
+        return {name: self._uniform(name, shape) for name, shape in self.shapes.items()}
 
-CASES: Mapping[str, TinyCase] = MappingProxyType(
-    {
-        "mha_tied_f32": TinyCase(model=PortableTinyLlama(num_heads=4, num_kv_heads=4, is_tied=True, seed=1), dtype="f32"),
-        "gqa_untied_bf16": TinyCase(
-            model=PortableTinyLlama(num_heads=6, num_kv_heads=2, head_dim=32, hidden_size=96, is_tied=False, seed=2),
-            num_shards=3,
-        ),
-        "mqa_llama3_scaling": TinyCase(
-            model=PortableTinyLlama(
-                num_heads=4, num_kv_heads=1, rope_scaling="llama3", rope_theta=500000.0, is_tied=False, head_dim=32, seed=3
-            ),
-            num_tokens=150,
-        ),
-        "linear_scaling_legacy_config": TinyCase(
-            model=PortableTinyLlama(num_kv_heads=4, seed=4, norm_eps=1e-6),
-            extra_config={
-                "rope_parameters": None,
-                "rope_theta": 10000.0,
-                "rope_scaling": {"type": "linear", "factor": 4.0},
-                "torch_dtype": "bfloat16",
-            },
-            num_tokens=100,
-        ),
-        "gguf_q4_1": TinyCase(model=PortableTinyLlama(hidden_size=96, num_heads=6, num_kv_heads=3, seed=5), gguf_type="Q4_1"),
-        "gguf_q4_0_untied": TinyCase(model=PortableTinyLlama(is_tied=False, seed=6), gguf_type="Q4_0"),
-        "gguf_q8_0": TinyCase(model=PortableTinyLlama(head_dim=32, seed=7), gguf_type="Q8_0"),
-        "qwen2_untied_bf16": TinyCase(
-            model=PortableTinyLlama(
-                architecture="qwen2", has_qkv_bias=True, num_kv_heads=1, rope_theta=1e6, is_tied=False, norm_eps=1e-6, seed=8
-            ),
-        ),
-        "qwen2_gguf_q8_0": TinyCase(
-            model=PortableTinyLlama(
-                architecture="qwen2", has_qkv_bias=True, hidden_size=96, num_heads=6, rope_theta=1e6, seed=9
-            ),
-            gguf_type="Q8_0",
-        ),
-    }
-)
+    def stored_weights(self) -> dict[str, FloatArray]:
+        """The values that the file holds: a GGUF's matrices are rounded to its type."""
+        weights = self.weights()
+        if self.gguf is None or self.gguf.matrix_type in ("F32", "BF16"):
+            return weights
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize, quantize
+
+        kind = GGMLQuantizationType[self.gguf.matrix_type]
+        return {
+            name: values if values.ndim == 1 else dequantize(quantize(values, kind), kind).astype(np.float32)
+            for name, values in weights.items()
+        }
+
+    def _uniform(self, name: str, shape: tuple[int, ...]) -> FloatArray:
+        """Matrices with a variance of 1 / inputs, norms within 0.5 of their centre, other vectors in [-0.5, 0.5).
+
+        The raw stream of Philox, which NumPy guarantees, rather than its normal distribution.
+        """
+        key = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=16).digest()
+        raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(math.prod(shape))
+        values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
+        is_norm = len(shape) == 1 and name.endswith(".weight")
+        scaled = values * math.sqrt(12 / shape[-1]) if len(shape) > 1 else values + is_norm * self.norm_centre
+        bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32).reshape(shape)
+
+    @property
+    def hf_class(self) -> str:
+        """`architectures` of the directory's config.json."""
+        name: str = (self.wrapper or self.config)["architectures"][0]
+        return name
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.config["vocab_size"]
+        return size
 
 
 def write_case(case: TinyCase, directory: Path) -> Path:
     """The path to load: a directory, or a GGUF file in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    if case.gguf_type:
-        return write_gguf(directory / "tiny.gguf", case.model, matrix_type=case.gguf_type)
-    return write_hf(directory, case.model, dtype=case.dtype, num_shards=case.num_shards, extra=case.extra_config)
+    if case.gguf is not None:
+        return _write_gguf(case, case.gguf, directory / "tiny.gguf")
+    config, weights = case.config, case.weights()
+    if case.wrapper is not None:
+        config = {**case.wrapper, "text_config": {**config, "architectures": None}}
+        weights = {name: values for old, values in weights.items() for name in [wrapped_name(old)]}
+        weights["vision_tower.patch.weight"] = np.ones((3, 5), np.float32)
+        weights["multi_modal_projector.linear.weight"] = np.ones((5, 3), np.float32)
+    return write_hf_files(directory, config, weights, case.vocab_size, dtype=case.dtype, num_shards=case.num_shards)
+
+
+def wrapped_name(name: str) -> str:
+    """A tensor's name in a model of text and pictures: release 4 of transformers wrote it, and nearly all files have it."""
+    return f"language_model.{name}"
+
+
+def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
+    """As llama.cpp's converter would; names of tensors are those of its `gguf` package."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    config, key = case.config, gguf.architecture
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    names = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    ggufs = get_tensor_name_map(names[key], config["num_hidden_layers"])
+    metadata: dict[str, GgufValue] = {
+        "general.name": f"Tiny random {case.architecture}",
+        f"{key}.block_count": config["num_hidden_layers"],
+        f"{key}.context_length": config["max_position_embeddings"],
+        f"{key}.embedding_length": config["hidden_size"],
+        f"{key}.feed_forward_length": config["intermediate_size"],
+        f"{key}.attention.head_count": num_heads,
+        f"{key}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{key}.attention.key_length": head_dim,
+        f"{key}.attention.value_length": head_dim,
+        f"{key}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{key}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]) if "rope_parameters" in config else 1e4,
+        f"{key}.rope.dimension_count": head_dim,
+        **TOKENIZER_METADATA,
+        **{f"{key}.{name}": value for name, value in gguf.metadata.items()},
+    }
+    tensors = {name: np.asarray(values, np.float32) for name, values in (gguf.vectors or {}).items()}
+    for name, values in case.weights().items():
+        if name.endswith("norm.weight"):
+            values = values + np.float32(gguf.norm_offset)
+        heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        if gguf.is_interleaved and heads:
+            values = interleave(values, heads)
+        found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, f"llama.cpp has no name for {name}"
+        tensors[found] = values
+    return write_gguf_file(path, key, metadata, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
 
 
 def case_token_ids(case: TinyCase) -> list[int]:
     """A fixed sequence over the vocabulary. [num_tokens]"""
-    return [(7 * i * i + 31 * i + 3) % case.model.vocab_size for i in range(case.num_tokens)]
+    return [(7 * i * i + 31 * i + 3) % case.vocab_size for i in range(case.num_tokens)]
+
+
+def prompts(case: TinyCase) -> list[list[int]]:
+    """The beginnings of the text that are continued, and all of it."""
+    text = case_token_ids(case)
+    return [text[:prompt_len] for prompt_len in (*PROMPT_LENS, case.num_tokens)]
+
+
+def kept_positions(case: TinyCase) -> list[int]:
+    """Positions whose logits are stored, evenly spread: the first and the last token's are among them."""
+    return [round(i * (case.num_tokens - 1) / (NUM_KEPT - 1)) for i in range(NUM_KEPT)]
 
 
 def weights_sha256(case: TinyCase) -> str:
-    """The checksum of all values, in the order of `shapes()`."""
+    """The checksum of all values, in the order of `shapes`."""
     digest = hashlib.sha256()
-    for values in case.model.weights().values():
+    for values in case.weights().values():
         digest.update(values.astype("<f4").tobytes())
     return digest.hexdigest()
 
 
-def kept_positions(case: TinyCase) -> list[int]:
-    """Positions whose logits are stored: every eighth token's and the last one's."""
-    return sorted({*range(0, case.num_tokens, 8), case.num_tokens - 1})
+@dataclass(frozen=True, slots=True, eq=False)
+class TinyGolden:
+    """transformers' answers for a case, computed in float32 with keys and values rounded to bfloat16."""
+
+    weights_sha256: str
+    logits: FloatArray
+    """Logits of the text at `kept_positions`. [NUM_KEPT, vocab_size]"""
+    top_ids: NDArray[np.int16]
+    """The likeliest tokens of each step after each of `prompts`; the first is the one that goes on. [prompt, step, NUM_TOP]"""
+    top_logprobs: FloatArray
+    """Their log-probabilities; the same shape."""
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the logits: what errors are measured by."""
+        return float(self.logits.std())
+
+
+def load_golden(name: str, directory: Path = GOLDEN_DIR) -> TinyGolden:
+    """The golden answers of a case by the name under which they are stored."""
+    with np.load(directory / "tiny.npz") as data:
+        return TinyGolden(
+            str(data[f"{name}/weights_sha256"]),
+            data[f"{name}/logits"],
+            data[f"{name}/top_ids"],
+            data[f"{name}/top_logprobs"],
+        )

@@ -1,0 +1,151 @@
+"""Owns the table of tiny models by which each architecture is held to transformers: at least one for every way to load it.
+
+An architecture is served if it has a case here (`test_tiny.py` compares this table with that of `models.architectures`). To add
+one: a value below, then `make_tiny_golden.py NAME` where torch is. `tests/golden/README.md` has the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from .tiny import Gguf, Shapes, TinyCase
+
+
+def settings(model_type: str, hf_class: str, **changes: Any) -> dict[str, Any]:
+    """A config.json with keys that most models share; None removes one. Three heads of 24 columns share one of keys."""
+    shared = {
+        "architectures": [hf_class],
+        "model_type": model_type,
+        "vocab_size": 263,
+        "hidden_size": 72,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "intermediate_size": 100,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 2e-3,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {key: value for key, value in {**shared, **changes}.items() if value is not None}
+
+
+def shapes(config: Mapping[str, Any], **changes: tuple[int, ...] | None) -> Shapes:
+    """Tensors of a decoder like Llama. `changes` are some of each layer, by names with `__` for a dot; None drops one."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    layer: dict[str, tuple[int, ...] | None] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads, hidden),
+        "self_attn.k_proj.weight": (kv_heads, hidden),
+        "self_attn.v_proj.weight": (kv_heads, hidden),
+        "self_attn.o_proj.weight": (hidden, heads),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        **{name.replace("__", "."): shape for name, shape in changes.items()},
+    }
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for number in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items() if shape is not None}
+    found["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    return found
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    return settings("llama", "LlamaForCausalLM", **{"attention_bias": False, "mlp_bias": False, **changes})
+
+
+def _qkv_bias(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    widths = {"q": "num_attention_heads", "k": "num_key_value_heads", "v": "num_key_value_heads"}
+    return {f"self_attn__{name}_proj__bias": (config[key] * config["head_dim"],) for name, key in widths.items()}
+
+
+_TIED_F32 = _llama(
+    vocab_size=264,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    intermediate_size=96,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    tie_word_embeddings=True,
+)
+_GQA = _llama(num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3)
+_LLAMA3 = _llama(
+    num_attention_heads=4,
+    head_dim=32,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+)
+_LINEAR = _llama(
+    num_key_value_heads=3,
+    tie_word_embeddings=True,
+    rope_parameters=None,
+    rope_theta=10000.0,
+    rope_scaling={"type": "linear", "factor": 4.0},
+    torch_dtype="bfloat16",
+)
+_BIASED_LLAMA = _llama(attention_bias=True)
+_WIDE = _llama(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, tie_word_embeddings=True)
+_MISTRAL = settings("mistral", "MistralForCausalLM")
+_QWEN2 = settings("qwen2", "Qwen2ForCausalLM", head_dim=24)
+_WIDE_QWEN2 = settings(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=160,
+    tie_word_embeddings=True,
+)
+
+_LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
+_WIDE_CASE = TinyCase(
+    architecture="llama",
+    config=_WIDE,
+    shapes=shapes(_WIDE),
+    seed=5,
+    gguf=Gguf(architecture="llama", matrix_type="Q4_1", metadata={}, is_interleaved=True),
+)
+CASES: Mapping[str, TinyCase] = MappingProxyType(
+    {
+        "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
+        "gqa_untied_bf16": replace(_LLAMA_CASE, num_shards=3),
+        "gqa_untied_gguf": replace(
+            _LLAMA_CASE, gguf=Gguf(architecture="llama", metadata={}, is_interleaved=True), golden="gqa_untied_bf16"
+        ),
+        "mqa_llama3_scaling": TinyCase(architecture="llama", config=_LLAMA3, shapes=shapes(_LLAMA3), seed=3, num_tokens=150),
+        "linear_scaling_legacy_config": TinyCase(
+            architecture="llama", config=_LINEAR, shapes=shapes(_LINEAR), seed=4, num_tokens=100
+        ),
+        "gguf_q4_1": _WIDE_CASE,
+        "gguf_q4_0": replace(_WIDE_CASE, seed=6, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q4_0")),
+        "gguf_q8_0": replace(_WIDE_CASE, seed=7, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q8_0")),
+        "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
+        "qwen2": TinyCase(architecture="qwen2", config=_QWEN2, shapes=shapes(_QWEN2, **_qkv_bias(_QWEN2)), seed=8),
+        "qwen2_gguf_q8_0": TinyCase(
+            architecture="qwen2",
+            config=_WIDE_QWEN2,
+            shapes=shapes(_WIDE_QWEN2, **_qkv_bias(_WIDE_QWEN2)),
+            seed=9,
+            gguf=Gguf(architecture="qwen2", matrix_type="Q8_0", metadata={}),
+        ),
+    }
+)
