@@ -274,7 +274,7 @@ REFUSED = {
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
     "bias": ({"mlp_bias": True}, "mlp_bias is True.*another model"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "other than fp8"),
+    "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "the quantisation aqlm is not"),
     "yarn": (
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
         r"rope_parameters\.rope_type is 'yarn'.*another model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import architectures, checks
-from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes
+from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
-from penstock.models.safetensors_file import FLOAT8, StoredTensor, block_scales, open_safetensors, read_block, split_scales
+from penstock.models.hf_quantised import conversion_notes, put_together, read_quantisation
+from penstock.models.packed_integers import PackedIntegers
+from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
+_log = logging.getLogger(__name__)
 _TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
 _BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _DERIVED = "rotary_emb.inv_freq"
@@ -36,10 +40,10 @@ def load_hf_directory(
     architecture_name = _architecture_name(config)
     architecture = architectures.find(architecture_name)
     canonical = partial(architectures.canonical_name, top=_TOP, block=_BLOCK, layer=architecture.hf_layer)
-    block = read_block(config)
-    opened, opened_scales = split_scales(_open_weights(path))
-    stored = {canonical(name): tensor for name, tensor in opened.items() if not name.endswith(_DERIVED)}
-    scales = {canonical(name): block_scales(name, opened[name].shape, scale, block) for name, scale in opened_scales.items()}
+    quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
+    opened = put_together(quantisation, _open_weights(path))
+    stored = {canonical(name): tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
+    scales = {canonical(name): scale for name, scale in opened.scales.items()}
     spec = read_spec(config, architecture_name, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
     spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")
@@ -51,8 +55,8 @@ def load_hf_directory(
         for key, tensor in stored.items()
         if key != "embed" or spec.tie_word_embeddings
     )
-    if not spec.tie_word_embeddings and floats is Floats.BF16:  # rows are read in the file, unless they are widened
-        held += held_table_bytes(_format(stored["embed"]), *_matrix_shape(stored["embed"]))
+    if not spec.tie_word_embeddings:
+        held += _looked_up_bytes(stored["embed"], floats)
     checks.check_memory(held, max_weight_bytes, path)
     tokenizer = path / "tokenizer.json"
     if not tokenizer.is_file():
@@ -63,6 +67,9 @@ def load_hf_directory(
     generation = read_json(path / "generation_config.json", is_optional=True)
     eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
     special_tokens, chat_template = read_special_tokens(path), _chat_template(path)
+    notes = conversion_notes(stored.values())
+    for note in notes:
+        _log.info("%s: %s", path.name, note)
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
@@ -74,6 +81,7 @@ def load_hf_directory(
         path=path,
         special_tokens=special_tokens,
         generation=Generation(generation.path, generation.values) if generation.values else None,
+        notes=notes,
     )
 
 
@@ -143,24 +151,35 @@ def _single_file(path: Path) -> Path:
     return single
 
 
-def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
+def _matrix_shape(tensor: StoredTensor | PackedIntegers) -> tuple[int, int]:
     """(num_rows, num_cols); a vector is one row, a scalar or a cube fits nothing."""
     return (1, *tensor.shape)[-2:] if len(tensor.shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
 
 
-def _format(tensor: StoredTensor) -> WeightFormat:
+def _format(tensor: StoredTensor | PackedIntegers) -> WeightFormat:
     """The format of a matrix, as far as its bytes in memory depend on it."""
+    if isinstance(tensor, PackedIntegers):
+        return tensor.format
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
 
 
-def _held_bytes(tensor: StoredTensor, scales: BlockScales | None, floats: Floats) -> int:
+def _held_bytes(tensor: StoredTensor | PackedIntegers, scales: BlockScales | None, floats: Floats) -> int:
     fmt = WeightFormat.F32 if len(tensor.shape) == 1 else _format(tensor)
     has_blocks = scales is not None and scales.values.shape[1] > 1
     return held_bytes(fmt, *_matrix_shape(tensor), floats, has_blocks=has_blocks)
 
 
-def _weight(name: str, tensor: StoredTensor, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
+def _looked_up_bytes(table: StoredTensor | PackedIntegers, floats: Floats) -> int:
+    """Bytes of a matrix of which only rows are read: in the file, unless they are made of what the file has, or widened."""
+    if isinstance(table, PackedIntegers):
+        return stored_bytes(table.format, *table.shape)
+    return held_table_bytes(_format(table), *_matrix_shape(table)) if floats is Floats.BF16 else 0
+
+
+def _weight(name: str, tensor: StoredTensor | PackedIntegers, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
     num_rows, num_cols = _matrix_shape(tensor)
+    if isinstance(tensor, PackedIntegers):
+        return WeightTensor(name, num_rows, num_cols, tensor.format, tensor)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
     if len(tensor.shape) == 1:

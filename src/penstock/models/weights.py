@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,17 @@ class BlockScales:
         return self.values[np.arange(begin, end) // self.block_rows]
 
 
+class Rows(Protocol):
+    """Rows that are made of what a file has whenever they are read."""
+
+    @property
+    def packed(self) -> NDArray[np.generic]:
+        """The file's array, in whatever order."""
+
+    def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
+        """Some rows, as `WeightTensor.stored` has them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTensor:
     """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel.
@@ -83,7 +94,7 @@ class WeightTensor:
     num_rows: int
     num_cols: int
     format: WeightFormat
-    stored: NDArray[np.generic]
+    stored: NDArray[np.generic] | Rows
     """Rows in this format, or what `convert` makes them of. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
     F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
@@ -128,7 +139,7 @@ class WeightTensor:
         The file is read again when they are. With an `order`, some of those that were read may lie outside, and stay.
         """
         if (owner := self._file()) is not None:
-            rows = self.stored[begin:end]
+            rows = self.stored[begin:end] if isinstance(self.stored, np.ndarray) else self.stored.packed
             first = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
             page = first // mmap.PAGESIZE * mmap.PAGESIZE
             owner.madvise(mmap.MADV_DONTNEED, page, first + rows.nbytes - page)
@@ -136,10 +147,11 @@ class WeightTensor:
     @property
     def is_mapped(self) -> bool:
         """Whether the data are of a mapped file: then they take no memory but the system's, which it can have back."""
-        return self.convert is None and self.order is None and self._file() is not None
+        is_as_stored = self.convert is None and self.order is None and isinstance(self.stored, np.ndarray)
+        return is_as_stored and self._file() is not None
 
     def _file(self) -> mmap.mmap | None:
-        owner: object = self.stored
+        owner: object = self.stored if isinstance(self.stored, np.ndarray) else self.stored.packed
         while isinstance(owner, np.ndarray):
             owner = owner.base
         if isinstance(owner, memoryview):

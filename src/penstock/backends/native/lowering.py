@@ -471,7 +471,7 @@ class _Weights:
         tensor = self.tensor(name)
         with _told_of(tensor):
             data = _bytes(tensor, 0, tensor.num_rows)
-            if tensor.convert is not None:
+            if not tensor.is_mapped:
                 tensor.forget()
             return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
 

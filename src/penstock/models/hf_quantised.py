@@ -1,0 +1,420 @@
+"""The quantised matrices of a Hugging Face directory: which settings are served, and which tensors make up a matrix.
+
+`models.hf` calls it before it gives tensors their names. Two kinds are served:
+
+- fp8 (e4m3): a matrix and a tensor of scales, named as the matrix and `_scale` (compressed-tensors, ModelOpt, AutoFP8) or
+  `_scale_inv` (DeepSeek, which means the same): one for all, one for each row, or one for each block of rows and columns.
+- integers of 4 or 8 bits (`models.packed_integers`), as GPTQ, AWQ and compressed-tensors pack them.
+
+Scales of activations and of keys and values are left aside: a backend rounds activations in its own way.
+Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/NVIDIA/Model-Optimizer,
+https://huggingface.co/docs/transformers/quantization/finegrained_fp8, https://github.com/ModelCloud/GPTQModel and
+https://github.com/casper-hansen/AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.checks import unsupported
+from penstock.models.formats import WeightFormat, dequantize
+from penstock.models.hf_config import JsonFile
+from penstock.models.packed_integers import AWQ_ORDER, Integers, PackedIntegers, packed_integers
+from penstock.models.safetensors_file import FLOAT8, StoredTensor
+from penstock.models.weights import BlockScales
+from penstock.types.errors import ModelError, counted
+
+Block = tuple[int, int]
+"""Rows and columns."""
+Tensors = Mapping[str, StoredTensor]
+"""By their names in the files."""
+
+
+class _Method(Enum):
+    """The kinds of checkpoints, by how they name and pack what they quantise."""
+
+    FLOATS = auto()
+    """None is packed; a matrix may be in fp8."""
+    GPTQ = auto()
+    AWQ = auto()
+    COMPRESSED = auto()
+    """Integers of compressed-tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The settings of a checkpoint, as far as its matrices depend on them."""
+
+    method: _Method
+    bits: int = 0
+    """Bits of a packed integer, 4 or 8; 0 where none is packed."""
+    group_sizes: frozenset[int] = frozenset()
+    """Columns that share a scale; there may be one scale for all columns of a row, too."""
+    zero_shift: int = 0
+    """Added to the stored zero points of GPTQ."""
+    block: Block | None = None
+    """Rows and columns that share a scale of fp8 where a matrix has several of both."""
+
+
+_OF_FP8 = ("_scale", "_scale_inv")
+"""After the name of a matrix in fp8."""
+_OF_OTHERS = (
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".output_zero_point",
+    ".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
+"""Ends of the names of scales that are not of weights."""
+_FP8_FORMATS = (None, "float-quantized", "naive-quantized")
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+"""Formats of compressed-tensors that are served."""
+_COLS_AT_LEAST = 32
+"""Least columns of a block of fp8: backends hold a scale for as many columns, or for a multiple."""
+_BITS = (4, 8)
+
+
+def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
+    """The settings in config.json, else those in `separate`, the quantize_config.json of AutoGPTQ (empty if absent).
+
+    Raises ModelError, by name, for a checkpoint that is quantised otherwise than as above.
+    """
+    settings = config.get("quantization_config", dict)
+    if settings is None:
+        settings = {"quant_method": "gptq", **separate.values} if separate.values else {}
+    read = JsonFile(config.path, settings)
+    method = read.get("quant_method", str)
+    if not settings:
+        return Quantisation(_Method.FLOATS)
+    if method is None:
+        raise _unsupported(read, "a quantization_config with no quant_method")
+    if method == "compressed-tensors":
+        return _compressed_tensors(read)
+    if method == "gptq":
+        return _gptq(read)
+    if method == "awq":
+        return _awq(read)
+    if method == "fp8":
+        return Quantisation(_Method.FLOATS, block=_as_block(read, settings.get("weight_block_size")))
+    if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
+        return Quantisation(_Method.FLOATS)
+    raise _unsupported(read, f"the quantisation {method} {settings.get('quant_algo') or ''}".rstrip())
+
+
+def _gptq(settings: JsonFile) -> Quantisation:
+    name = settings.get("checkpoint_format", str) or settings.get("format", str) or "gptq"
+    if name.lower() not in ("gptq", "gptq_v2") or settings.get("is_marlin_format", bool):
+        raise _unsupported(settings, f"GPTQ's format {name if not settings.values.get('is_marlin_format') else 'marlin'}")
+    bits = settings.require("bits", int)
+    if bits not in _BITS:
+        raise _unsupported(settings, f"GPTQ with {bits} bits")
+    overrides = [value for value in (settings.get("dynamic", dict) or {}).values() if isinstance(value, dict)]
+    if any(value.get("bits", bits) != bits for value in overrides):
+        raise _unsupported(settings, "GPTQ with several numbers of bits (dynamic)")
+    sizes = _group_sizes([settings, *(JsonFile(settings.path, value) for value in overrides)])
+    return Quantisation(_Method.GPTQ, bits, sizes, zero_shift=0 if name.lower() == "gptq_v2" else 1)
+
+
+def _awq(settings: JsonFile) -> Quantisation:
+    name = settings.get("version", str) or settings.get("format", str) or "gemm"
+    if name.lower() != "gemm" or settings.get("bits", int) not in (None, 4):
+        raise _unsupported(settings, f"AWQ's format {name} with {settings.values.get('bits')} bits")
+    return Quantisation(_Method.AWQ, 4, _group_sizes([settings]))
+
+
+def _compressed_tensors(settings: JsonFile) -> Quantisation:
+    groups = settings.get("config_groups", dict) or {}
+    found = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+    schemes = [JsonFile(settings.path, scheme) for scheme in found if isinstance(scheme, dict)]
+    kinds = {(scheme.get("type", str) or "int", scheme.get("num_bits", int)) for scheme in schemes}
+    name = settings.get("format", str)
+    sparsity = settings.get("sparsity_config", dict) or {}
+    if not schemes or len(schemes) < len(found) or len(kinds) > 1:
+        raise _unsupported(settings, "compressed-tensors with no scheme of weights, or with several,")
+    # A transform rotates what a matrix multiplies: without it every answer would be wrong.
+    if settings.values.get("transform_config") or sparsity.get("format", "dense") != "dense":
+        raise _unsupported(settings, "compressed-tensors with a transform or sparsity")
+    kind, bits = kinds.pop()
+    if (kind, bits) == ("float", 8) and name in _FP8_FORMATS:
+        blocks = {_as_block(settings, scheme.values.get("block_structure")) for scheme in schemes}
+        if len(blocks) > 1:
+            raise unsupported(settings.path, "quantization_config has blocks of several sizes", "one size is")
+        return Quantisation(_Method.FLOATS, block=blocks.pop())
+    is_served = name in _INTEGER_FORMATS and all(scheme.values.get("dynamic") in (None, False) for scheme in schemes)
+    if kind != "int" or bits not in _BITS or not is_served:
+        raise _unsupported(settings, f"compressed-tensors' format {name} with {bits} bits of type {kind}")
+    return Quantisation(_Method.COMPRESSED, bits, _group_sizes(schemes))
+
+
+def _group_sizes(settings: Iterable[JsonFile]) -> frozenset[int]:
+    return frozenset(size for item in settings if (size := item.get("group_size", int)) is not None)
+
+
+def _as_block(settings: JsonFile, value: object) -> Block | None:
+    if value is None:
+        return None
+    sizes = value.split("x") if isinstance(value, str) else value
+    try:
+        rows, cols = map(int, sizes if isinstance(sizes, list) else ())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise settings.error(f"the block {value!r} of quantization_config is no two numbers") from error
+    if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:
+        raise unsupported(settings.path, f"quantization_config has blocks of {rows} x {cols}", "columns in multiples of 32 are")
+    return rows, cols
+
+
+def _unsupported(settings: JsonFile, what: str) -> ModelError:
+    return ModelError(
+        f"{settings.path}: {what} is not supported.",
+        remedy="Use a GGUF file, the bf16 original, or one in fp8 (e4m3), GPTQ, AWQ or compressed-tensors (4 or 8 bits).",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The tensors of all files, with quantised matrices put together."""
+
+    tensors: Mapping[str, StoredTensor | PackedIntegers]
+    """By their names in the files; of packed integers, the name that the matrix would have if it were not packed."""
+    scales: Mapping[str, BlockScales]
+    """Scales of those in fp8."""
+
+
+def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
+    """Raises ModelError for a matrix of which a part is missing, or whose parts do not fit each other.
+
+    Reads scales and zero points, but no weights.
+    """
+    packed, used = _packed(quantisation, tensors)
+    rest = {name: tensor for name, tensor in tensors.items() if name not in used}
+    rest, scales = _split_scales(rest, quantisation.block)
+    if packed:
+        rest = _without_idle_biases(rest, packed)
+        rest = {name: tensor for name, tensor in rest.items() if not name.endswith(_OF_OTHERS)}
+    doubled = packed.keys() & rest.keys()
+    if doubled:
+        name = min(doubled)
+        raise ModelError(f"{packed[name].path}: {name} is there twice, packed and not.", remedy="Fetch the model again.")
+    return Matrices({**rest, **packed}, scales)
+
+
+def conversion_notes(tensors: Iterable[StoredTensor | PackedIntegers]) -> tuple[str, ...]:
+    """Says in words which matrices of integers become floats."""
+    number = sum(isinstance(tensor, PackedIntegers) and tensor.format is WeightFormat.F32 for tensor in tensors)
+    matrices = counted(number, "matrix of packed integers is", "matrices of packed integers are")
+    return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
+
+
+# Integers
+
+
+def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, PackedIntegers], set[str]]:
+    """The matrices of packed integers by name, and the names of all tensors that they are made of."""
+    make = _MAKERS.get(quantisation.method)
+    found: dict[str, PackedIntegers] = {}
+    used: set[str] = set()
+    for name, tensor in tensors.items() if make is not None else ():
+        for end in _ENDS[quantisation.method]:
+            if name.endswith(end) and (end != ".weight" or tensor.dtype == "I8"):
+                parts = _Parts(name, end, tensors, set())
+                assert make is not None
+                found[f"{parts.stem}.weight"] = made = make(quantisation, parts)
+                if made.num_groups > 1 and made.shape[1] // made.num_groups not in quantisation.group_sizes:
+                    raise parts.error(f"{name} has {made.num_groups} groups of {made.shape[1]} columns, unlike the settings")
+                used |= parts.used | {name}
+    return found, used
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The tensors of one matrix, of which `name` is that of its integers."""
+
+    name: str
+    end: str
+    tensors: Tensors
+    used: set[str]
+
+    @property
+    def stem(self) -> str:
+        return self.name.removesuffix(self.end)
+
+    def find(self, end: str) -> StoredTensor | None:
+        self.used.add(f"{self.stem}{end}")
+        return self.tensors.get(f"{self.stem}{end}")
+
+    def require(self, end: str) -> StoredTensor:
+        tensor = self.find(end)
+        if tensor is None:
+            path = self.tensors[self.name].path
+            raise ModelError(f"{path}: {self.name} has no {self.stem}{end}.", remedy="Fetch the model again.")
+        return tensor
+
+    def matrix(self, end: str, *dtypes: str) -> NDArray[np.generic]:
+        """A tensor of integers that has two dimensions."""
+        tensor = self.require(end)
+        values = tensor.integers(*dtypes)
+        if values.ndim != 2:
+            raise self.error(f"{self.stem}{end} has the shape {tensor.shape}, which is no matrix's")
+        return values
+
+    def error(self, cause: str) -> ModelError:
+        return ModelError(f"{self.tensors[self.name].path}: {cause}.", remedy="Fetch the model again.")
+
+
+def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
+    """qweight [columns / 8, rows], qzeros [groups, rows / 8], scales [groups, rows], g_idx [columns]: the group of each."""
+    words, bits = parts.matrix(".qweight", "I32"), quantisation.bits
+    integers = Integers(words.T, bits)
+    scales, scale_format = _scales(parts, ".scales")
+    order = parts.find(".g_idx")
+    if order is not None:
+        _check_order(parts, order, integers.shape[1], len(scales))
+    return packed_integers(
+        parts.name,
+        parts.tensors[parts.name].path,
+        integers.shape[1],
+        integers,
+        (scales.T, scale_format),
+        Integers(parts.matrix(".qzeros", "I32").T, bits, is_of_columns=True),
+        zero_shift=quantisation.zero_shift,
+    )
+
+
+def _check_order(parts: _Parts, order: StoredTensor, num_cols: int, num_groups: int) -> None:
+    """Raises ModelError unless consecutive columns share a group."""
+    groups = order.integers("I32", "I64").astype(np.int64)
+    if groups.shape != (num_cols,):
+        raise parts.error(f"{parts.stem}.g_idx has the shape {groups.shape}, and the matrix {num_cols} columns")
+    if ((groups < 0) | (groups >= num_groups)).any():
+        raise parts.error(f"{parts.stem}.g_idx names a group that is none of {num_groups}")
+    if num_groups and num_cols % num_groups == 0 and np.array_equal(groups, np.arange(num_cols) // (num_cols // num_groups)):
+        return
+    raise ModelError(
+        f"{order.path}: {parts.stem}.g_idx gives its columns to groups out of order (desc_act), which is not supported.",
+        remedy="Use a checkpoint without desc_act (act-order), or the bf16 original.",
+    )
+
+
+def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
+    """qweight [columns, rows / 8], qzeros [groups, rows / 8], scales [groups, rows]; eight rows of a word in AWQ's order."""
+    words, zeros = (
+        Integers(parts.matrix(end, "I32").T, quantisation.bits, is_of_columns=True, nibbles=AWQ_ORDER)
+        for end in (".qweight", ".qzeros")
+    )
+    scales, scale_format = _scales(parts, ".scales")
+    path = parts.tensors[parts.name].path
+    return packed_integers(parts.name, path, words.shape[1], words, (scales.T, scale_format), zeros)
+
+
+def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
+    """weight [rows, columns], or weight_packed [rows, columns / 8] and weight_shape [2]; weight_scale [rows, groups];
+    weight_zero_point [rows / 8, groups], or [rows, groups] if not packed."""
+    path = parts.tensors[parts.name].path
+    if parts.end == ".weight":
+        integers = Integers(parts.matrix(parts.end, "I8"), 8)
+        num_rows, num_cols = integers.shape
+    else:
+        integers = Integers(parts.matrix(parts.end, "I32"), quantisation.bits)
+        shape = parts.require(".weight_shape").integers("I32", "I64").reshape(-1).tolist()
+        if len(shape) != 2 or shape[0] != len(integers.words):
+            raise parts.error(f"{parts.stem}.weight_shape is {shape}, and there are {len(integers.words)} rows")
+        num_rows, num_cols = shape
+    if parts.find(".weight_g_idx") is not None:
+        raise ModelError(
+            f"{path}: {parts.stem}.weight_g_idx gives its columns to groups out of order (actorder), which is not supported.",
+            remedy="Use a checkpoint without actorder 'group', or the bf16 original.",
+        )
+    scales, scale_format = _scales(parts, ".weight_scale")
+    if scales.size == 1:
+        scales = np.broadcast_to(scales.reshape(1, 1), (num_rows, 1))
+    zeros = None
+    if (stored := parts.find(".weight_zero_point")) is not None:
+        points = stored.integers("I8", "I32")
+        if points.dtype == np.int8 and points.size == 1:
+            points = np.broadcast_to(points.reshape(1, 1), scales.shape)
+        if points.ndim != 2:
+            raise parts.error(f"{parts.stem}.weight_zero_point has the shape {points.shape}, which is no matrix's")
+        zeros = Integers(points, integers.bits, is_of_columns=True)
+    return packed_integers(parts.name, path, num_cols, integers, (scales, scale_format), zeros)
+
+
+def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
+    """A matrix of scales; of one dimension it is a column, of none a matrix of one."""
+    tensor = parts.require(end)
+    values = tensor.array()
+    if values.ndim > 2 or tensor.dtype == FLOAT8:
+        raise parts.error(f"{parts.stem}{end} has the shape {values.shape} and the type {tensor.dtype}")
+    return values if values.ndim == 2 else values.reshape(-1, 1), WeightFormat[tensor.dtype]
+
+
+_MAKERS: Mapping[_Method, Callable[[Quantisation, _Parts], PackedIntegers]] = {
+    _Method.GPTQ: _gptq_matrix,
+    _Method.AWQ: _awq_matrix,
+    _Method.COMPRESSED: _compressed_matrix,
+}
+_ENDS: Mapping[_Method, tuple[str, ...]] = {
+    _Method.GPTQ: (".qweight",),
+    _Method.AWQ: (".qweight",),
+    _Method.COMPRESSED: (".weight_packed", ".weight"),
+}
+"""Ends of the names of integers."""
+
+
+def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Mapping[str, PackedIntegers]) -> dict[str, StoredTensor]:
+    """Without the biases of packed matrices that are zero in every layer: AutoGPTQ writes them for models that have none."""
+    biases = {name: f"{name.removesuffix('.weight')}.bias" for name in packed}
+    by_kind: dict[str, list[str]] = {}
+    for bias in biases.values():
+        if bias in tensors:
+            by_kind.setdefault(".".join(bias.split(".")[-2:]), []).append(bias)
+    idle = {name for names in by_kind.values() if all(_is_zero(tensors[name]) for name in names) for name in names}
+    return {name: tensor for name, tensor in tensors.items() if name not in idle}
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    return tensor.dtype != FLOAT8 and not tensor.array().any()
+
+
+# fp8
+
+
+def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
+    """Tensors without scales, and the scales of weights in fp8 by their weight's name. Raises ModelError if a matrix has none.
+
+    Without a tensor in fp8 all are left as they are.
+    """
+    wanted = {name for name, tensor in tensors.items() if tensor.dtype == FLOAT8}
+    if not wanted:
+        return dict(tensors), {}
+    scales = {name: tensors[name + end] for name in wanted for end in _OF_FP8 if name + end in tensors}
+    for name in tensors:  # in the file's order
+        if name in wanted and name not in scales:
+            raise ModelError(
+                f"{tensors[name].path}: {name} is in fp8, and there is no {name}_scale.", remedy="Fetch the model again."
+            )
+    used = {name + end for name in wanted for end in _OF_FP8}
+    left = {name: tensor for name, tensor in tensors.items() if name not in used and not name.endswith(_OF_OTHERS)}
+    return left, {name: _block_scales(name, tensors[name].shape, scale, block) for name, scale in scales.items()}
+
+
+def _block_scales(name: str, shape: tuple[int, ...], scale: StoredTensor, block: Block | None) -> BlockScales:
+    """The scales of a matrix. Raises ModelError for a scale that is not finite, or whose shape fits neither rows nor blocks."""
+    if len(shape) != 2:
+        raise ModelError(f"{scale.path}: {name} is in fp8, and no matrix.", remedy="Use the bf16 original.")
+    values = scale.array()
+    wide = dequantize(values, WeightFormat[scale.dtype], 1)
+    if scale.dtype == FLOAT8 or not np.isfinite(wide).all():
+        raise ModelError(f"{scale.path}: a scale of {name} is no finite number.", remedy="Fetch the model again.")
+    num_rows, num_cols = shape
+    if wide.size == 1:
+        return BlockScales(wide.reshape(1, 1), max(1, num_rows), max(1, num_cols))
+    if wide.shape in ((num_rows,), (num_rows, 1)):
+        return BlockScales(wide.reshape(-1, 1), 1, num_cols)
+    if block is not None and wide.shape == (-(-num_rows // block[0]), -(-num_cols // block[1])):
+        return BlockScales(wide, *block)
+    raise ModelError(
+        f"{scale.path}: the scales of {name} have the shape {wide.shape}, and the matrix {shape}.",
+        remedy="This variant is not supported: use the bf16 original.",
+    )

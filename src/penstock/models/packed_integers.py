@@ -1,0 +1,221 @@
+"""Matrices of packed integers, as GPTQ, AWQ and compressed-tensors store them. Rows become blocks of GGML when they are read.
+
+A weight is scale * (q - zero), with an unsigned q of 4 or 8 bits; consecutive columns share scale and zero point. Where all
+zero points are the middle of the range, 4 bits become Q4_0 and 8 bits Q8_0, without rounding but for that of the scale to half
+precision. With other zero points 4 bits become Q4_1, whose offset -scale * zero is rounded likewise. A matrix whose scales half
+precision does not hold is one of floats. `models.hf_quantised` knows names and settings; this file knows none.
+Sources: GPTQ, arXiv 2210.17323, and https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978, and
+https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.formats import BLOCKS, WeightFormat, dequantize
+from penstock.models.weights import convert_rows
+from penstock.types.errors import ModelError
+
+U8 = NDArray[np.uint8]
+F32 = NDArray[np.float32]
+Index = NDArray[np.intp]
+
+_GROUP = 32
+"""Columns that share a scale in the blocks of Q4_0, Q4_1 and Q8_0."""
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which nibble of a word has each of eight consecutive rows."""
+_HALF = 2.0**-11
+"""Most that half precision moves a normal number, as a share of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Integers:
+    """Unsigned integers [num_rows, num_cols] in words of 32 bits, the first in the lowest bits."""
+
+    words: NDArray[np.generic]
+    """int32. Integers of a word are of one row: [num_rows, words], or of one column: [words, num_cols]; or int8, not packed."""
+    bits: int
+    """4 or 8."""
+    is_of_columns: bool = False
+    """Whether the integers of a word are consecutive rows of one column, not consecutive columns of one row."""
+    nibbles: tuple[int, ...] | None = None
+    """The nibble of each row of a word, if not in order."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(num_rows, num_cols), which may count a last word's unused integers."""
+        rows, cols = self.words.shape
+        if self.words.dtype == np.int8:
+            return rows, cols
+        each = 32 // self.bits
+        return (rows * each, cols) if self.is_of_columns else (rows, cols * each)
+
+    def take(self, rows: Index) -> U8:
+        """Some rows, at least one. [n, num_cols]"""
+        if self.words.dtype == np.int8:
+            return (self.words[rows].astype(np.int16) + (1 << self.bits - 1)).astype(np.uint8)
+        if not self.is_of_columns:
+            return self._unpacked(self.words[rows])
+        each = 32 // self.bits
+        first, last = int(rows.min()) // each, int(rows.max()) // each
+        found = self._unpacked(self.words[first : last + 1].T)
+        if self.nibbles is not None:
+            found = found.reshape(len(found), -1, each)[:, :, self.nibbles].reshape(len(found), -1)
+        return found.T[rows - first * each]
+
+    def _unpacked(self, words: NDArray[np.generic]) -> U8:
+        """Words [n, m] -> integers [n, m * 32 / bits]."""
+        data = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
+        if self.bits == 8:
+            return data
+        found = np.empty((len(data), 2 * data.shape[1]), np.uint8)
+        np.bitwise_and(data, 15, out=found[:, 0::2])
+        np.right_shift(data, 4, out=found[:, 1::2])
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedIntegers:
+    """The rows of one matrix in a run-time format, made whenever they are read."""
+
+    path: Path
+    """Its file, for error messages."""
+    shape: tuple[int, int]
+    """(num_rows, num_cols)"""
+    format: WeightFormat
+    """Q4_0, Q4_1, Q8_0, or F32 where half precision holds no scales."""
+    packed: NDArray[np.generic]
+    """The file's array, in whatever order."""
+    _integers: Integers
+    _scales: NDArray[np.generic]
+    """[num_rows, num_groups] as in the file."""
+    _scale_format: WeightFormat
+    _zeros: Integers | None
+    """[num_rows, num_groups]; None: all are the middle of the range."""
+    _zero_shift: int
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of columns that share a scale."""
+        return int(self._scales.shape[1])
+
+    def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
+        """Some rows in this format: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
+        index = np.arange(self.shape[0])[rows]
+        is_float = self.format is WeightFormat.F32
+        cols, num_bytes = (1, 1) if is_float else BLOCKS[self.format]
+        out = np.empty((len(index), self.shape[1] // cols * num_bytes), np.float32 if is_float else np.uint8)
+        make = self._floats if is_float else self._blocks
+        return convert_rows(lambda part: make(index[part]), out, self.shape[1]) if len(index) else out
+
+    def _floats(self, index: Index) -> NDArray[np.generic]:
+        scales, zeros = self._scales_of(index), self._zeros_of(index)
+        integers = self._integers.take(index)[:, : self.shape[1]].reshape(*scales.shape, -1)
+        values: F32 = (integers.astype(np.float32) - zeros[..., None]) * scales[..., None]
+        return values.reshape(len(index), -1)
+
+    def _blocks(self, index: Index) -> NDArray[np.generic]:
+        num_bytes = BLOCKS[self.format][1]
+        scales = self._scales_of(index)
+        groups = self._integers.take(index)[:, : self.shape[1]].reshape(len(index), -1, _GROUP)
+        blocks = np.empty((*groups.shape[:2], num_bytes), np.uint8)
+        repeats = groups.shape[1] // scales.shape[1]
+        blocks[..., :2] = _half_bytes(scales, repeats)
+        if self.format is WeightFormat.Q8_0:
+            np.bitwise_xor(groups, 0x80, out=blocks[..., 2:])
+        else:
+            np.bitwise_or(groups[..., :16], groups[..., 16:] << 4, out=blocks[..., -16:])
+        if self.format is WeightFormat.Q4_1:
+            blocks[..., 2:4] = _half_bytes(-scales * self._zeros_of(index), repeats)
+        return blocks.reshape(len(index), -1)
+
+    def _scales_of(self, index: Index) -> F32:
+        return _widened(self._scales[index], self._scale_format)
+
+    def _zeros_of(self, index: Index) -> F32:
+        return _zero_points(self._zeros, self._zero_shift, self._integers.bits, index)
+
+
+def packed_integers(
+    name: str,
+    path: Path,
+    num_cols: int,
+    integers: Integers,
+    scales: tuple[NDArray[np.generic], WeightFormat],
+    zeros: Integers | None,
+    *,
+    zero_shift: int = 0,
+) -> PackedIntegers:
+    """The matrix `name` of `num_cols` columns. Reads scales and zero points, and no integers.
+
+    `scales` are [num_rows, num_groups] in F32, F16 or BF16; `zero_shift` is added to stored zero points. Raises ModelError for
+    shapes that do not fit, for a scale that is no finite number, and for what no run-time format holds.
+    """
+    values, scale_format = scales
+    num_rows, num_groups = values.shape
+    rows, cols = integers.shape
+    if rows != num_rows or not 0 <= cols - num_cols < 32 // integers.bits or not num_rows or not num_groups:
+        raise ModelError(
+            f"{path}: {name} has {rows} x {cols} integers and {num_rows} x {num_groups} scales for {num_cols} columns.",
+            remedy="Fetch the model again.",
+        )
+    if num_cols % (num_groups * _GROUP):
+        raise ModelError(
+            f"{path}: {name} has {num_cols} columns in {num_groups} groups, and only groups of multiples of 32 are supported.",
+            remedy="Use a checkpoint with groups of 32 or 128 columns, or the bf16 original.",
+        )
+    if zeros is not None and not (num_rows <= zeros.shape[0] < num_rows + 8 and zeros.shape[1] == num_groups):
+        raise ModelError(
+            f"{path}: {name} has {zeros.shape[0]} x {zeros.shape[1]} zero points for {num_rows} x {num_groups} groups.",
+            remedy="Fetch the model again.",
+        )
+    wide = _widened(values, scale_format)
+    if not np.isfinite(wide).all():
+        raise ModelError(f"{path}: a scale of {name} is no finite number.", remedy="Fetch the model again.")
+    points = _zero_points(zeros, zero_shift, integers.bits, np.arange(num_rows))
+    if zero_shift and (points > (1 << integers.bits) - 1).any():
+        raise ModelError(
+            f"{path}: the zero points of {name} ran over when they were written: this version of GPTQ can't store one of 0.",
+            remedy="Use a checkpoint in the format gptq_v2, another quantisation, or the bf16 original.",
+        )
+    if (points == 1 << integers.bits - 1).all():
+        zeros = None
+    if integers.bits == 8 and zeros is not None:
+        raise ModelError(
+            f"{path}: {name} has 8 bits and zero points, which is not supported.",
+            remedy="Use a symmetric checkpoint of 8 bits, one of 4 bits, or the bf16 original.",
+        )
+    if not _is_half(wide) or (zeros is not None and not _is_half(wide * points)):
+        fmt = WeightFormat.F32
+    elif integers.bits == 8:
+        fmt = WeightFormat.Q8_0
+    else:
+        fmt = WeightFormat.Q4_0 if zeros is None else WeightFormat.Q4_1
+    return PackedIntegers(path, (num_rows, num_cols), fmt, integers.words, integers, values, scale_format, zeros, zero_shift)
+
+
+def _widened(values: NDArray[np.generic], fmt: WeightFormat) -> F32:
+    return dequantize(values, fmt, values.shape[-1])
+
+
+def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
+    """[n, num_groups], or [n, 1] if all are the middle of the range."""
+    if zeros is None:
+        return np.full((len(index), 1), 1 << bits - 1, np.float32)
+    return zeros.take(index).astype(np.float32) + np.float32(shift)
+
+
+def _half_bytes(values: F32, repeats: int) -> U8:
+    """Values [n, groups] as half precision, each so many times. [n, groups * repeats, 2]"""
+    return np.repeat(values.astype(np.float16), repeats, axis=1)[..., None].view(np.uint8)
+
+
+def _is_half(values: F32) -> bool:
+    """Whether half precision moves no value by more than 2^-11 of the largest of its row."""
+    with np.errstate(over="ignore"):
+        moved = np.abs(values.astype(np.float16).astype(np.float32) - values)
+    return bool((moved <= _HALF * np.abs(values).max(axis=1, keepdims=True)).all())

@@ -1,0 +1,307 @@
+"""GPTQ, AWQ and compressed-tensors: every layout against its own definition, and all that is refused, by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8_models import change_tensors
+from packed_models import Packing, Rounded, change_settings, integer_tensor, words, write_dequantised_hf, write_packed_hf
+from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.models import architectures
+from penstock.models.formats import Floats, WeightFormat, held_bytes
+from penstock.models.hf import load_hf_directory
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ModelError
+from penstock.types.kv_dtype import KvDtype
+from tiny_models import TinyLlama
+
+TINY = TinyLlama(num_layers=1, hidden_size=128, intermediate_size=192, head_dim=24, is_tied=False)
+"""q has 96 rows, k and v 48; the columns of `down` make three groups of 64, and of `o` three of 32."""
+UP, STEM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj"
+NAMES = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}  # fmt: skip
+
+PACKINGS = {
+    "gptq": (Packing("gptq"), WeightFormat.Q4_0),
+    "gptq of whole columns": (Packing("gptq", group=0), WeightFormat.Q4_0),
+    "gptq with zero points": (Packing("gptq", is_symmetric=False), WeightFormat.Q4_1),
+    "gptq_v2 with zero points": (Packing("gptq_v2", is_symmetric=False), WeightFormat.Q4_1),
+    "gptq of 8 bits": (Packing("gptq", bits=8), WeightFormat.Q8_0),
+    "gptq in bf16": (Packing("gptq", scale_dtype="bf16"), WeightFormat.Q4_0),
+    "awq": (Packing("awq", is_symmetric=False), WeightFormat.Q4_1),
+    "awq of whole columns": (Packing("awq", group=0, is_symmetric=False), WeightFormat.Q4_1),
+    "awq, symmetric": (Packing("awq"), WeightFormat.Q4_0),
+    "pack-quantized": (Packing("pack-quantized", scale_dtype="bf16"), WeightFormat.Q4_0),
+    "pack-quantized with zero points": (Packing("pack-quantized", is_symmetric=False), WeightFormat.Q4_1),
+    "pack-quantized by rows": (Packing("pack-quantized", group=0), WeightFormat.Q4_0),
+    "pack-quantized of 8 bits": (Packing("pack-quantized", bits=8), WeightFormat.Q8_0),
+    "int-quantized": (Packing("int-quantized", bits=8, group=0, scale_dtype="f32"), WeightFormat.Q8_0),
+    "int-quantized in groups": (Packing("int-quantized", bits=8), WeightFormat.Q8_0),
+}
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_matrices_are_scales_times_integers(tmp_path: Path, name: str) -> None:
+    packing, fmt = PACKINGS[name]
+    wanted = write_packed_hf(tmp_path, TINY, packing)
+    model = load_hf_directory(tmp_path)
+    for key, module in NAMES.items():
+        tensor, values = model.weights[f"layers.0.{key}"], wanted[f"model.layers.0.{module}.weight"]
+        assert tensor.format is fmt
+        found = tensor.dequantize()
+        if fmt is WeightFormat.Q4_1:  # the offset is rounded
+            assert np.abs(found - values).max() <= 2.0**-11 * np.abs(values).max() * 16 / 15
+        elif packing.scale_dtype == "f32":
+            assert np.abs(found - values).max() <= 2.0**-11 * np.abs(values).max()
+        else:
+            assert np.array_equal(found, values)
+        order = np.random.default_rng(0).permutation(tensor.num_rows)
+        assert np.array_equal(replace(tensor, order=order).dequantize(3, 20), found[order[3:20]])
+        assert np.array_equal(tensor.dequantize(5, 14), found[5:14])
+    assert model.weights["embed"].format is WeightFormat.F32
+    assert model.notes == ()
+
+
+def logits(model: LoadedModel, backend: type[ReferenceExecutor | NativeExecutor]) -> np.ndarray:
+    executor = backend(
+        model,
+        architectures.describe(model.spec),
+        num_blocks=4,
+        block_size=16,
+        max_rows=1,
+        max_step_tokens=32,
+        max_model_len=48,
+        kv_dtype=KvDtype.BF16,
+    )
+    return np.asarray(executor.forward_logits([7 * i % 260 for i in range(24)]))
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_a_model_computes_what_it_computes_dequantised(tmp_path: Path, name: str) -> None:
+    weights = write_packed_hf(tmp_path / "packed", TINY, PACKINGS[name][0])
+    packed = load_hf_directory(tmp_path / "packed")
+    wanted = logits(load_hf_directory(write_dequantised_hf(tmp_path / "floats", TINY, weights)), ReferenceExecutor)
+    for backend, most in ((ReferenceExecutor, 5e-3), (NativeExecutor, 0.05)):  # measured: 0.0023 and 0.024
+        difference = logits(packed, backend) - wanted
+        assert np.sqrt((difference**2).mean()) < most * wanted.std()
+
+
+def test_memory_is_that_of_the_bits(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    weights = load_hf_directory(tmp_path).weights
+    total = sum(held_bytes(t.format, t.num_rows, t.num_cols) for name, t in weights.items() if name != "embed")
+    assert load_hf_directory(tmp_path, max_weight_bytes=total).num_weight_bytes == total
+    with pytest.raises(ModelError, match="MiB are available"):
+        load_hf_directory(tmp_path, max_weight_bytes=total - 1)
+    assert held_bytes(weights["layers.0.up"].format, 192, 128, Floats.FP8) == 192 * 128 * 9 // 16
+
+
+@pytest.mark.parametrize("size", [1e-7, 3e5])
+def test_scales_beyond_half_precision_make_floats(tmp_path: Path, size: float) -> None:
+    """As f16, a scale of 1e-7 would be 1.2e-7, and one of 3e5 infinite."""
+    write_packed_hf(tmp_path, TINY, Packing("pack-quantized", scale_dtype="bf16"))
+    scales = np.full((192, 4), size, np.float32)
+    change_tensors(tmp_path, {f"{STEM}.weight_scale": ("F32", scales.shape, scales.tobytes())})
+    model = load_hf_directory(tmp_path)
+    up, gate = model.weights["layers.0.up"], model.weights["layers.0.gate"]
+    assert (up.format, gate.format) == (WeightFormat.F32, WeightFormat.Q4_0)
+    integers = np.round(up.dequantize() / size)
+    assert np.array_equal(up.dequantize(), (integers * np.float32(size)).astype(np.float32))
+    assert set(integers.reshape(-1).tolist()) == set(range(-7, 8))
+    assert model.notes == ("1 matrix of packed integers is held as floats: half precision does not hold the scales",)
+
+
+def test_a_small_scale_beside_larger_ones_is_rounded_with_them(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("pack-quantized"))
+    scales = np.full((192, 4), 2.0**-6, np.float32)
+    scales[5, 2] = 1e-7
+    change_tensors(tmp_path, {f"{STEM}.weight_scale": ("F32", scales.shape, scales.tobytes())})
+    assert load_hf_directory(tmp_path).weights["layers.0.up"].format is WeightFormat.Q4_0
+
+
+def test_biases_that_are_zero_in_every_layer_are_left_out(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    zeros = {f"model.layers.0.{name}.bias": ("F16", (96,), bytes(192)) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    change_tensors(tmp_path, zeros)
+    assert not load_hf_directory(tmp_path).spec.layers[0].attention.has_qkv_bias
+    change_tensors(tmp_path, {"model.layers.0.mlp.down_proj.bias": ("F16", (128,), np.ones(128, np.float16).tobytes())})
+    with pytest.raises(ModelError, match=r"down_proj\.bias"):
+        load_hf_directory(tmp_path)
+
+
+def test_the_settings_that_autogptq_wrote_beside_are_read(tmp_path: Path) -> None:
+    wanted = write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False, "sym": True}))
+    assert np.array_equal(load_hf_directory(tmp_path).weights["layers.0.up"].dequantize(), wanted[UP])
+
+
+def test_an_int8_model_with_scales_of_activations_is_served(tmp_path: Path) -> None:
+    wanted = write_packed_hf(tmp_path, TINY, Packing("int-quantized", bits=8, group=0))
+    change_tensors(
+        tmp_path,
+        {
+            f"{STEM}.input_scale": ("F32", (1,), np.float32(3).tobytes()),
+            f"{STEM}.input_zero_point": ("I8", (1,), b"\x05"),
+            f"{STEM}.weight_zero_point": ("I8", (192, 1), bytes(192)),
+        },
+    )
+    assert np.array_equal(load_hf_directory(tmp_path).weights["layers.0.up"].dequantize(), wanted[UP])
+
+
+def test_one_scale_of_a_whole_matrix_is_read(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("int-quantized", bits=8, group=0))
+    change_tensors(tmp_path, {f"{STEM}.weight_scale": ("F32", (), np.float32(0.5).tobytes())})
+    tensor = load_hf_directory(tmp_path).weights["layers.0.up"]
+    assert np.abs(tensor.dequantize()).max() == 0.5 * 127
+
+
+COMPRESSED: dict[str, Any] = {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"bits": 3}, "GPTQ with 3 bits"),
+        ({"bits": None}, "bits is missing"),
+        ({"bits": "4"}, "not of type int"),
+        ({"checkpoint_format": "marlin"}, "format marlin"),
+        ({"is_marlin_format": True}, "format marlin"),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "several numbers of bits"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ's format gemv"),
+        ({"quant_method": "awq", "bits": 8}, "with 8 bits"),
+        ({"quant_method": "bitsandbytes"}, "the quantisation bitsandbytes is not"),
+        ({"quant_method": "mxfp4"}, "the quantisation mxfp4 is not"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "the quantisation modelopt NVFP4 is not"),
+        ({"quant_method": None}, "no quant_method"),
+        ({"quant_method": 4}, "not of type str"),
+        ({"quant_method": "compressed-tensors"}, "no scheme"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": COMPRESSED}}, "marlin-24"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"type": "int", "num_bits": 3}}},
+            },
+            "with 3 bits",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": COMPRESSED},
+                "transform_config": {"config_groups": {"R1": {}}},
+            },
+            "transform",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": COMPRESSED},
+                "sparsity_config": {"format": "sparse-24-bitmask"},
+            },
+            "sparsity",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": COMPRESSED, "b": {"weights": {"type": "int", "num_bits": 8}}},
+            },
+            "several",
+        ),
+    ],
+)
+def test_other_settings_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], cause: str) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    change_settings(tmp_path, **settings)
+    with pytest.raises(ModelError, match=cause) as refused:
+        load_hf_directory(tmp_path)
+    assert refused.value.remedy
+
+
+def halves(*shape: int, value: float = 1.0) -> Any:
+    return "F16", shape, np.full(shape, value, np.float16).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("packing", "name", "tensor", "cause"),
+    [
+        (Packing("gptq"), "scales", None, f"{STEM}.qweight has no {STEM}.scales"),
+        (Packing("gptq"), "qzeros", None, r"has no .*qzeros"),
+        (Packing("gptq"), "scales", halves(4, 192, value=np.inf), "no finite number"),
+        (Packing("gptq"), "scales", halves(4, 192, value=np.nan), "no finite number"),
+        (Packing("gptq"), "scales", halves(0, 192), "none of 0"),
+        (Packing("gptq"), "scales", halves(5, 192), "group that is none of|out of order|columns in 5 groups"),
+        (Packing("gptq"), "scales", halves(4, 96), "96 x 4 scales"),
+        (Packing("gptq"), "scales", halves(4, 192, 1), "the shape"),
+        (Packing("gptq"), "scales", integer_tensor(np.ones((4, 192), np.int32)), "I32 are not supported"),
+        (Packing("gptq"), "qweight", halves(16, 192), "packed integers is of type F16"),
+        (Packing("gptq"), "qweight", integer_tensor(np.ones((16, 192, 1), np.int32)), "no matrix"),
+        (Packing("gptq"), "qweight", integer_tensor(np.ones((8, 192), np.int32)), "g_idx has the shape"),
+        (Packing("gptq"), "qzeros", integer_tensor(np.ones((4, 12), np.int32)), "zero points"),
+        (Packing("gptq"), "qzeros", integer_tensor(np.ones((3, 24), np.int32)), "zero points"),
+        (Packing("gptq"), "qzeros", integer_tensor(np.full((4, 24), -1, np.int32)), "ran over"),
+        (Packing("gptq"), "g_idx", integer_tensor(np.full(128, 4, np.int32)), "none of 4"),
+        (Packing("gptq"), "g_idx", integer_tensor(np.full(128, -1, np.int32)), "none of 4"),
+        (Packing("gptq"), "g_idx", integer_tensor(np.zeros(64, np.int32)), "g_idx has the shape"),
+        (Packing("gptq"), "g_idx", integer_tensor((np.arange(128) // 32)[::-1].astype(np.int32)), "desc_act"),
+        (Packing("gptq", bits=8), "qzeros", integer_tensor(np.full((4, 48), 3, np.int32)), "8 bits and zero points"),
+        (Packing("awq", is_symmetric=False), "scales", halves(16, 192), "16 groups"),
+        (Packing("awq", is_symmetric=False), "scales", halves(2, 192), "zero points"),
+        (Packing("pack-quantized"), "weight_shape", None, "has no"),
+        (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([128], np.int64)), "weight_shape is"),
+        (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([2**62, 128], np.int64)), "weight_shape is"),
+        (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([192, -128], np.int64)), "-128 columns"),
+        (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([192, 2**62], np.int64)), "columns"),
+        (Packing("pack-quantized"), "weight_g_idx", integer_tensor(np.zeros(128, np.int32)), "actorder"),
+        (Packing("pack-quantized"), "weight_scale", halves(192, 2), "unlike the settings"),
+        (Packing("pack-quantized"), "weight", halves(192, 128), "there twice"),
+        (Packing("int-quantized", bits=8), "weight_scale", None, "has no"),
+        (Packing("int-quantized", bits=8), "weight_zero_point", ("I8", (192, 4), b"\x01" * 768), "8 bits and zero points"),
+    ],
+)
+def test_damaged_matrices_are_refused(tmp_path: Path, packing: Packing, name: str, tensor: Any, cause: str) -> None:
+    write_packed_hf(tmp_path, TINY, packing)
+    change_tensors(tmp_path, {f"{STEM}.{name}": tensor})
+    with pytest.raises(ModelError, match=cause) as refused:
+        load_hf_directory(tmp_path)
+    assert refused.value.remedy
+
+
+def test_e5m2_is_refused_by_name(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    change_tensors(tmp_path, {"lm_head.weight": ("F8_E5M2", (264, 128), bytes(264 * 128))})
+    with pytest.raises(ModelError, match="F8_E5M2 are not supported"):
+        load_hf_directory(tmp_path)
+
+
+def test_integers_without_settings_are_refused(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="missing"):
+        load_hf_directory(tmp_path)
+
+
+def test_words_are_the_papers() -> None:
+    """The test's own packing, by hand: columns 0 to 7 in nibbles from the lowest; AWQ's rows 0, 2, 4, 6, 1, 3, 5, 7."""
+    first = np.arange(1, 9)[None]
+    assert [f"{word:08x}" for word in words(first, 4).view(np.uint32)[0]] == ["87654321"]
+    assert [f"{word:08x}" for word in words(first, 4, (0, 2, 4, 6, 1, 3, 5, 7)).view(np.uint32)[0]] == ["86427531"]
+    assert [f"{word:08x}" for word in words(first, 8).view(np.uint32)[0]] == ["04030201", "08070605"]
+    rounded = Rounded(np.array([[0, 15]]), np.array([[0.5]], np.float32), np.array([[3]]))
+    assert rounded.values.tolist() == [[-1.5, 6.0]]
