@@ -167,7 +167,6 @@ def random_model(shape: Shape, fmt: WeightFormat = WeightFormat.BF16, seed: int 
         spec=shape.spec(),
         weights=weights,
         tokenizer_source=Path(),
-        chat_template=None,
         bos_token_id=None,
         eos_token_ids=(),
         path=Path(),

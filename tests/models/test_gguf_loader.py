@@ -386,6 +386,12 @@ def test_a_charsmap_is_refused_unless_it_asks_for_nothing(tiny):
     load_gguf(write([]))
 
 
+def test_templates_have_names(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", TINY, extra={"tokenizer.chat_template.rag": "documents"})
+    model = load_gguf(path)
+    assert model.chat_templates == {"default": model.chat_template, "rag": "documents"}
+
+
 def test_the_vocabulary_is_checked_before_any_weight_is_converted(tiny, monkeypatch):
     def check(vocab: GgufVocab) -> None:
         assert vocab.pre == "gpt-2"

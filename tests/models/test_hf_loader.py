@@ -107,6 +107,32 @@ def test_template_of_the_tokenizer_config(tmp_path, template):
     assert load_hf_directory(directory).chat_template == "old"
 
 
+def test_templates_have_names(tmp_path):
+    """Files of their own take the place of what tokenizer_config.json has, as in transformers."""
+    directory = write_hf(tmp_path, TINY)
+    listed = [{"name": "default", "template": "old"}, {"name": "rag", "template": "documents"}]
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert set(load_hf_directory(directory).chat_templates) == {"default"}
+    (directory / "chat_template.jinja").unlink()
+    assert load_hf_directory(directory).chat_templates == {"default": "old", "rag": "documents"}
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    model = load_hf_directory(directory)
+    assert (model.chat_templates, model.chat_template) == ({"tool_use": "tools"}, None)
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"tool_use\.jinja: can't be read"):
+        load_hf_directory(directory)
+
+
+@pytest.mark.parametrize("template", [{}, 3, ["old"], [{"name": "default"}], [{"template": "old"}]])
+def test_templates_of_another_form_are_refused(tmp_path, template):
+    directory = write_hf(tmp_path, TINY)
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ModelError, match="no text, and no list of named ones"):
+        load_hf_directory(directory)
+
+
 def test_generation_config_is_optional(tmp_path):
     directory = write_hf(tmp_path, TINY)
     (directory / "generation_config.json").unlink()

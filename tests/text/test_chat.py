@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.text.chat import ChatTemplate, read_chat_template, require_chat_template
+from penstock.text.chat import ChatTemplate, choose_chat_template, require_chat_template
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 CHATML = """
@@ -372,16 +372,22 @@ def test_a_model_without_a_template_is_refused_with_the_remedy():
     assert require_chat_template(template) is template
 
 
-def test_the_template_option_is_a_path_or_the_template_itself(tmp_path):
+def test_the_template_option_is_a_name_a_path_or_the_template_itself(tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}é", encoding="utf-8")
-    assert read_chat_template(str(path)) == "{{ messages }}é"
-    assert read_chat_template("{% if x %}{% endif %}") == "{% if x %}{% endif %}"
-    with pytest.raises(ConfigError, match=r"--chat-template takes the path"):
-        read_chat_template(str(tmp_path / "absent"))
+    named = {"default": "plain", "rag": "with documents"}
+    assert choose_chat_template(None, named) == "plain"
+    assert choose_chat_template(None, {"rag": "with documents"}) is None
+    assert choose_chat_template("rag", named) == "with documents"
+    assert choose_chat_template(str(path), named) == "{{ messages }}é"
+    assert choose_chat_template("{% if x %}{% endif %}", named) == "{% if x %}{% endif %}"
+    with pytest.raises(ConfigError, match=r"--chat-template takes the path .* has for one: default, rag\."):
+        choose_chat_template("tool_use", named)
+    with pytest.raises(ConfigError, match="it has none"):
+        choose_chat_template(str(tmp_path / "absent"), {})
     path.write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        read_chat_template(str(path))
+        choose_chat_template(str(path), named)
 
 
 def test_the_server_does_not_import_jinja():

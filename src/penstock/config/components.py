@@ -54,7 +54,9 @@ class ModelConfig(Component):
         is_multiple=True,
     )
     chat_template: str | None = setting(
-        None, "File with a Jinja2 chat template, or the template itself.", default_doc="the model's own"
+        None,
+        "Name of one of the model's chat templates, a file with one (Jinja2), or the template itself.",
+        default_doc="the model's own",
     )
     generation_config: str = setting(
         "auto",

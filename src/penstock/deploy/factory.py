@@ -436,7 +436,7 @@ def _open_tier(config: Config, model: LoadedModel, executor: Executor, resources
 
 def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
     """The tokenizer, and the chat template if the model or the settings have one."""
-    from penstock.text.chat import ChatTemplate, read_chat_template
+    from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(
@@ -445,7 +445,10 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
         eos_token_ids=model.eos_token_ids,
         special_tokens=model.special_tokens,
     )
-    text = model.chat_template if template is None else read_chat_template(template)
+    named = model.chat_templates
+    if template is None and set(named) - {"default"}:
+        _log.info("chat templates of the model: %s; --chat-template takes another", ", ".join(sorted(named)[:MAX_NAMES]))
+    text = choose_chat_template(template, named)
     return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
 
 

@@ -112,7 +112,7 @@ def load_gguf(
             for key, entry in entries.items()
         },
         tokenizer_source=vocab,
-        chat_template=file.get("tokenizer.chat_template", str),
+        chat_templates=read_chat_templates(file),
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=eos_token_ids,
         path=path,
@@ -284,6 +284,13 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
         remove_extra_whitespaces=_flag(file, "remove_extra_whitespaces", default=False),
     )
+
+
+def read_chat_templates(file: GgufFile) -> dict[str, str]:
+    """The templates by name; the one without a name is `default`."""
+    prefix = "tokenizer.chat_template"
+    keys = [key for key in file.metadata if key == prefix or key.startswith(f"{prefix}.")]
+    return {key.removeprefix(prefix).removeprefix(".") or "default": file.require(key, str) for key in keys}
 
 
 def _read_generation(file: GgufFile) -> Generation | None:

@@ -14,6 +14,7 @@ from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
 from penstock.models.hf_quantised import conversion_notes, put_together, read_quantisation
+from penstock.models.hf_text import read_chat_templates
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
@@ -66,7 +67,7 @@ def load_hf_directory(
     bos_token_id = read_bos_id(config, spec.vocab_size)
     generation = read_json(path / "generation_config.json", is_optional=True)
     eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
-    special_tokens, chat_template = read_special_tokens(path), _chat_template(path)
+    special_tokens, chat_templates = read_special_tokens(path), read_chat_templates(path)
     notes = conversion_notes(stored.values())
     for note in notes:
         _log.info("%s: %s", path.name, note)
@@ -75,7 +76,7 @@ def load_hf_directory(
         spec=spec,
         weights={key: _weight(key, tensor, scales.get(key), architecture.hf_norm_offset) for key, tensor in stored.items()},
         tokenizer_source=tokenizer,
-        chat_template=chat_template,
+        chat_templates=chat_templates,
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
         path=path,
@@ -188,21 +189,3 @@ def _weight(name: str, tensor: StoredTensor | PackedIntegers, scales: BlockScale
             wide = wide + np.float32(norm_offset)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
     return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values, scales)
-
-
-def _chat_template(path: Path) -> str | None:
-    """chat_template.jinja, else the one in tokenizer_config.json (its `default`, if it has several)."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: can't be read: {error}.", remedy="Fetch the file again.") from error
-    config = read_json(path / "tokenizer_config.json", is_optional=True)
-    template = config.values.get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if template is not None and type(template) is not str:
-        raise config.error("chat_template is no text")
-    return template

@@ -53,6 +53,8 @@ _HUB_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "adapter_config.json",
 )
 """Files that the loader reads; repositories often hold the same weights again in other formats."""

@@ -201,11 +201,12 @@ class LoadedModel:
     biases `layers.{i}.{q,k,v}_bias`. q and k rows are in the half-split rope layout."""
     tokenizer_source: Path | GgufVocab
     """Argument of `text.tokenizer.load_tokenizer`: the Path of a tokenizer.json, or a vocabulary from a GGUF file."""
-    chat_template: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a reply, as far as files name them by id; `Tokenizer.eos_token_ids` has all."""
     path: Path
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """By name; the one that is taken unless another is asked for is `default`."""
     special_tokens: SpecialTokens = field(default_factory=dict)
     """Those that files name by text."""
     generation: Generation | None = None
@@ -214,6 +215,10 @@ class LoadedModel:
     """Those of them that a server obeys: `models.generation.obeying` sets them."""
     notes: tuple[str, ...] = ()
     """Notes in words on weights that the loader converts; it has logged them already, before the work."""
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
 
     @property
     def num_weight_bytes(self) -> int:

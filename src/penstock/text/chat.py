@@ -25,6 +25,8 @@ from typing import IO, Any, NoReturn, cast
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 DEFAULT_MAX_CHARS = 8 << 20
+MAX_NAMES = 20
+"""Names of a model's templates that a message lists."""
 DEFAULT_MAX_S = 2.0
 """Time limit of one rendering, and of the compilation."""
 DEFAULT_MAX_MEMORY_BYTES = 256 << 20
@@ -120,14 +122,21 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
     if template is None:
         raise _invalid(
             "This model has no chat template, so messages cannot be turned into a prompt. "
-            "Use /v1/completions, or start the server with --chat-template FILE.",
+            "Use /v1/completions, or start the server with --chat-template.",
             "messages",
         )
     return template
 
 
-def read_chat_template(value: str) -> str:
-    """The meaning of `--chat-template`: a file's path, or else the template itself. Raises `ConfigError`."""
+def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
+    """The template that `--chat-template` means: one that the model has by that name, the template itself, or a file's path.
+
+    None: the one that the model calls `default`, if it has one. Raises `ConfigError`.
+    """
+    if value is None:
+        return named.get("default")
+    if value in named:
+        return named[value]
     if "{%" in value or "{{" in value:
         return value
     try:
@@ -136,7 +145,8 @@ def read_chat_template(value: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"The chat template {value!r} cannot be read: {reason}.",
-            remedy="--chat-template takes the path of a Jinja2 file, or the template itself.",
+            remedy="--chat-template takes the path of a Jinja2 file, the template itself, or a name that the model has for "
+            f"one: {', '.join(sorted(named)[:MAX_NAMES]) or 'it has none'}.",
         ) from error
 
 
