@@ -42,7 +42,7 @@ class TinyLlama:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str | None = None
-    """None, `linear` (factor 4) or `llama3` (factor 8, original context 64, low 1, high 4)."""
+    """None, `linear` (factor 4), `llama3` (factor 8, original context 64, low 1, high 4), or of GGUF files `longrope`."""
     is_tied: bool = True
     has_qkv_bias: bool = False
     seed: int = 0
@@ -221,6 +221,9 @@ def _gguf_tensors(model: TinyLlama, names: Mapping[str, str]) -> dict[str, Float
         tensors[f"{f'blk.{layer}.' if layer else ''}{names[part]}.{suffix}"] = values
     if model.rope_scaling == "llama3":
         tensors["rope_freqs.weight"] = _llama3_divisors(model)
+    if model.rope_scaling == "longrope":
+        pairs = np.arange(model.head_dim // 2, dtype=np.float32)
+        tensors |= {"rope_factors_short.weight": 1 + pairs / 4, "rope_factors_long.weight": 1 + pairs}
     return tensors
 
 

@@ -14,7 +14,7 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
 
@@ -58,6 +58,8 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     layers = tuple(replace(layer, attention=replace(layer.attention, has_qkv_bias=False)) for layer in SPEC.layers)
     without = replace(SPEC, layers=layers)
     assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
+    turned = replace(SPEC.layers[0].attention, rotation=Rotation(inv_freq=(1.0,) * 8))
+    assert fingerprint(model, spec=SPEC.with_attention(lambda layer, attention: turned)) != own
     model.write_bytes(b"others!")
     assert fingerprint(model) != own
 

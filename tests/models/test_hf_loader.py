@@ -301,14 +301,14 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
     "bias": ({"mlp_bias": True}, "mlp_bias is True.*another model"),
     "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "the quantisation aqlm is not"),
-    "yarn": (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        r"rope_parameters\.rope_type is 'yarn'.*another model",
+    "rope": (
+        {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},
+        r"rope_parameters\.rope_type is 'axial'.*another model",
     ),
-    "old yarn": ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, r"rope_scaling\.type is 'yarn'.*another model"),
-    "yarn beside": (
-        {"rope_scaling": {"rope_type": "yarn"}},  # transformers takes this one, too
-        r"rope_scaling\.rope_type is 'yarn'.*another model",
+    "old rope": ({"rope_parameters": None, "rope_scaling": {"type": "axial"}}, r"rope_scaling\.type is 'axial'.*another model"),
+    "rope beside": (
+        {"rope_scaling": {"rope_type": "axial"}},  # transformers takes this one, too
+        r"rope_scaling\.rope_type is 'axial'.*another model",
     ),
     "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5.*only 1\.0 is.*another model"),
     "nested partial rope": (
@@ -317,7 +317,7 @@ REFUSED = {
     ),
     "ropes by layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
-        r"rope_parameters names full_attention.*another model",
+        "layer_types is missing",
     ),
     "theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0"),
     "factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),

@@ -154,6 +154,7 @@ def _plan(
         max_weight_bytes=room_bytes,
         floats=floats,
         check_vocab=_check_vocab,
+        served_len=config.model.max_model_len,
         generation=config.model.generation_config,
     )
     device.check_head_dim(config, model)
@@ -337,7 +338,8 @@ class EngineMaker:
 
         free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES - self._kv.num_bytes
         room_bytes = device.weight_room_bytes(self.config, free_bytes)
-        model = load_model(self.source, max_weight_bytes=room_bytes, floats=device.held_floats(self.config))
+        floats, served_len = device.held_floats(self.config), self.config.model.max_model_len
+        model = load_model(self.source, max_weight_bytes=room_bytes, floats=floats, served_len=served_len)
         executor = build_executor(self.config, model, self._kv, partial(self._resources.team, self.name))
         give_back_free_memory()
         return executor

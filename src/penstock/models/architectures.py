@@ -93,6 +93,8 @@ class Architecture:
     gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
     is_interleaved_in_gguf: bool = False
     """The converter has put the rows of q and k into the interleaved rope layout; else they are half-split, as ours are."""
+    has_partial_rope: bool = False
+    """Rotations may turn the first columns of a head only."""
     hf_norm_offset: float = 0.0
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
 

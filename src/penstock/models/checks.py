@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
+from penstock.models.rope import RopeParameters, choice_words, frequencies
 from penstock.types.errors import ModelError, NotEnoughMemory
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, Rotation
 
 _log = logging.getLogger(__name__)
 REFETCH = "Fetch the model again; if it stays so, its converter is at fault."
 _UNSUPPORTED = "The file is in order, but Penstock cannot do this yet: choose another model, or ask for it in an issue."
 
+MAX_MODEL_LEN = 1 << 26
 _LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -23,7 +25,7 @@ _LIMITS: Mapping[str, int] = {
     "num_kv_heads": 1 << 14,
     "head_dim": 1 << 14,
     "intermediate_size": 1 << 22,
-    "max_model_len": 1 << 26,
+    "max_model_len": MAX_MODEL_LEN,
 }
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
 
@@ -50,8 +52,19 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
-    if not all(math.isfinite(freq) and freq >= 0.0 for rotation in rotations for freq in rotation.inv_freq):
+    numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
+    if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
         raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
+
+
+def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
+    """The rotation of a layer's heads; the log says what was chosen. Raises ModelError for numbers that make none."""
+    if (words := choice_words(parameters, served_len)) is not None:
+        _log.info("%s: %s", path, words)
+    try:
+        return frequencies(parameters, head_dim, served_len)
+    except (ArithmeticError, ValueError) as error:
+        raise ModelError(f"{path}: the rotary parameters have numbers without measure: {error}.", remedy=REFETCH) from error
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:

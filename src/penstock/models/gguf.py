@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,8 @@ from penstock.types.vocab import GgufVocab
 _TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
+_OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 _MAGIC = b"GGUF"
 _NOTABLE_GROWTH = 1.1
 _CONTROL, _USER_DEFINED = 3, 4
@@ -76,10 +79,13 @@ def load_gguf(
     max_weight_bytes: int | None = None,
     floats: Floats = Floats.BF16,
     check_vocab: Callable[[GgufVocab], None] | None = None,
+    served_len: int | None = None,
 ) -> LoadedModel:
     """The model of a GGUF file; weights of a kept format stay memory-mapped.
 
-    `name` defaults to the file's stem. Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
+    `name` defaults to the file's stem, and `served_len`, the tokens of the longest text, to the model's.
+
+    Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read. So does what
     `check_vocab` raises.
     """
@@ -89,9 +95,9 @@ def load_gguf(
     entries = {
         architectures.canonical_name(name, top=_TOP, block=_BLOCK, layer=architecture.gguf_layer): entry
         for name, entry in file.tensors.items()
-        if name != _ROPE_FACTORS
+        if name not in _OF_ROPE
     }
-    spec = architecture.of_gguf(file, _read_spec(file, entries))
+    spec = architecture.of_gguf(file, _read_spec(file, entries, served_len))
     checks.check_spec(spec, path)
     checks.check_weights(architecture.describe(spec), {name: matrix_shape(entry) for name, entry in entries.items()}, path)
     checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
@@ -178,21 +184,25 @@ def _find_architecture(file: GgufFile) -> Architecture:
     return architectures.find(architectures.GGUF_NAMES[name])
 
 
-def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry]) -> ModelSpec:
+def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: int | None) -> ModelSpec:
     """Reads the keys that most models share into layers that are all alike. `Architecture.of_gguf` applies the others."""
     key = file.require("general.architecture", str)
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
+    architecture = architectures.GGUF_NAMES[key]
+    parameters = _read_rope(file, key, sizes, may_be_partial=architectures.find(architecture).has_partial_rope)
+    served_len = served_len or sizes["max_model_len"]
+    rotation = checks.rotation(parameters, sizes["head_dim"], served_len, file.path)
     return spec_of_equal_layers(
-        architecture=architectures.GGUF_NAMES[key],
-        rope_inv_freq=_read_rope(file, key, sizes["head_dim"]),
+        architecture=architecture,
+        rope_inv_freq=(),
         has_qkv_bias="layers.0.q_bias" in entries,
         norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
         tie_word_embeddings="output" not in entries,
         **sizes,
-    )
+    ).with_attention(lambda _, attention: replace(attention, rotation=rotation))
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
@@ -215,43 +225,65 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
     }
 
 
-def _read_rope(file: GgufFile, key: str, head_dim: int) -> tuple[float, ...]:
-    rotated = file.get(f"{key}.rope.dimension_count", int, head_dim)
-    if rotated != head_dim:
-        raise checks.unsupported(file.path, f"{key}.rope.dimension_count is {rotated}", f"whole heads, {head_dim}, are")
+def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_partial: bool) -> rope.RopeParameters:
+    head_dim, trained_len = sizes["head_dim"], sizes["max_model_len"]
+    dim = file.get(f"{key}.rope.dimension_count", int) or head_dim
+    if dim != head_dim and not (may_be_partial and 0 < dim < head_dim and dim % 2 == 0):
+        raise checks.unsupported(file.path, f"{key}.rope.dimension_count is {dim}", f"whole heads, {head_dim}, are")
     base = file.get(f"{key}.rope.freq_base", float, 10000.0)
-    if base is None or not math.isfinite(base) or base <= 0.0:
+    if base is None or not math.isfinite(base) or base <= 0.0 or base == 1.0:
         raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
-    inv_freq = rope.inverse_frequencies(head_dim, base)
-    scaling = file.get(f"{key}.rope.scaling.type", str, "linear")
-    if scaling not in ("none", "linear"):
-        setting = f"{key}.rope.scaling.type is {scaling!r}"
-        raise checks.unsupported(file.path, setting, "none, linear and frequency factors are")
-    for name in ("attn_factor", "alpha"):
+    scaling = file.get(f"{key}.rope.scaling.type", str) or "linear"
+    if scaling not in _ROPE_KINDS:
+        raise checks.unsupported(file.path, f"{key}.rope.scaling.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")
+    for name in ("alpha", "yarn_log_multiplier"):
         factor = file.get(f"{key}.rope.scaling.{name}", float)
         if factor not in (None, 0.0, 1.0):
             raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {factor}", "only 1 is")
-    if scaling == "linear":
-        factor_key = f"{key}.rope.scaling.factor"
-        if factor_key not in file.metadata:
-            factor_key = f"{key}.rope.scale_linear"  # its name before 2023-11; as in llama.cpp, the new one wins
-        inv_freq = rope.scale_linear(inv_freq, _positive(file, factor_key))
-    factors = file.tensors.get(_ROPE_FACTORS)
-    return inv_freq if factors is None else rope.divide(inv_freq, _read_factors(file, factors, len(inv_freq)))
+    factor_key = f"{key}.rope.scaling.factor"
+    if factor_key not in file.metadata:
+        factor_key = f"{key}.rope.scale_linear"  # its name before 2023-11; as in llama.cpp, the new one wins
+    kind, factor = _ROPE_KINDS[scaling], _positive(file, factor_key)
+    long, short = (file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short"))
+    if long is not None and short is not None:  # as in llama.cpp, whatever the type says
+        kind = "longrope"
+    elif kind == "longrope":
+        raise file.error("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
+    attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
+    if kind == "yarn":
+        attention_factor *= 1.0 + 0.1 * math.log(max(1.0, factor))
+    original_len = file.get(f"{key}.rope.scaling.original_context_length", int) or trained_len
+    if not 1 <= original_len <= checks.MAX_MODEL_LEN:
+        raise file.error(f"{key}.rope.scaling.original_context_length is {original_len}")
+    whole = file.tensors.get(_ROPE_FACTORS)
+    return rope.RopeParameters(
+        kind=kind,
+        theta=base,
+        dim=dim,
+        trained_len=trained_len,
+        original_len=original_len,
+        factor=factor,
+        attention_factor=attention_factor,
+        beta_fast=_positive(file, f"{key}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=_positive(file, f"{key}.rope.scaling.yarn_beta_slow", 1.0),
+        short_factor=() if short is None else _read_factors(file, short, dim // 2),
+        long_factor=() if long is None else _read_factors(file, long, dim // 2),
+        divisors=() if whole is None else _read_factors(file, whole, dim // 2),
+    )
 
 
-def _positive(file: GgufFile, key: str) -> float:
-    """A factor that defaults to 1, which converters also write as 0."""
-    value = file.get(key, float) or 1.0
+def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
+    """A factor. Converters also write 0 for none."""
+    value = file.get(key, float) or default
     if not math.isfinite(value) or value <= 0.0:
         raise file.error(f"{key} is {value}, not a positive number")
     return value
 
 
-def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> list[float]:
+def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[float, ...]:
     if matrix_shape(entry) != (1, num_pairs):
         raise file.error(f"{entry.name} has the shape {entry.shape}, not ({num_pairs},)")
-    factors: list[float] = load_tensor(file, entry, entry.name).dequantize()[0].tolist()
+    factors = tuple(load_tensor(file, entry, entry.name).dequantize()[0].tolist())
     if not all(math.isfinite(factor) and factor > 0.0 for factor in factors):
         raise file.error(f"{entry.name} has values that are not positive")
     return factors

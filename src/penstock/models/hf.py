@@ -29,11 +29,18 @@ _DERIVED = "rotary_emb.inv_freq"
 
 
 def load_hf_directory(
-    path: Path, *, name: str = "", max_weight_bytes: int | None = None, floats: Floats = Floats.BF16
+    path: Path,
+    *,
+    name: str = "",
+    max_weight_bytes: int | None = None,
+    floats: Floats = Floats.BF16,
+    served_len: int | None = None,
 ) -> LoadedModel:
     """The model of a directory with config.json, safetensors and tokenizer.json; weights in bf16 and fp8 stay memory-mapped.
 
-    `name` defaults to the directory's. Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
+    `name` defaults to the directory's, and `served_len`, the tokens of the longest text, to the model's.
+
+    Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
     """
     _refuse_adapter(path)
@@ -45,8 +52,8 @@ def load_hf_directory(
     opened = put_together(quantisation, _open_weights(path))
     stored = {canonical(name): tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
     scales = {canonical(name): scale for name, scale in opened.scales.items()}
-    spec = read_spec(config, architecture_name, has_qkv_bias="layers.0.q_bias" in stored, has_output="output" in stored)
-    spec = architecture.of_hf(config, spec)
+    facts = {"has_qkv_bias": "layers.0.q_bias" in stored, "has_output": "output" in stored}
+    spec = architecture.of_hf(config, read_spec(config, architecture_name, **facts, served_len=served_len))
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings:
         stored.pop("output", None)

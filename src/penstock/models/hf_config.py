@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args
 
 from penstock.models import checks, rope
+from penstock.models.architectures import find
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -41,7 +44,7 @@ class JsonFile:
         if value is None:
             return None
         if kind is float and type(value) is int:
-            value = float(value)
+            value = float(value) if value.bit_length() < sys.float_info.max_exp else math.inf
         if type(value) is not kind:
             raise self.error(f"{key} is {value!r}, not of type {kind.__name__}")
         return value
@@ -86,23 +89,27 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
     return JsonFile(path, values)
 
 
-def read_spec(config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_output: bool) -> ModelSpec:
-    """Reads the keys that most models share into layers that are all alike. The two facts are known from the weights.
+def read_spec(
+    config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_output: bool, served_len: int | None = None
+) -> ModelSpec:
+    """Reads the keys that most models share into layers that are alike but for their rotations.
 
-    Raises ModelError. `Architecture.of_hf` applies the other keys.
+    The two facts are known from the weights; texts of up to `served_len` tokens will be served, None for all that the model
+    can. Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
-    config.only("partial_rotary_factor", 1.0)
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)
+    may_be_partial = find(architecture).has_partial_rope
+    rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=may_be_partial)
     return spec_of_equal_layers(
         architecture=architecture,
-        rope_inv_freq=_read_rope(config, sizes["head_dim"]),
+        rope_inv_freq=(),
         has_qkv_bias=has_qkv_bias,
         norm_eps=config.require("rms_norm_eps", float),
         tie_word_embeddings=not has_output if tied is None else tied,
         **sizes,
-    )
+    ).with_attention(lambda layer, attention: replace(attention, rotation=rotations[layer]))
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
@@ -175,34 +182,101 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
     }
 
 
-def _read_rope(config: JsonFile, head_dim: int) -> tuple[float, ...]:
+def _read_rotations(
+    config: JsonFile, sizes: Mapping[str, int], served_len: int, *, may_be_partial: bool
+) -> list[Rotation | None]:
+    """The rotation of each layer; None for a kind of layer whose parameters are null."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
     parameters = config.get(key, dict) or {}
-    if layer_types := [name for name, value in parameters.items() if isinstance(value, dict)]:
-        raise checks.unsupported(config.path, f"{key} names {', '.join(layer_types)}", "one rope for all layers is")
-    scaling = JsonFile(config.path, {"rope_theta": config.values.get("rope_theta"), **parameters})
-    scaling.only("partial_rotary_factor", 1.0)
-    base = scaling.positive("rope_theta") if scaling.values["rope_theta"] is not None else 10000.0
-    inv_freq = rope.inverse_frequencies(head_dim, base)
-    kind = scaling.get("rope_type", str) or scaling.get("type", str) or "default"
-    if kind == "default":
-        return inv_freq
-    if kind == "linear":
-        return rope.scale_linear(inv_freq, scaling.positive("factor"))
-    if kind == "llama3":
-        return _scale_llama3(inv_freq, scaling)
-    name = "rope_type" if scaling.values.get("rope_type") else "type"
-    raise checks.unsupported(config.path, f"{key}.{name} is {kind!r}", "default, linear and llama3 are")
+    nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+
+    def rotation(of_kind: Mapping[str, Any]) -> Rotation:
+        inherited = {name: config.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        settings = JsonFile(config.path, {**inherited, **of_kind})
+        found = _rope_parameters(config, settings, key, sizes)
+        if found.dim != sizes["head_dim"] and not may_be_partial:
+            settings.only("partial_rotary_factor", 1.0)
+        return checks.rotation(found, sizes["head_dim"], served_len, config.path)
+
+    if not nested:
+        return [rotation(parameters)] * sizes["num_layers"]
+    kinds = read_layer_types(config, sizes["num_layers"])
+    missing = set(kinds) - parameters.keys()
+    if missing:
+        raise config.error(f"{key} has nothing for layers of the type {', '.join(sorted(missing))}")
+    rotations = {name: rotation(nested[name]) if name in nested else None for name in set(kinds)}
+    return [rotations[name] for name in kinds]
 
 
-def _scale_llama3(inv_freq: tuple[float, ...], scaling: JsonFile) -> tuple[float, ...]:
-    low, high = scaling.positive("low_freq_factor"), scaling.positive("high_freq_factor")
-    if low >= high:
-        raise scaling.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
-    return rope.scale_llama3(
-        inv_freq,
-        factor=scaling.positive("factor"),
+def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
+    """`layer_types` of config.json: the type of each layer, such as `sliding_attention`. Raises ModelError."""
+    kinds = config.require("layer_types", list)
+    if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
+        raise config.error(f"layer_types are not the names of {num_layers} types of layers")
+    return kinds
+
+
+_ROPE_KINDS: Mapping[str, rope.Kind] = MappingProxyType(
+    {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
+)
+"""`rope_type` in config.json. The three positions of a token are one and the same in a text, as `mrope` counts them."""
+_ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = MappingProxyType(
+    {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+)
+"""Keys without which a kind has no meaning."""
+
+
+def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapping[str, int]) -> rope.RopeParameters:
+    """`settings` are those under `key`, with those beside it that they lack."""
+    name = "rope_type" if settings.values.get("rope_type") else "type"
+    kind = _ROPE_KINDS.get(settings.get(name, str) or "default")
+    if kind is None:
+        supported = f"{', '.join(_ROPE_KINDS)} are"
+        raise checks.unsupported(config.path, f"{key}.{name} is {settings.values[name]!r}", supported)
+    missing = [needed for needed in _ROPE_KEYS.get(kind, ()) if settings.values.get(needed) is None]
+    if missing:
+        raise config.error(f"{key}.{missing[0]} is missing")
+
+    def number(key: str, default: float) -> float:
+        return default if settings.values.get(key) is None else settings.positive(key)
+
+    head_dim, trained_len = sizes["head_dim"], sizes["max_model_len"]
+    original_len = config.get("original_max_position_embeddings", int)
+    original_len = original_len or settings.get("original_max_position_embeddings", int) or trained_len
+    theta, share = number("rope_theta", 10000.0), number("partial_rotary_factor", 1.0)
+    dim = int(min(share, 2.0) * head_dim)
+    if kind == "proportional":
+        dim -= dim % 2
+    if not 0 < dim <= head_dim or dim % 2 or not 1 <= original_len <= checks.MAX_MODEL_LEN or theta == 1.0:
+        cause = f"partial_rotary_factor {share}, rope_theta {theta} and original_max_position_embeddings {original_len}"
+        raise config.error(f"{cause} make no rotation of heads of {head_dim} columns")
+    low, high = number("low_freq_factor", 1.0), number("high_freq_factor", 4.0)
+    if kind == "llama3" and low >= high:
+        raise config.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    return rope.RopeParameters(
+        kind=kind,
+        theta=theta,
+        dim=dim,
+        trained_len=trained_len,
+        original_len=original_len,
+        factor=number("factor", trained_len / original_len if kind in ("yarn", "longrope") else 1.0),
+        attention_factor=number("attention_factor", 1.0) if settings.values.get("attention_factor") is not None else None,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_context=scaling.require("original_max_position_embeddings", int),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        mscale=settings.get("mscale", float),
+        mscale_all_dim=settings.get("mscale_all_dim", float),
+        truncate=settings.get("truncate", bool) is not False,
+        short_factor=_factors(settings, "short_factor", dim // 2) if kind == "longrope" else (),
+        long_factor=_factors(settings, "long_factor", dim // 2) if kind == "longrope" else (),
+        query_growth=settings.get("llama_4_scaling_beta", float) or 0.0,
     )
+
+
+def _factors(settings: JsonFile, name: str, num_pairs: int) -> tuple[float, ...]:
+    values = settings.require(name, list)
+    is_right = len(values) == num_pairs and all(type(value) in (int, float) and 0 < value < math.inf for value in values)
+    if not is_right:
+        raise settings.error(f"{name} is not a list of {num_pairs} positive numbers")
+    return tuple(map(float, values))

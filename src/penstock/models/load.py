@@ -21,8 +21,9 @@ def load_model(
     floats: Floats = Floats.BF16,
     check_vocab: Callable[[GgufVocab], None] | None = None,
     generation: str = "none",
+    served_len: int | None = None,
 ) -> LoadedModel:
-    """The model of a source that is present, called `source.name`.
+    """The model of a source that is present, called `source.name`, for texts of up to `served_len` tokens (None: the model's).
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
     `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
@@ -34,12 +35,19 @@ def load_model(
     if source.kind is SourceKind.DIRECTORY:
         from penstock.models.hf import load_hf_directory
 
-        model = load_hf_directory(source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats)
+        model = load_hf_directory(
+            source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, served_len=served_len
+        )
     else:
         from penstock.models.gguf import load_gguf
 
         model = load_gguf(
-            source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, check_vocab=check_vocab
+            source.path,
+            name=source.name,
+            max_weight_bytes=max_weight_bytes,
+            floats=floats,
+            check_vocab=check_vocab,
+            served_len=served_len,
         )
     return obeying(model, generation)
 

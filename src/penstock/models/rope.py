@@ -1,22 +1,118 @@
 """Rotary position embeddings: their frequencies, scaled or not, and what they leave of a key's bias. Pure arithmetic.
 
-Loaders ask for frequencies. Backends ask for the part that all keys of a layer share, which none needs to store: a constant
-vector c in every key adds q c to every score of a query, and softmax does not see it. Keys of some architectures have such a
-part: a bias that is large where the rotation is slowest (Qwen2.5: hundreds, where other columns are of size one), and beside
-which a scale of 32 columns is coarse.
+Loaders read `RopeParameters` and ask for a `Rotation`. Backends ask for the part that all keys of a layer share, which none
+needs to store: a constant vector c in every key adds q c to every score of a query, and softmax does not see it. Keys of some
+architectures have such a part: a bias that is large where the rotation is slowest (Qwen2.5: hundreds, where other columns are
+of size one), and beside which a scale of 32 columns is coarse.
 
-Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; `llama3` as in the reference code of Llama 3.1.
+Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; YaRN and dynamic scaling, arXiv 2309.00071; LongRoPE,
+arXiv 2402.13753; `llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers'
+modeling_rope_utils.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.program import KvWrite
+from penstock.types.model_spec import Rotation
+
+Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeParameters:
+    """Settings of the rotary positions of all layers of a file, or of one kind of them. Numbers are finite and positive.
+
+    A field that `kind` does not use has any value.
+    """
+
+    kind: Kind = "default"
+    theta: float = 10000.0
+    dim: int
+    """Columns of a head that turn, the first ones; even."""
+    trained_len: int
+    """Longest text of the model."""
+    original_len: int = 1
+    """Longest text of the model before its context was extended."""
+    factor: float = 1.0
+    attention_factor: float | None = None
+    """Factor of cos and sin; None: what follows from the others."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """YaRN's range of pairs begins and ends at whole ones."""
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    divisors: tuple[float, ...] = ()
+    """Divisors of the frequencies, which count beside `kind`; none: 1."""
+    query_growth: float = 0.0
+
+
+def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> Rotation:
+    """The rotation of heads of `head_dim` columns in texts of up to `served_len` tokens.
+
+    Two kinds depend on the length of a text, where a cached key has to hold for every text that it begins: they are those of
+    the longest text, for all.
+    """
+    rope, dim = parameters, parameters.dim
+    inv_freq, attention_factor = inverse_frequencies(dim, rope.theta), 1.0
+    match rope.kind:
+        case "default":
+            pass
+        case "linear":
+            inv_freq = scale_linear(inv_freq, rope.factor)
+        case "dynamic":
+            length = max(served_len, rope.trained_len) / rope.trained_len
+            stretch = rope.factor * length - (rope.factor - 1.0)
+            inv_freq = inverse_frequencies(dim, rope.theta * stretch ** (dim / max(1, dim - 2)))
+        case "llama3":
+            inv_freq = scale_llama3(
+                inv_freq,
+                factor=rope.factor,
+                low_freq_factor=rope.low_freq_factor,
+                high_freq_factor=rope.high_freq_factor,
+                original_context=rope.original_len,
+            )
+        case "yarn":
+            inv_freq, attention_factor = _scale_yarn(inv_freq, rope), _yarn_attention_factor(rope)
+        case "longrope":
+            factors = rope.long_factor if served_len > rope.original_len else rope.short_factor
+            inv_freq = divide(inv_freq, factors)
+            if rope.factor > 1.0 and rope.original_len > 1:
+                attention_factor = math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_len))
+        case "proportional":  # frequencies of the whole head, of which the slow ones stand still
+            turning = inverse_frequencies(head_dim, rope.theta)[: dim // 2]
+            inv_freq = (*scale_linear(turning, rope.factor), *(0.0 for _ in range((head_dim - dim) // 2)))
+    if rope.divisors:
+        inv_freq = divide(inv_freq, rope.divisors)
+    return Rotation(
+        inv_freq=inv_freq,
+        attention_factor=attention_factor if rope.attention_factor is None else rope.attention_factor,
+        query_growth=rope.query_growth,
+        growth_len=rope.original_len if rope.query_growth else 1,
+    )
+
+
+def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
+    """Says which of a text's possible rotations all texts get; None for a kind that has one only."""
+    if parameters.kind == "longrope":
+        is_long, border = served_len > parameters.original_len, parameters.original_len
+        which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
+        return f"rotary factors for texts of {which} {border} tokens, for all of them; --max-model-len {other} takes the others"
+    if parameters.kind == "dynamic":
+        return f"rotary frequencies for texts of {max(served_len, parameters.trained_len)} tokens, for all of them"
+    return None
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:
@@ -49,6 +145,31 @@ def scale_llama3(
         return (1.0 - kept) * freq / factor + kept * freq
 
     return tuple(stretch(freq) for freq in inv_freq)
+
+
+def _scale_yarn(inv_freq: Sequence[float], rope: RopeParameters) -> tuple[float, ...]:
+    """Pairs that turn less than `beta_slow` times in the original context are stretched, those beyond `beta_fast` kept."""
+
+    def pair_of(num_turns: float) -> float:
+        return rope.dim * math.log(rope.original_len / (num_turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(inv_freq))]
+    return tuple(freq * (1.0 - share) + freq / rope.factor * share for freq, share in zip(inv_freq, stretched, strict=True))
+
+
+def _yarn_attention_factor(rope: RopeParameters) -> float:
+    def grown(multiplier: float) -> float:
+        return 1.0 + 0.1 * multiplier * math.log(max(1.0, rope.factor))
+
+    if rope.mscale and rope.mscale_all_dim:
+        return grown(rope.mscale) / grown(rope.mscale_all_dim)
+    return grown(1.0)
 
 
 F32 = NDArray[np.float32]

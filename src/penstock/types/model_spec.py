@@ -132,6 +132,10 @@ class ModelSpec:
         """The same with each layer as `change` makes it of its number and itself."""
         return replace(self, layers=tuple(change(i, layer) for i, layer in enumerate(self.layers)))
 
+    def with_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
+        """The same with the attention of each layer as `change` makes it of the layer's number and its attention."""
+        return self.with_layers(lambda i, layer: replace(layer, attention=change(i, layer.attention)))
+
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
         heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
