@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
 from penstock.models.rope import RopeParameters, choice_words, frequencies
@@ -28,6 +30,18 @@ _LIMITS: Mapping[str, int] = {
     "max_model_len": MAX_MODEL_LEN,
 }
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """The JSON object of a model's file. Raises ValueError for anything else, and for text that no UTF-8 can hold."""
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError("it is no object")
+    json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair would fail later, where its text is printed
+    return values
 
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:

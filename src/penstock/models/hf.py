@@ -122,7 +122,7 @@ def _refuse_adapter(path: Path) -> None:
 
 def _architecture_name(config: JsonFile) -> str:
     names = config.require("architectures", list)
-    if len(names) != 1 or names[0] not in architectures.HF_CLASSES:
+    if len(names) != 1 or type(names[0]) is not str or names[0] not in architectures.HF_CLASSES:
         raise ModelError(
             f"{config.path}: the architecture {', '.join(map(str, names)) or 'none'} is not supported.",
             remedy=f"Hugging Face directories are supported of: {', '.join(architectures.HF_CLASSES)}.",

@@ -6,7 +6,6 @@ wrote `rope_theta` and `rope_scaling`: both are read.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import sys
@@ -79,14 +78,11 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
     if is_optional and not path.is_file():
         return JsonFile(path, {})
     try:
-        values = json.loads(path.read_bytes())
+        return JsonFile(path, checks.json_object(path.read_bytes()))
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file.", remedy="Fetch the whole model directory.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: can't be read as JSON: {error}.", remedy="Fetch the file again.") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: is no JSON object.", remedy="Fetch the file again.")
-    return JsonFile(path, values)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be read as a JSON object: {error}.", remedy="Fetch the file again.") from error
 
 
 def read_spec(

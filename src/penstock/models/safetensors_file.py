@@ -6,7 +6,6 @@ Specification: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.checks import json_object
 from penstock.types.errors import ModelError
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -77,7 +77,10 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header_bytes > min(_MAX_HEADER_BYTES, len(data) - 8):
         raise _corrupt(path, "its header is longer than the file")
-    header = _parse_header(data[8 : 8 + header_bytes], path)
+    try:
+        header = json_object(data[8 : 8 + header_bytes])
+    except ValueError as error:
+        raise _corrupt(path, f"its header can't be read as a JSON object: {error}") from error
     body = np.frombuffer(data, dtype=np.uint8)[8 + header_bytes :]
     tensors = {name: _tensor(name, item, body, path) for name, item in header.items() if name != "__metadata__"}
     _check_cover(sorted(tuple(header[name]["data_offsets"]) for name in tensors), len(body), path)
@@ -93,16 +96,6 @@ def _check_cover(ranges: Iterable[tuple[int, int]], num_bytes: int, path: Path) 
         at = end
     if at != num_bytes:
         raise _corrupt(path, f"the last tensor ends at byte {at} of {num_bytes}")
-
-
-def _parse_header(text: bytes, path: Path) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(path, "its header is no JSON") from error
-    if not isinstance(header, dict):
-        raise _corrupt(path, "its header is no JSON object")
-    return header
 
 
 def _tensor(name: str, item: Any, body: NDArray[np.uint8], path: Path) -> StoredTensor:

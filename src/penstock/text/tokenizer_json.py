@@ -65,10 +65,12 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
         expansion = _expansion(orjson.loads(text), path)
         return tokenizers.Tokenizer.from_str(text), expansion
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{path} cannot be read: {error.strerror}.", remedy="Fetch it again.") from error
     except ModelError:
         raise
-    except Exception as error:  # the library raises bare Exception, and so does the reading of what is no tokenizer
+    except BaseException as error:  # the library raises bare Exception, and so does the reading of what is no tokenizer
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # the library's, of a corrupt file
+            raise
         raise ModelError(
             f"{path} is not a valid tokenizer.json: {error}.",
             remedy="Fetch it again, or use a newer version of the package tokenizers.",
