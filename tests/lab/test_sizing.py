@@ -9,10 +9,12 @@ import pytest
 from penstock.lab.cost_model import CostModel, Fitted
 from penstock.lab.hardware import Hardware, find, known_hardware
 from penstock.lab.sizing import (
+    BOUND_ROWS,
     ModelSize,
     arithmetic,
     batch_point,
     batch_table,
+    bounds,
     decode_bytes,
     decode_row_ops,
     decode_shape,
@@ -153,6 +155,17 @@ def test_a_step_takes_as_long_as_its_reads_up_to_the_knee_and_then_as_its_produc
     prompt = cost.duration_ns(StepShape(((512, 0),), 0))
     pairs_ns = 512 * 513 / 2 * 2 * size.num_attention_products / 0.5e12 * 1e9
     assert prompt == pytest.approx(512 * token_ns + pairs_ns, rel=0.01), "reading the weights hides behind the products"
+
+
+def test_bounds_are_the_peaks_and_no_step_is_faster() -> None:
+    """Work that does not overlap makes a server slower than the peaks, never faster."""
+    size, box = sized(LLAMA_3_8B, KvDtype.BF16), machine(read_share=1.0, compute_share=1.0)
+    most, cost = bounds(size, box), roofline(size, speeds(size, box))
+    assert most.prompt_tokens_per_s == pytest.approx(box.bf16_ops_per_s / (2 * size.num_token_products))
+    assert most.one_row_tokens_per_s == pytest.approx(box.read_bytes_per_s / decode_bytes(size, 1, 0))
+    assert most.one_row_tokens_per_s < most.many_rows_tokens_per_s <= BOUND_ROWS * most.one_row_tokens_per_s
+    for num_rows, bound in ((1, most.one_row_tokens_per_s), (BOUND_ROWS, most.many_rows_tokens_per_s)):
+        assert num_rows * 1e9 / cost.duration_ns(decode_shape(num_rows, 0)) < bound
 
 
 def test_a_step_reads_the_experts_that_its_tokens_are_sent_to() -> None:

@@ -24,6 +24,7 @@ _COMMANDS = {
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
     "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
+    "show": ("penstock.cli.show:show", "Say what a model's files are, what is refused, memory and speed here."),
     "simulate": ("penstock.cli.simulate:simulate", "Say what traffic would do on a configuration, without serving it."),
     "plan": ("penstock.cli.plan:plan", "Size a deployment: the rate that holds SLOs, what binds, replicas, cost."),
     "tune": ("penstock.cli.tune:tune", "Search the settings that suit a workload; write those that are surely better."),

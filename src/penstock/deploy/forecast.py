@@ -105,9 +105,13 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
         from penstock.models.hf import read_hf_spec
 
         return _assumed_outline(source.name, read_hf_spec(source.path))
-    config = device.settled_elsewhere(config, is_gpu=is_gpu)
-    model = load_model(source, floats=device.held_floats(config))
-    held = _held_bytes(config, model)
+    model = load_model(source, floats=device.held_floats(device.settled_elsewhere(config, is_gpu=is_gpu)))
+    return outline_of(config, model, is_gpu=is_gpu)
+
+
+def outline_of(config: Config, model: LoadedModel, *, is_gpu: bool) -> Outline:
+    """The same of a model that is loaded, which reads no weight either."""
+    held = _held_bytes(device.settled_elsewhere(config, is_gpu=is_gpu), model)
     read_bytes = sum(held.values()) - (0 if model.spec.tie_word_embeddings else held["embed"])
     return Outline(
         name=model.name,

@@ -209,6 +209,36 @@ def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
     return replace(cost, step_ns=cost.step_ns / factor, decode_read_ns=cost.decode_read_ns / factor)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Tokens per second that no server exceeds with this machine's peaks, whatever it does: short texts, nothing but products
+    and reads."""
+
+    prompt_tokens_per_s: float
+    one_row_tokens_per_s: float
+    """Output of one conversation."""
+    many_rows_tokens_per_s: float
+    """Output of `BOUND_ROWS` conversations together."""
+
+
+BOUND_ROWS = 32
+
+
+def bounds(size: ModelSize, hardware: Hardware) -> Bounds:
+    """The longer of reading and multiplying, each at the machine's peak, as if all else were free and both ran at once."""
+    ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
+
+    def decoded(num_rows: int) -> float:
+        read_s = decode_bytes(size, num_rows, 0) / hardware.read_bytes_per_s
+        return num_rows / max(read_s, num_rows * decode_row_ops(size, 0) / ops_per_s)
+
+    return Bounds(
+        prompt_tokens_per_s=ops_per_s / token_ops(size),
+        one_row_tokens_per_s=decoded(1),
+        many_rows_tokens_per_s=decoded(BOUND_ROWS),
+    )
+
+
 def knee_rows(size: ModelSize, rates: Speeds) -> float:
     """Rows at which the products of a decode step take as long as reading the weights. Below, one more is nearly free."""
     row_ops = 2 * (size.num_token_products + size.num_logit_products)

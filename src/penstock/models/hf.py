@@ -14,7 +14,7 @@ from penstock.models import architectures, checks
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
 from penstock.models.hf_quantised import conversion_notes, put_together, read_quantisation
-from penstock.models.hf_text import read_chat_templates
+from penstock.models.hf_text import find_tokenizer, read_chat_templates
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
@@ -49,7 +49,7 @@ def load_hf_directory(
     architecture = architectures.find(architecture_name)
     canonical = partial(architectures.canonical_name, top=_TOP, block=_BLOCK, layer=architecture.hf_layer)
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
-    opened = put_together(quantisation, _open_weights(path))
+    opened = put_together(quantisation, open_weights(path))
     stored = {canonical(name): tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
     scales = {canonical(name): scale for name, scale in opened.scales.items()}
     facts = {"has_qkv_bias": "layers.0.q_bias" in stored, "has_output": "output" in stored}
@@ -66,11 +66,7 @@ def load_hf_directory(
     if not spec.tie_word_embeddings:
         held += _looked_up_bytes(stored["embed"], floats)
     checks.check_memory(held, max_weight_bytes, path)
-    tokenizer = path / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise ModelError(
-            f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
-        )
+    tokenizer = find_tokenizer(path)
     bos_token_id = read_bos_id(config, spec.vocab_size)
     generation = read_json(path / "generation_config.json", is_optional=True)
     eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
@@ -130,7 +126,8 @@ def _architecture_name(config: JsonFile) -> str:
     return architectures.HF_CLASSES[names[0]]
 
 
-def _open_weights(path: Path) -> dict[str, StoredTensor]:
+def open_weights(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a directory by name, of all its shards. Raises ModelError."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return open_safetensors(_single_file(path))

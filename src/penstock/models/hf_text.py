@@ -14,6 +14,16 @@ from penstock.types.errors import ModelError
 _DEFAULT = "default"
 
 
+def find_tokenizer(path: Path) -> Path:
+    """The file of a directory's tokenizer. Raises ModelError."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
+        )
+    return file
+
+
 def read_chat_templates(path: Path) -> Mapping[str, str]:
     """The templates of a directory by name; without a name of its own one is `default`. Raises ModelError.
 

@@ -42,6 +42,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     _raw: NDArray[np.uint8]
 
+    @property
+    def num_bytes(self) -> int:
+        return self._raw.nbytes
+
     def array(self) -> NDArray[np.generic]:
         """The values [shape], bf16 and e4m3 as bit patterns; not copied if aligned. Raises ModelError for other types."""
         if self.dtype not in FLOATS:

@@ -69,8 +69,7 @@ def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine,
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
-    for op in program.ops:
-        _refuse_unknown(op)
+    check_program(program)
     known = _Weights(program, weights, engine)
     emitter = _Emitter(program, known, engine, num_positions)
     for group in fuse(program.ops, known):
@@ -78,17 +77,19 @@ def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine,
     emitter.flush()
 
 
-def _refuse_unknown(op: Op) -> None:
-    if isinstance(op, States):
+def check_program(program: Program) -> None:
+    """Raises `ModelError`, which names every operation and field that this backend can't compute. Needs no weights."""
+    if any(isinstance(op, States) for op in program.ops):
         raise ModelError(
             "the native backend can't end a program in States yet: it computes logits.",
             remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
         )
-    for feature in features(op):
-        if feature not in COMPUTED:
-            raise ModelError(
-                f"the native backend can't compute {feature} yet.", remedy="Use --backend reference for this architecture."
-            )
+    missing = dict.fromkeys(feature for op in program.ops for feature in features(op) if feature not in COMPUTED)
+    if missing:
+        raise ModelError(
+            f"the native backend can't compute {', '.join(missing)} yet.",
+            remedy="Use --backend reference for this architecture.",
+        )
 
 
 # The first pass: what becomes one

@@ -1,0 +1,156 @@
+"""The facts of a model's files, from their headers alone, also of models that Penstock can't serve. Called by
+`deploy.appraisal`.
+
+A loader reads what it computes with, and refuses the rest; this reads what is there, and refuses only what can't be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.models.catalog import ModelSource, SourceKind
+
+MAX_WORD_CHARS = 80
+"""Characters that are shown of a text in a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormat:
+    """The tensors that a file has in one format."""
+
+    name: str
+    """In capitals, as GGML or safetensors calls it; of one that is unknown its number."""
+    num_tensors: int
+    num_values: int
+    """Numbers by the tensors' shapes: of integers that weights are packed in, fewer than weights."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    path: Path
+    container: str
+    """The form of the files in words."""
+    title: str
+    """The model's name, as its files give it; may be empty."""
+    license: str
+    architecture: str
+    """The architecture, as the files call it."""
+    quantisation: str
+    """Method and bits of a quantised Hugging Face directory; else empty."""
+    num_file_bytes: int
+    """Size of the files with weights."""
+    formats: tuple[StoredFormat, ...]
+    """The largest first."""
+    num_layers: int | None
+    max_model_len: int | None
+    """Positions that the model was made for."""
+    vocabulary: str
+    """Kind of the tokenizer in words."""
+    num_tokens: int | None
+    """Size of the vocabulary."""
+    chat_templates: Mapping[str, str]
+    """By name."""
+
+    @property
+    def num_values(self) -> int:
+        return sum(one.num_values for one in self.formats)
+
+
+def read_facts(source: ModelSource) -> ModelFacts:
+    """The facts of a source that is present. Raises ModelError for files that can't be read."""
+    return _directory_facts(source.path) if source.kind is SourceKind.DIRECTORY else _gguf_facts(source.path)
+
+
+def _gguf_facts(path: Path) -> ModelFacts:
+    from penstock.models.gguf import read_chat_templates
+    from penstock.models.gguf_file import FORMATS, open_gguf
+
+    file = open_gguf(path)
+    values = file.metadata
+    architecture = _text(values, "general.architecture")
+    tokens = values.get("tokenizer.ggml.tokens")
+    kind = ", ".join(filter(None, (_text(values, "tokenizer.ggml.model"), _text(values, "tokenizer.ggml.pre"))))
+    return ModelFacts(
+        path=path,
+        container="GGUF file",
+        title=_text(values, "general.name"),
+        license=_text(values, "general.license"),
+        architecture=architecture,
+        quantisation="",
+        num_file_bytes=path.stat().st_size,
+        formats=_formats(
+            (
+                FORMATS[entry.type_id].value.upper() if entry.type_id in FORMATS else f"type {entry.type_id}",
+                entry.shape,
+                entry.num_bytes,
+            )
+            for entry in file.tensors.values()
+        ),
+        num_layers=_count(values, f"{architecture}.block_count"),
+        max_model_len=_count(values, f"{architecture}.context_length"),
+        vocabulary=kind,
+        num_tokens=len(tokens) if isinstance(tokens, list) else None,
+        chat_templates=read_chat_templates(file),
+    )
+
+
+def _directory_facts(path: Path) -> ModelFacts:
+    from penstock.models.hf import open_weights
+    from penstock.models.hf_config import read_json
+    from penstock.models.hf_text import read_chat_templates
+
+    values = read_json(path / "config.json").values
+    inner = values.get("text_config")
+    values = {**values, **(inner if isinstance(inner, dict) else {}), "architectures": values.get("architectures")}
+    has_weights = any(path.glob("*.safetensors"))
+    tensors = open_weights(path) if has_weights else {}
+    names = values["architectures"]
+    return ModelFacts(
+        path=path,
+        container="Hugging Face directory" if has_weights else "Hugging Face directory without weights",
+        title=_text(values, "_name_or_path"),
+        license="",
+        architecture=", ".join(str(name)[:MAX_WORD_CHARS] for name in names[:3]) if isinstance(names, list) else "",
+        quantisation=_quantisation(values.get("quantization_config")),
+        num_file_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        formats=_formats((tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors.values()),
+        num_layers=_count(values, "num_hidden_layers"),
+        max_model_len=_count(values, "max_position_embeddings"),
+        vocabulary=next((name for name in ("tokenizer.json", "tekken.json", "tokenizer.model") if (path / name).is_file()), ""),
+        num_tokens=_count(values, "vocab_size"),
+        chat_templates=read_chat_templates(path),
+    )
+
+
+def _formats(tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> tuple[StoredFormat, ...]:
+    """The tensors, of which name of the format, shape and bytes are given, added up by format."""
+    sums: dict[str, list[int]] = {}
+    for name, shape, num_bytes in tensors:
+        one = sums.setdefault(name, [0, 0, 0])
+        for idx, number in enumerate((1, math.prod(shape), num_bytes)):
+            one[idx] += number
+    found = [StoredFormat(name=name, num_tensors=n, num_values=v, num_bytes=b) for name, (n, v, b) in sums.items()]
+    return tuple(sorted(found, key=lambda one: -one.num_bytes))
+
+
+def _quantisation(settings: object) -> str:
+    if not isinstance(settings, dict):
+        return ""
+    bits = settings.get("bits")
+    return f"{settings.get('quant_method')}"[:MAX_WORD_CHARS] + (f", {bits} bits" if type(bits) is int else "")
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    """One line of a text, printable and not too long; empty if there is none."""
+    value = values.get(key)
+    return "".join(char if char.isprintable() else " " for char in value[:MAX_WORD_CHARS]) if isinstance(value, str) else ""
+
+
+def _count(values: Mapping[str, Any], key: str) -> int | None:
+    value = values.get(key)
+    return value if type(value) is int else None
