@@ -342,7 +342,7 @@ def test_sliding_window_limits_the_context(tmp_path):
 
 
 REFUSED = {
-    "architecture": ({"general.architecture": "rwkv7"}, "'rwkv7' is not supported.*llama"),
+    "architecture": ({"general.architecture": "rwkv7"}, "rwkv7 is not supported: its layers have a recurrent state.*llama"),
     "experts": ({"llama.expert_count": 8}, "mixtures of experts"),
     "split": ({"split.count": 2}, "one part of a split model"),
     "adapter": ({"general.type": "adapter"}, "is an adapter.*merge it"),

@@ -299,7 +299,7 @@ REFUSED = {
     "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
-    "bias": ({"mlp_bias": True}, "mlp_bias is True.*another model"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is True, and the weights have none"),
     "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "the quantisation aqlm is not"),
     "rope": (
         {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},

@@ -115,6 +115,17 @@ _WIDE_QWEN2 = settings(
     intermediate_size=160,
     tie_word_embeddings=True,
 )
+_QWEN3 = settings("qwen3", "Qwen3ForCausalLM", attention_bias=False, use_sliding_window=False)
+_WINDOWED_QWEN3 = {
+    **_QWEN3,
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 3000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+_HEAD_NORMS = {"self_attn__q_norm__weight": (24,), "self_attn__k_norm__weight": (24,)}
+_QWEN3_CASE = TinyCase(architecture="qwen3", config=_QWEN3, shapes=shapes(_QWEN3, **_HEAD_NORMS), seed=20)
 
 _LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
 _WIDE_CASE = TinyCase(
@@ -140,6 +151,21 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "gguf_q8_0": replace(_WIDE_CASE, seed=7, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q8_0")),
         "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
         "qwen2": TinyCase(architecture="qwen2", config=_QWEN2, shapes=shapes(_QWEN2, **_qkv_bias(_QWEN2)), seed=8),
+        "qwen3": _QWEN3_CASE,
+        "qwen3_windows_yarn": TinyCase(
+            architecture="qwen3", config=_WINDOWED_QWEN3, shapes=shapes(_WINDOWED_QWEN3, **_HEAD_NORMS), seed=21
+        ),
+        "qwen3_vl": replace(
+            _QWEN3_CASE,
+            wrapper={
+                "architectures": ["Qwen3VLForConditionalGeneration"],
+                "model_type": "qwen3_vl",
+                "vision_config": {"depth": 1},
+                "tie_word_embeddings": False,
+            },
+            golden="qwen3",
+        ),
+        "qwen3_gguf": replace(_QWEN3_CASE, gguf=Gguf(architecture="qwen3", metadata={}), golden="qwen3"),
         "qwen2_gguf_q8_0": TinyCase(
             architecture="qwen2",
             config=_WIDE_QWEN2,

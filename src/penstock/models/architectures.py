@@ -6,18 +6,19 @@ The loaders and `deploy` ask here by name; a new architecture is one value in on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
 if TYPE_CHECKING:  # a start reads files of one kind
+    from pathlib import Path
+
     from penstock.models.gguf_file import GgufFile
     from penstock.models.hf_config import JsonFile
 
@@ -26,16 +27,56 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "llama": "penstock.models.llama:LLAMA",
         "mistral": "penstock.models.llama:MISTRAL",
         "qwen2": "penstock.models.llama:QWEN2",
+        "qwen3": "penstock.models.qwen3:QWEN3",
     }
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
-    {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "Qwen3VLForConditionalGeneration": "qwen3",
+    }
 )
 """`architectures` in a config.json -> our name."""
-GGUF_NAMES: Mapping[str, str] = MappingProxyType({"llama": "llama", "qwen2": "qwen2"})
+GGUF_NAMES: Mapping[str, str] = MappingProxyType({"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"})
 """`general.architecture` in a GGUF file -> our name."""
 
+_MLA = "its attention has latent keys and values, which the KV cache can't hold yet"
+_STATE = "its layers have a recurrent state, for which there is no place in the KV cache"
+_LAYERS = "the keys and values of its layers differ in shape"
+_ALIBI = "its attention has ALiBi positions, which no backend computes"
+_ENCODER = "it has an encoder, and Penstock serves decoders"
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "deepseek2"), _MLA),
+        **dict.fromkeys(("KimiK2ForCausalLM", "KimiK25ForConditionalGeneration", "LongcatFlashForCausalLM"), _MLA),
+        **dict.fromkeys(("MiniCPM3ForCausalLM", "minicpm3"), _MLA),
+        **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "mamba", "mamba2"), _STATE),
+        **dict.fromkeys(("JambaForCausalLM", "BambaForCausalLM", "ZambaForCausalLM", "Zamba2ForCausalLM", "jamba"), _STATE),
+        **dict.fromkeys(("GraniteMoeHybridForCausalLM", "granitehybrid", "FalconH1ForCausalLM", "falcon-h1"), _STATE),
+        **dict.fromkeys(("NemotronHForCausalLM", "nemotron_h", "KimiLinearForCausalLM", "kimi-linear"), _STATE),
+        **dict.fromkeys(("Qwen3NextForCausalLM", "qwen3next", "Qwen3_5ForCausalLM", "qwen35"), _STATE),
+        **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "qwen35moe"), _STATE),
+        **dict.fromkeys(("RwkvForCausalLM", "RecurrentGemmaForCausalLM", "rwkv6", "rwkv7", "plamo2"), _STATE),
+        **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "gemma3n"), _LAYERS),
+        **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "gemma4"), _LAYERS),
+        **dict.fromkeys(("OpenELMForCausalLM", "openelm", "DeciLMForCausalLM", "deci"), _LAYERS),
+        **dict.fromkeys(("BloomForCausalLM", "bloom", "MptForCausalLM", "MPTForCausalLM", "mpt", "jais"), _ALIBI),
+        **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5"), _ENCODER),
+    }
+)
+"""`architectures` in a config.json, or `general.architecture` in a GGUF file -> why it is not served."""
+
+HF_TOP: Mapping[str, str] = MappingProxyType(
+    {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
+)
+GGUF_TOP: Mapping[str, str] = MappingProxyType(
+    {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
+)
+"""Names of tensors outside of layers -> ours, in most models."""
 HF_LAYER: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm.weight": "attn_norm",
@@ -46,10 +87,14 @@ HF_LAYER: Mapping[str, str] = MappingProxyType(
         "self_attn.q_proj.bias": "q_bias",
         "self_attn.k_proj.bias": "k_bias",
         "self_attn.v_proj.bias": "v_bias",
+        "self_attn.o_proj.bias": "o_bias",
         "post_attention_layernorm.weight": "mlp_norm",
         "mlp.gate_proj.weight": "gate",
         "mlp.up_proj.weight": "up",
         "mlp.down_proj.weight": "down",
+        "mlp.gate_proj.bias": "gate_bias",
+        "mlp.up_proj.bias": "up_bias",
+        "mlp.down_proj.bias": "down_bias",
     }
 )
 """End of a tensor's name after "model.layers.{i}.", in most models -> end of our name after "layers.{i}."."""
@@ -63,17 +108,40 @@ GGUF_LAYER: Mapping[str, str] = MappingProxyType(
         "attn_q.bias": "q_bias",
         "attn_k.bias": "k_bias",
         "attn_v.bias": "v_bias",
+        "attn_output.bias": "o_bias",
         "ffn_norm.weight": "mlp_norm",
         "ffn_gate.weight": "gate",
         "ffn_up.weight": "up",
         "ffn_down.weight": "down",
+        "ffn_gate.bias": "gate_bias",
+        "ffn_up.bias": "up_bias",
+        "ffn_down.bias": "down_bias",
     }
 )
 """End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A tensor of a file that is not one of our weights as it is.
+
+    It may hold several, by their rows, and be a cube: a matrix for each expert. The columns of biases are what rows are here.
+    """
+
+    names: tuple[str, ...]
+    """Ends of our names, in the order of their rows; how many each has follows from the program."""
+    is_transposed: bool = False
+    """The file has outputs as columns."""
+    is_interleaved: bool = False
+    """Row i is of the weight i modulo their number."""
+
+
 def _as_read(_: object, spec: ModelSpec) -> ModelSpec:
     return spec
+
+
+def _as_they_are(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +157,16 @@ class Architecture:
     """
     of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = _as_read
     """The same of a GGUF file's metadata."""
-    hf_layer: Mapping[str, str] = field(default_factory=lambda: HF_LAYER)
-    gguf_layer: Mapping[str, str] = field(default_factory=lambda: GGUF_LAYER)
+    hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_they_are
+    """Given config.json, returns it with the keys that `read_spec` asks for: renamed, or with transformers' defaults."""
+    hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
+    """End of a tensor's name -> end of ours, or the several weights that it holds. `*` stands for the number of an expert."""
+    hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
+    """Names of tensors outside of layers."""
+    hf_layers: str = "model.layers."
+    """The beginning of the names of layers' tensors, before their number."""
+    gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
+    gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_gguf: bool = False
     """The converter has put the rows of q and k into the interleaved rope layout; else they are half-split, as ours are."""
     has_partial_rope: bool = False
@@ -99,16 +175,15 @@ class Architecture:
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
 
 
-def canonical_name(name: str, *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str]) -> str:
-    """Our name of a file's tensor; an unknown one keeps its own, for the error message.
-
-    `block` matches the number of a layer and the end of the name, which `layer` has; `top` has the tensors outside of layers.
-    """
-    found = block.fullmatch(name)
+def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
+    """Our name of what a file calls its architecture. Raises ModelError for one that is not supported, and says why."""
+    found = known.get(name)
     if found is None:
-        return top.get(name, name)
-    suffix = layer.get(found[2])
-    return f"layers.{int(found[1])}.{suffix}" if suffix else name
+        why = f": {REFUSED[name]}" if name in REFUSED else ""
+        raise ModelError(
+            f"{path}: the architecture {name} is not supported{why}.", remedy=f"Supported are: {', '.join(known)}."
+        )
+    return found
 
 
 def find(name: str) -> Architecture:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
 from penstock.models.rope import RopeParameters, choice_words, frequencies
 from penstock.types.errors import ModelError, NotEnoughMemory
-from penstock.types.model_spec import ModelSpec, Rotation
+from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, Rotation
 
 _log = logging.getLogger(__name__)
 REFETCH = "Fetch the model again; if it stays so, its converter is at fault."
@@ -65,6 +66,8 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Reals of the spec are usable. Raises ModelError."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
+    if any(layer.attention.window < 0 for layer in spec.layers):
+        raise ModelError(f"{path}: a window of attention is below 0.", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
     if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
@@ -79,6 +82,20 @@ def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: P
         return frequencies(parameters, head_dim, served_len)
     except (ArithmeticError, ValueError) as error:
         raise ModelError(f"{path}: the rotary parameters have numbers without measure: {error}.", remedy=REFETCH) from error
+
+
+def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
+    """A layer with this rotation, and with the biases and sinks that a model has which has weights of these names."""
+    attention = replace(
+        layer.attention,
+        rotation=turn,
+        has_o_bias="layers.0.o_bias" in names,
+        has_sinks="layers.0.sinks" in names,
+    )
+    mlp = layer.mlp
+    if isinstance(mlp, GatedMlp):
+        mlp = replace(mlp, has_bias="layers.0.down_bias" in names)
+    return replace(layer, attention=attention, mlp=mlp)
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from penstock.models import architectures, checks, rope
 from penstock.models.architectures import Architecture
+from penstock.models.assembly import find_pieces, put_together, shape_of
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
@@ -24,7 +25,6 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
 
-_TOP: Mapping[str, str] = {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
@@ -92,14 +92,20 @@ def load_gguf(
     _refuse_other_formats(path)
     file = open_gguf(path)
     architecture = _find_architecture(file)
-    entries = {
-        architectures.canonical_name(name, top=_TOP, block=_BLOCK, layer=architecture.gguf_layer): entry
-        for name, entry in file.tensors.items()
-        if name not in _OF_ROPE
-    }
+    stored = {name: entry for name, entry in file.tensors.items() if name not in _OF_ROPE}
+    pieces = find_pieces(stored, top=architecture.gguf_top, block=_BLOCK, layer=architecture.gguf_layer)
+    entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
     spec = architecture.of_gguf(file, _read_spec(file, entries, served_len))
     checks.check_spec(spec, path)
-    checks.check_weights(architecture.describe(spec), {name: matrix_shape(entry) for name, entry in entries.items()}, path)
+    program = architecture.describe(spec)
+    wanted, shapes = checks.weight_shapes(program), {name: matrix_shape(entry) for name, entry in stored.items()}
+    found_shapes = {name: shape_of(name, found, shapes, wanted) for name, found in pieces.items()}
+    checks.check_weights(program, found_shapes, path)
+    for key, found in pieces.items():
+        if found[0].layout is not None:
+            rows, cols = found_shapes[key]
+            shape = (cols,) if key.endswith("_bias") else (rows, cols)
+            entries[key] = replace(entries[key], shape=shape, num_bytes=entries[key].num_bytes // len(found[0].names))
     checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
@@ -114,8 +120,10 @@ def load_gguf(
         name=name or path.stem,
         spec=spec,
         weights={
-            key: load_tensor(file, entry, key, _rope_heads(key, spec) if architecture.is_interleaved_in_gguf else 0)
-            for key, entry in entries.items()
+            key: load_tensor(file, entries[key], key, _rope_heads(key, spec) if architecture.is_interleaved_in_gguf else 0)
+            if found[0].layout is None
+            else put_together(key, found, shapes, wanted, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
+            for key, found in pieces.items()
         },
         tokenizer_source=vocab,
         chat_templates=read_chat_templates(file),
@@ -170,18 +178,12 @@ def _find_architecture(file: GgufFile) -> Architecture:
             f"{file.path}: this is an adapter (LoRA), not a model.",
             remedy="Penstock does not serve adapters yet: merge it into its model (llama-export-lora) and serve the result.",
         )
-    name = file.require("general.architecture", str)
-    if name not in architectures.GGUF_NAMES:
-        supported = " or ".join(architectures.GGUF_NAMES)
-        raise ModelError(
-            f"{file.path}: the architecture {name!r} is not supported.",
-            remedy=f'Use a GGUF file of the architecture {supported}: see "Other models" in the README.',
-        )
+    name = architectures.our_name(file.require("general.architecture", str), architectures.GGUF_NAMES, file.path)
     if (file.get("split.count", int) or 0) > 1:
         raise ModelError(
             f"{file.path}: this is one part of a split model.", remedy="Merge the parts with `llama-gguf-split --merge`."
         )
-    return architectures.find(architectures.GGUF_NAMES[name])
+    return architectures.find(name)
 
 
 def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: int | None) -> ModelSpec:
@@ -199,10 +201,11 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: i
         architecture=architecture,
         rope_inv_freq=(),
         has_qkv_bias="layers.0.q_bias" in entries,
-        norm_eps=file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
+        norm_eps=file.get(f"{key}.attention.layer_norm_epsilon", float)
+        or file.require(f"{key}.attention.layer_norm_rms_epsilon", float),
         tie_word_embeddings="output" not in entries,
         **sizes,
-    ).with_attention(lambda _, attention: replace(attention, rotation=rotation))
+    ).with_layers(lambda _, layer: checks.with_facts(layer, entries, rotation))
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:

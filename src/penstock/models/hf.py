@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from penstock.models import architectures, checks
+from penstock.models import architectures, checks, hf_quantised
+from penstock.models.assembly import Piece, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
-from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens
-from penstock.models.hf_quantised import conversion_notes, put_together, read_quantisation
+from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
+from penstock.models.hf_quantised import read_quantisation
 from penstock.models.hf_text import find_tokenizer, read_chat_templates
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
@@ -22,8 +22,8 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
-_TOP: Mapping[str, str] = {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
-_BLOCK = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
+_TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
+"""Tensors of the text model, in a model that has others beside it."""
 _DERIVED = "rotary_emb.inv_freq"
 """Old checkpoints carry what config.json already says."""
 
@@ -44,40 +44,55 @@ def load_hf_directory(
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
     """
     _refuse_adapter(path)
-    config = read_json(path / "config.json")
+    whole = read_json(path / "config.json")
+    config = text_part(whole)
     architecture_name = _architecture_name(config)
     architecture = architectures.find(architecture_name)
-    canonical = partial(architectures.canonical_name, top=_TOP, block=_BLOCK, layer=architecture.hf_layer)
+    config = JsonFile(config.path, architecture.hf_values(config.values))
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
-    opened = put_together(quantisation, open_weights(path))
-    stored = {canonical(name): tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
-    scales = {canonical(name): scale for name, scale in opened.scales.items()}
-    facts = {"has_qkv_bias": "layers.0.q_bias" in stored, "has_output": "output" in stored}
-    spec = architecture.of_hf(config, read_spec(config, architecture_name, **facts, served_len=served_len))
+    opened = hf_quantised.put_together(quantisation, open_weights(path))
+    tensors = {name: tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
+    if "text_config" in whole.values or "vision_config" in whole.values:
+        tensors = _text_tensors(tensors, path)
+    scales = {_text_name(name): scale for name, scale in opened.scales.items()}
+    block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
+    pieces = find_pieces(tensors, top=architecture.hf_top, block=block, layer=architecture.hf_layer)
+    spec = architecture.of_hf(config, read_spec(config, architecture_name, pieces, served_len=served_len))
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings:
-        stored.pop("output", None)
-    checks.check_weights(architecture.describe(spec), {name: _matrix_shape(tensor) for name, tensor in stored.items()}, path)
+        pieces.pop("output", None)
+    program = architecture.describe(spec)
+    wanted, shapes = checks.weight_shapes(program), {name: tensor.shape for name, tensor in tensors.items()}
+    found_shapes = {name: shape_of(name, found, shapes, wanted) for name, found in pieces.items()}
+    checks.check_weights(program, found_shapes, path)
+    first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
     held = sum(
-        _held_bytes(tensor, scales.get(key), held_floats(key, floats))
-        for key, tensor in stored.items()
+        _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
+        for key, shape in found_shapes.items()
         if key != "embed" or spec.tie_word_embeddings
     )
     if not spec.tie_word_embeddings:
-        held += _looked_up_bytes(stored["embed"], floats)
+        held += _looked_up_bytes(first["embed"], floats)
     checks.check_memory(held, max_weight_bytes, path)
     tokenizer = find_tokenizer(path)
     bos_token_id = read_bos_id(config, spec.vocab_size)
     generation = read_json(path / "generation_config.json", is_optional=True)
     eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
     special_tokens, chat_templates = read_special_tokens(path), read_chat_templates(path)
-    notes = conversion_notes(stored.values())
+    notes = hf_quantised.conversion_notes(tensors.values())
     for note in notes:
         _log.info("%s: %s", path.name, note)
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
-        weights={key: _weight(key, tensor, scales.get(key), architecture.hf_norm_offset) for key, tensor in stored.items()},
+        weights={
+            key: _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset)
+            if found[0].layout is None
+            else put_together(
+                key, found, shapes, wanted, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
+            )
+            for key, found in pieces.items()
+        },
         tokenizer_source=tokenizer,
         chat_templates=chat_templates,
         bos_token_id=bos_token_id,
@@ -94,12 +109,14 @@ def read_hf_spec(path: Path) -> ModelSpec:
 
     Biases of queries, keys and values are told by weights alone: here they are those that `attention_bias` or Qwen 2 implies.
     """
-    config = read_json(path / "config.json")
+    config = text_part(read_json(path / "config.json"))
     architecture_name = _architecture_name(config)
+    architecture = architectures.find(architecture_name)
+    config = JsonFile(config.path, architecture.hf_values(config.values))
     has_bias = config.get("attention_bias", bool)
     has_bias = architecture_name == "qwen2" if has_bias is None else has_bias
-    spec = read_spec(config, architecture_name, has_qkv_bias=has_bias, has_output=True)
-    spec = architectures.find(architecture_name).of_hf(config, spec)
+    spec = read_spec(config, architecture_name, {"output", *(["layers.0.q_bias"] if has_bias else [])})
+    spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")
     return spec
 
@@ -118,12 +135,30 @@ def _refuse_adapter(path: Path) -> None:
 
 def _architecture_name(config: JsonFile) -> str:
     names = config.require("architectures", list)
-    if len(names) != 1 or type(names[0]) is not str or names[0] not in architectures.HF_CLASSES:
-        raise ModelError(
-            f"{config.path}: the architecture {', '.join(map(str, names)) or 'none'} is not supported.",
-            remedy=f"Hugging Face directories are supported of: {', '.join(architectures.HF_CLASSES)}.",
-        )
-    return architectures.HF_CLASSES[names[0]]
+    return architectures.our_name(", ".join(map(str, names)) or "none", architectures.HF_CLASSES, config.path)
+
+
+Stored = StoredTensor | PackedIntegers
+
+
+def _text_name(name: str) -> str:
+    """The name that a tensor would have in a model of text alone."""
+    found = _TEXT.fullmatch(name)
+    if found is None:
+        return name
+    return found[1] if found[1].startswith("lm_head.") else f"model.{found[1]}"
+
+
+def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
+    """Tensors of the text model; the log names the others, which are left out."""
+    has_prefix = any(_TEXT.fullmatch(name) for name in tensors)
+    of_text = {name for name in tensors if _TEXT.fullmatch(name) or name.startswith("lm_head.")}
+    if not has_prefix:
+        of_text |= {name for name in tensors if name.startswith("model.")}
+    others = {".".join(name.split(".")[:2]) for name in tensors.keys() - of_text}
+    if others:
+        _log.info("%s: answers are to text alone; left out: %s", path.name, ", ".join(sorted(others)[:8]))
+    return {_text_name(name): tensor for name, tensor in tensors.items() if name in of_text}
 
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:
@@ -156,33 +191,47 @@ def _single_file(path: Path) -> Path:
     return single
 
 
-def _matrix_shape(tensor: StoredTensor | PackedIntegers) -> tuple[int, int]:
-    """(num_rows, num_cols); a vector is one row, a scalar or a cube fits nothing."""
-    return (1, *tensor.shape)[-2:] if len(tensor.shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
-
-
-def _format(tensor: StoredTensor | PackedIntegers) -> WeightFormat:
+def _format(tensor: Stored) -> WeightFormat:
     """The format of a matrix, as far as its bytes in memory depend on it."""
     if isinstance(tensor, PackedIntegers):
         return tensor.format
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
 
 
-def _held_bytes(tensor: StoredTensor | PackedIntegers, scales: BlockScales | None, floats: Floats) -> int:
+def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | None, floats: Floats) -> int:
     fmt = WeightFormat.F32 if len(tensor.shape) == 1 else _format(tensor)
     has_blocks = scales is not None and scales.values.shape[1] > 1
-    return held_bytes(fmt, *_matrix_shape(tensor), floats, has_blocks=has_blocks)
+    return held_bytes(fmt, *shape, floats, has_blocks=has_blocks)
 
 
-def _looked_up_bytes(table: StoredTensor | PackedIntegers, floats: Floats) -> int:
+def _looked_up_bytes(table: Stored, floats: Floats) -> int:
     """Bytes of a matrix of which only rows are read: in the file, unless they are made of what the file has, or widened."""
     if isinstance(table, PackedIntegers):
         return stored_bytes(table.format, *table.shape)
-    return held_table_bytes(_format(table), *_matrix_shape(table)) if floats is Floats.BF16 else 0
+    num_rows, num_cols = table.shape
+    return held_table_bytes(_format(table), num_rows, num_cols) if floats is Floats.BF16 else 0
 
 
-def _weight(name: str, tensor: StoredTensor | PackedIntegers, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
-    num_rows, num_cols = _matrix_shape(tensor)
+def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
+    """The tensor that a piece is of, with outputs as rows: a matrix, or one for each expert. Raises ModelError."""
+    is_transposed = piece.layout is not None and piece.layout.is_transposed
+    if (isinstance(tensor, PackedIntegers) or scales is not None) and (is_transposed or len(tensor.shape) > 2):
+        raise ModelError(
+            f"{tensor.path}: {piece.tensor} is quantised and not a matrix with outputs as rows, which is not supported.",
+            remedy="Use the bf16 original.",
+        )
+    if isinstance(tensor, PackedIntegers) or len(tensor.shape) == 1:
+        return [_weight(piece.tensor, tensor, scales, 0.0)]
+    values = tensor.array().reshape(-1, *tensor.shape[-2:])
+    turned = values.swapaxes(1, 2) if is_transposed else values
+    return [
+        WeightTensor(piece.tensor, matrix.shape[0], matrix.shape[1], WeightFormat[tensor.dtype], matrix, scales)
+        for matrix in turned
+    ]
+
+
+def _weight(name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
+    num_rows, num_cols = (1, *tensor.shape)[-2:]
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor)
     values = tensor.array().reshape(num_rows, num_cols)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
@@ -85,13 +85,25 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
         raise ModelError(f"{path}: can't be read as a JSON object: {error}.", remedy="Fetch the file again.") from error
 
 
-def read_spec(
-    config: JsonFile, architecture: str, *, has_qkv_bias: bool, has_output: bool, served_len: int | None = None
-) -> ModelSpec:
+def text_part(config: JsonFile) -> JsonFile:
+    """The settings of the text model, of a model that has others beside it, such as one for pictures.
+
+    Keys that `text_config` lacks are as outside of it.
+    """
+    text = config.get("text_config", dict)
+    if text is None:
+        return config
+    outer = {key: value for key, value in config.values.items() if key != "text_config"}
+    given = {key: value for key, value in text.items() if value is not None and key != "architectures"}
+    tied = outer.get("tie_word_embeddings")
+    return JsonFile(config.path, {**outer, **given, **({} if tied is None else {"tie_word_embeddings": tied})})
+
+
+def read_spec(config: JsonFile, architecture: str, names: Container[str], *, served_len: int | None = None) -> ModelSpec:
     """Reads the keys that most models share into layers that are alike but for their rotations.
 
-    The two facts are known from the weights; texts of up to `served_len` tokens will be served, None for all that the model
-    can. Raises ModelError. `Architecture.of_hf` applies the other keys.
+    `names` are ours of the weights that are there, and tell of biases. Texts of up to `served_len` tokens will be served, None
+    for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
@@ -101,11 +113,11 @@ def read_spec(
     return spec_of_equal_layers(
         architecture=architecture,
         rope_inv_freq=(),
-        has_qkv_bias=has_qkv_bias,
+        has_qkv_bias="layers.0.q_bias" in names,
         norm_eps=config.require("rms_norm_eps", float),
-        tie_word_embeddings=not has_output if tied is None else tied,
+        tie_word_embeddings="output" not in names if tied is None else tied,
         **sizes,
-    ).with_attention(lambda layer, attention: replace(attention, rotation=rotations[layer]))
+    ).with_layers(lambda number, layer: checks.with_facts(layer, names, rotations[number]))
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:

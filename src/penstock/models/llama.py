@@ -12,7 +12,7 @@ from penstock.models.architectures import Architecture
 from penstock.models.decoder import Decoder
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import GatedMlp, ModelSpec
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
@@ -34,7 +34,9 @@ def describe(spec: ModelSpec) -> Program:
 
 def _of_hf(config: JsonFile, spec: ModelSpec, *, uses_window: bool = True) -> ModelSpec:
     config.only("hidden_act", "silu")
-    config.only("mlp_bias", False)
+    mlp = spec.layers[0].mlp
+    if config.get("mlp_bias", bool) and isinstance(mlp, GatedMlp) and not mlp.has_bias:
+        raise config.error("mlp_bias is True, and the weights have none")
     is_told = config.get("use_sliding_window", bool)
     uses_window = uses_window if is_told is None else is_told
     return _within(spec, config.get("sliding_window", int) if uses_window else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
+from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingDefaults
 from penstock.types.vocab import GgufVocab, SpecialTokens
@@ -94,7 +95,7 @@ class WeightTensor:
     num_rows: int
     num_cols: int
     format: WeightFormat
-    stored: NDArray[np.generic] | Rows
+    stored: NDArray[np.generic] | Rows | Stacked
     """Rows in this format, or what `convert` makes them of. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
     F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
@@ -112,12 +113,16 @@ class WeightTensor:
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
         """Some rows in this format; a view of the file, if it has them so."""
         convert, order = self.convert, self.order
+        if isinstance(self.stored, Stacked):
+            return self.stored.rows(begin, end)
         if convert is None:
             return self.stored[begin:end] if order is None else self.stored[order[begin:end]]
 
+        stored = self.stored
+
         def converted(part: slice) -> NDArray[np.uint8]:
             rows = slice(begin + part.start, begin + part.stop)
-            return convert(self.stored[rows if order is None else order[rows]])
+            return convert(stored[rows if order is None else order[rows]])
 
         out = np.empty((end - begin, stored_bytes(self.format, 1, self.num_cols)), np.uint8)
         return convert_rows(converted, out, self.num_cols)
@@ -138,8 +143,12 @@ class WeightTensor:
 
         The file is read again when they are. With an `order`, some of those that were read may lie outside, and stay.
         """
-        if (owner := self._file()) is not None:
+        if isinstance(self.stored, Stacked):
+            self.stored.forget(begin, self.num_rows if end is None else end)
+        elif (owner := self._file()) is not None:
             rows = self.stored[begin:end] if isinstance(self.stored, np.ndarray) else self.stored.packed
+            if isinstance(self.stored, np.ndarray) and not rows.flags.c_contiguous:
+                return  # rows of a transposed matrix lie all over it
             first = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
             page = first // mmap.PAGESIZE * mmap.PAGESIZE
             owner.madvise(mmap.MADV_DONTNEED, page, first + rows.nbytes - page)
@@ -151,6 +160,8 @@ class WeightTensor:
         return is_as_stored and self._file() is not None
 
     def _file(self) -> mmap.mmap | None:
+        if isinstance(self.stored, Stacked):
+            return None
         owner: object = self.stored if isinstance(self.stored, np.ndarray) else self.stored.packed
         while isinstance(owner, np.ndarray):
             owner = owner.base
@@ -175,6 +186,65 @@ class WeightTensor:
             return found
 
         return convert_rows(values, np.empty((stop - begin, self.num_cols), np.float32), self.num_cols)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Rows of a matrix: `num_rows` from `first` on, every `step`-th."""
+
+    tensor: WeightTensor
+    first: int
+    num_rows: int
+    step: int = 1
+
+    def rows(self, begin: int, end: int) -> NDArray[np.generic]:
+        """Rows [begin, end) of these, in the matrix's format."""
+        first = self.first + begin * self.step
+        return self.tensor.rows(first, first + (end - begin - 1) * self.step + 1)[:: self.step]
+
+    def scales(self) -> NDArray[np.float32]:
+        """The scales of F8_E4M3, for each row. [num_rows, blocks of columns]"""
+        assert self.tensor.scales is not None
+        return self.tensor.scales.of_rows(self.first, self.first + (self.num_rows - 1) * self.step + 1)[:: self.step]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stacked:
+    """Rows of several matrices, one below the other; they stay where they are until they are read."""
+
+    cuts: tuple[Cut, ...]
+
+    def rows(self, begin: int, end: int) -> NDArray[np.generic]:
+        """Some rows; a view of the file, if they are of one matrix which has them so."""
+        found = [cut.rows(first, last) for cut, first, last in self._within(begin, end)]
+        return np.concatenate(found) if len(found) > 1 else np.ascontiguousarray(found[0])
+
+    def forget(self, begin: int, end: int) -> None:
+        """As `WeightTensor.forget`."""
+        for cut, first, last in self._within(begin, end):
+            cut.tensor.forget(cut.first + first * cut.step, cut.first + (last - 1) * cut.step + 1)
+
+    def _within(self, begin: int, end: int) -> Iterator[tuple[Cut, int, int]]:
+        """The matrices that have some of the rows, and which ones of each."""
+        at = 0
+        for cut in self.cuts:
+            first, last = max(begin - at, 0), min(end - at, cut.num_rows)
+            if first < last:
+                yield cut, first, last
+            at += cut.num_rows
+
+
+def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
+    """One matrix of rows of others. Raises ModelError if their formats differ, or the blocks of their scales."""
+    first = cuts[0].tensor
+    kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
+    if len(kinds) > 1:
+        raise ModelError(f"the parts of {name} are stored in different ways.", remedy="Use the bf16 original.")
+    scales = None
+    if first.scales is not None:
+        scales = BlockScales(np.concatenate([cut.scales() for cut in cuts]), 1, first.scales.block_cols)
+    num_rows = sum(cut.num_rows for cut in cuts)
+    return WeightTensor(name, num_rows, first.num_cols, first.format, Stacked(tuple(cuts)), scales)
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
