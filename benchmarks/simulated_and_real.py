@@ -36,7 +36,7 @@ from penstock.config.components import config_from
 from penstock.deploy.virtual import server_settings
 from penstock.lab.client import send
 from penstock.lab.cluster import Cluster
-from penstock.lab.cost_model import CostModel, Residuals
+from penstock.lab.cost_model import CostModel, Residuals, cold_share
 from penstock.lab.figures import Samples, make_figures
 from penstock.lab.fitting import fit
 from penstock.lab.pacing import Pace
@@ -146,7 +146,9 @@ class Told:
         self._real_ns, self._modelled_ns = (dict.fromkeys(made_up, 0.0) for _ in range(2))
         for idx, step in zip(run_of, steps, strict=True):
             self._real_ns[idx] += step.execute_ns
-            self._modelled_ns[idx] += self.cost.duration_ns(step.shape) + step.coldness * self.cost.cold_ns
+            self._modelled_ns[idx] += self.cost.duration_ns(step.shape) + self.cost.cold_ns * cold_share(
+                step.coldness, sum(query_len for query_len, _ in step.shape.rows)
+            )
         self.num_blocks = recording.header.capacity.num_blocks - 1
         steps_in: list[list[StepDone]] = [[] for _ in runs]
         for done in recording.steps():
@@ -178,14 +180,13 @@ class Told:
 
 
 def _mean_held(steps: Sequence[StepDone], num_blocks: int) -> float:
-    """Blocks that requests hold, mean over time. A recording tells them after each step; while it is computed there are as many
-    as before it or after it, whichever is more: what it needs was taken before, what ended with it is given back after.
-    """
+    """Blocks that requests hold, mean over time: while steps are computed, and between them."""
     total = 0.0
     for before, step in pairwise(steps):
-        held = [num_blocks - one.num_blocks_free - one.num_blocks_cached for one in (before, step)]
-        total += held[0] * max(0, step.planned_ns - before.ended_ns)
-        total += max(held) * (step.ended_ns - max(step.planned_ns, before.ended_ns))
+        assert step.num_blocks_held is not None
+        between = num_blocks - before.num_blocks_free - before.num_blocks_cached
+        total += between * max(0, step.planned_ns - before.ended_ns)
+        total += step.num_blocks_held * (step.ended_ns - max(step.planned_ns, before.ended_ns))
     return total / (steps[-1].ended_ns - steps[0].ended_ns)
 
 

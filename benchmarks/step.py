@@ -84,8 +84,7 @@ def main() -> None:
     kind = "int8" if outline.is_quantised else "bf16"
     meter = PeakMeter(executor.num_threads, executor.variant)
     shapes = [plan_shape(step) for step in args.steps]
-    steps = measure(runner, shapes, num_rounds=args.rounds, progress=lambda *_: meter.sample([kind, "read"], repeat=1))
-    steps = [step for step in steps if not step.coldness]
+    steps, _ = measure(runner, shapes, num_rounds=args.rounds, progress=lambda *_: meter.sample([kind, "read"], repeat=1))
     size = size_of(
         architectures.describe(model.spec),
         name=model.name,

@@ -360,10 +360,10 @@ void bind_engine(nb::module_& m) {
              "block"_a, "first"_a = 0, "Fills a block's positions from `first` on with NaN, so that a test sees any use of them.")
         .def("times",
              [](const Engine& self) {
-                 const StepTimes& t = self.times();
+                 const StepTimes t = self.times();
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
-             "(rows, linear, attention, sampling) nanoseconds of the last step.")
+             "(rows, linear, attention, sampling) nanoseconds of the last step, in the mean of all threads; the rest they waited.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")

@@ -23,7 +23,7 @@
 
 namespace penstock {
 
-// Times by the stage of the thread that called; others may be at other stages.
+// Time by the kind of task, in the mean of all threads. What is missing of the whole step they waited for each other.
 struct StepTimes {
     int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
 };
@@ -57,7 +57,7 @@ class Engine final : private Work {
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }
     const float* logits() const { return buffers_[logits_buffer_].data(); }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
-    const StepTimes& times() const { return times_; }
+    StepTimes times() const;  // of the last step
 
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }
@@ -87,9 +87,9 @@ class Engine final : private Work {
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
 
     // Called by the team.
-    void begun() override;
     void run_task(int index, int task, int member) override;
-    void stage_done(int index) override;
+    void begun(int member) override;
+    void ended(int index, int member) override;
 
     // The computation of a task.
     const Instruction* instruction_of(int index) const;  // null: the draw
@@ -119,8 +119,11 @@ class Engine final : private Work {
 
     // State of the step.
     StepInput input_{};
-    StepTimes times_;
-    int64_t stage_began_ns_ = 0;
+    struct alignas(64) MemberTimes {
+        int64_t since = 0, rows = 0, linear = 0, attention = 0, sampling = 0;  // in ticks
+    };
+    std::vector<MemberTimes> member_times_;
+    double ns_per_tick_ = 0.0;
     std::vector<int32_t> pieces_done_;  // of each split tile, through std::atomic_ref
     std::vector<float> partials_;
     std::vector<std::vector<float>> attention_scratch_;  // per member

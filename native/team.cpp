@@ -91,7 +91,6 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strand
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
     const Turn turn(*this);
-    work.begun();
     const int num_stages = static_cast<int>(num_tasks.size());
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
@@ -110,10 +109,16 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strand
 
 // Whether the run goes on: false if another has begun.
 bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
+    bool has_begun = false;
     uint64_t claim = stage.claim.load(std::memory_order_acquire);
     while (epoch_of(claim) == epoch && next_of(claim) < total_of(claim)) {
         if (!stage.claim.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-        work_.load(std::memory_order_relaxed)->run_task(index, static_cast<int>(next_of(claim)), member);
+        Work& work = *work_.load(std::memory_order_relaxed);
+        if (!has_begun) work.begun(member);
+        has_begun = true;
+        work.run_task(index, static_cast<int>(next_of(claim)), member);
+        claim = stage.claim.load(std::memory_order_acquire);
+        if (total_of(claim) - next_of(claim) < static_cast<uint32_t>(size_)) work.ended(index, member);
         stage.num_done.fetch_add(1, std::memory_order_release);
         claim = stage.claim.load(std::memory_order_acquire);
     }
@@ -160,7 +165,6 @@ bool Team::run_stages(const Stages& stages, int begin, int end, uint32_t epoch, 
                 sched_yield();
             }
         }
-        if (member == 0) work_.load(std::memory_order_relaxed)->stage_done(i);
     }
     return true;
 }

@@ -23,10 +23,10 @@ namespace penstock {
 class Work {
   public:
     virtual void run_task(int stage, int task, int member) = 0;
-    // Called by member 0 before the first task, when its turn has come.
-    virtual void begun() {}
-    // Called by member 0 after the last task of a stage.
-    virtual void stage_done(int stage) { static_cast<void>(stage); }
+    // For times without waits: a member calls the first one before its first task of a stage, and the second one after its last, while the
+    // stage still goes on. Since it can't know which is the last, that is after each when fewer tasks are left than there are members.
+    virtual void begun(int member) { static_cast<void>(member); }
+    virtual void ended(int stage, int member) { static_cast<void>(stage), static_cast<void>(member); }
 
   protected:
     ~Work() = default;

@@ -65,13 +65,17 @@ def test_steps_of_another_length_have_other_noise() -> None:
     ]
 
 
-def test_decodes_after_a_prompt_find_cold_caches_and_warm_them() -> None:
-    cost = CostModel(step_ns=1e6, decode_row_ns=0, prefill_token_ns=0, decode_read_ns=0, prefill_read_ns=0, cold_ns=1e5)
+def test_steps_after_a_long_one_find_cold_caches_and_warm_them() -> None:
+    cost = CostModel(step_ns=7e6, decode_row_ns=0, prefill_token_ns=1e6, decode_read_ns=0, prefill_read_ns=0, cold_ns=1e6)
     times = ModelledTimes(cost)
-    prompt, decode, both = (cost.counts(StepShape(rows, 1)) for rows in (((8, 0),), ((1, 9),), ((1, 9), (8, 0))))
-    assert [times.step_ns(counts) for counts in (decode, prompt, decode, decode, decode, both, prompt, decode)] == [
-        *(1_000_000, 1_000_000, 1_100_000, 1_080_000, 1_064_000),
-        *(1_000_000, 1_000_000, 1_100_000),
+    long, decode, many = (cost.counts(StepShape(rows, 1)) for rows in (((70, 0),), ((1, 9),), ((1, 9),) * 32))
+    assert [times.step_ns(counts) for counts in (decode, decode, long, decode, decode, many)] == [
+        7_000_000,
+        7_200_000,  # 7 of 35 ms
+        77_000_000 + round(1e6 * 7.2 / 35 * 16 / 70),
+        8_000_000,
+        7_750_000,
+        7_000_000 + round(1e6 * 0.75**2 / 2),
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.lab.cost_model import CostModel
+from penstock.lab.cost_model import CostModel, cold_share
 from penstock.lab.fitting import fit, nonnegative
 from penstock.lab.steps import MeasuredStep
 from penstock.types.plan import StepShape
@@ -149,11 +149,13 @@ def test_the_noise_of_a_few_long_steps_is_kept() -> None:
     assert max(cost.residuals[-1].ratios) > 1.2, "long steps differ by a factor of 2"
 
 
-def test_what_a_prompt_leaves_cold_is_told() -> None:
-    measured = [
-        replace(step, coldness=0.8 ** (idx % 7), execute_ns=step.execute_ns + round(3e6 * 0.8 ** (idx % 7)))
-        for idx, step in enumerate(steps())
-    ]
+def test_what_a_long_step_leaves_cold_is_told() -> None:
+    measured = []
+    for idx, step in enumerate(steps()):
+        coldness = 0.75 ** (idx % 7)
+        num_tokens = sum(query_len for query_len, _ in step.shape.rows)
+        cold_ns = round(3e6 * cold_share(coldness, num_tokens))
+        measured.append(replace(step, coldness=coldness, execute_ns=step.execute_ns + cold_ns))
     assert fit(measured).cost.cold_ns == pytest.approx(3e6, rel=0.1)
     assert fit(steps()).cost.cold_ns == 0
 

@@ -10,6 +10,7 @@ import pytest
 from penstock.backends.native.executor import NativeExecutor
 from penstock.clock import VirtualClock, WallClock
 from penstock.engine.ports import Detokenizer
+from penstock.lab.cost_model import coldness_after
 from penstock.lab.recording import open_recording
 from penstock.lab.steps import REFERENCE, MeasuredStep, StepRunner, design, fits, measure, measure_with_host, steps_of
 from penstock.models.architectures import describe
@@ -57,17 +58,19 @@ def test_every_shape_is_computed_in_every_round(tmp_path: Path) -> None:
     runner.fill()
     shapes = design(CAPACITY)
     seen: list[tuple[int, int]] = []
-    steps = measure(runner, shapes, num_rounds=2, progress=lambda done, of: seen.append((done, of)))
-    warm, cold = ([step for step in steps if bool(step.coldness) is is_cold] for is_cold in (False, True))
-    assert len(warm) == 2 * len(shapes)
-    assert {step.group for step in warm} == set(range(len(shapes)))
-    assert all(step.shape == shapes[step.group] for step in warm)
-    num_prompts = sum(max(shape.rows)[0] > 1 for shape in shapes)
-    assert [(step.shape, step.coldness) for step in cold] == [(REFERENCE, 1.0)] * 2 * num_prompts, "one after each prompt"
-    assert not {step.group for step in cold} & {step.group for step in warm}
+    steps, after_them = measure(runner, shapes, num_rounds=2, progress=lambda done, of: seen.append((done, of)))
+    assert len(steps) == len(after_them) == 2 * len(shapes)
+    assert {step.group for step in steps} == set(range(len(shapes)))
+    assert all(step.shape == shapes[step.group] for step in steps)
+    assert all(step.shape == REFERENCE for step in after_them)
+    assert not {step.group for step in steps} & {step.group for step in after_them}
+    assert all(
+        after.coldness == coldness_after(step.coldness, step.execute_ns) for step, after in zip(steps, after_them, strict=True)
+    )
+    assert all(0 < step.coldness < 0.5 for step in steps), "short steps came before each"
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert [step.shape for step in steps[: len(shapes)]] != shapes, "in an order of its own"
-    for step in steps:
+    for step in (*steps, *after_them):
         assert step.execute_ns >= sum(step.parts_ns.values()) > 0
     executor.close()
 
@@ -91,10 +94,14 @@ def record(path: Path, depth: int = 1) -> list[MeasuredStep]:
         "has_tier": False,
     }
     recorder = Recorder(path, max_bytes=1 << 30, clock=VirtualClock(), block_size=16, about=about)
-    for idx, (at_ns, num_running) in enumerate(((100, 2), (250, 0), (900, 1), (1000, 1))):
+    for idx, (at_ms, num_running) in enumerate(((100, 2), (250, 0), (900, 1), (910, 1))):
         rows = [RowPlan("a", 5 + idx, 1, (), 1), RowPlan("b", 0, 3, (), 0)][: 1 if idx in (1, 2) else 2]
-        parts = {"execute": 60 + idx, "linear": 40}
-        stats = StepStats(idx, at_ns, at_ns + 80, num_running, 0, 64, 60, 0, parts_ns=parts, planned_ns=at_ns, rows=rows)
+        execute_ns, planned_ns = (70, 1, 1, 7)[idx] * 1_000_000, at_ms * 1_000_000
+        parts = {"execute": execute_ns, "linear": 40}
+        ended_ns = planned_ns + execute_ns + 20
+        stats = StepStats(
+            idx, planned_ns, ended_ns, num_running, 0, 64, 60, 0, parts_ns=parts, planned_ns=planned_ns, rows=rows
+        )
         recorder.on_step(stats)
         recorder.on_turn({"schedule": 7, "commit": 2})
     recorder.close()
@@ -104,10 +111,13 @@ def record(path: Path, depth: int = 1) -> list[MeasuredStep]:
 def test_steps_of_a_recording(tmp_path: Path) -> None:
     steps = record(tmp_path / "r")
     assert [step.shape.rows for step in steps] == [((1, 5), (3, 0)), ((1, 6),), ((1, 7),), ((1, 8), (3, 0))]
-    assert [step.coldness for step in steps] == [0, 1, 0.8, 0], "the prompt of the first one took the weights' place in caches"
-    assert [step.execute_ns for step in steps] == [60, 61, 62, 63]
+    ms = 1_000_000
+    assert [step.execute_ns for step in steps] == [70 * ms, 1 * ms, 1 * ms, 7 * ms]
+    assert [step.coldness for step in steps] == [0, 1, 0.75, 0.75**2], "the first took so long that the weights left the caches"
     assert [step.parts_ns for step in steps] == [{"linear": 40}] * 4
-    assert [step.host_ns for step in steps] == [90, None, 38, None], "after the second it was idle; the last has no next"
+    assert [step.host_ns for step in steps] == [80 * ms, None, 9 * ms, None], (
+        "after the second it was idle; the last has no next"
+    )
     assert [step.group for step in steps] == [0, 0, 1, 1]
 
 

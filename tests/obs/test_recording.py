@@ -80,6 +80,15 @@ def serve(recorder: Recorder, requests: list[Any]) -> None:
         driver.turn()
 
 
+def test_blocks_of_a_request_that_begins_and_ends_in_one_step_are_told(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "r")
+    serve(recorder, [make_request("short", 9, max_tokens=1)])
+    recorder.close()
+    (step,) = open_recording(tmp_path / "r").steps()
+    assert step.num_blocks_held == 3
+    assert step.num_blocks_free + step.num_blocks_cached == CAPACITY.num_blocks - 1, "none is held afterwards"
+
+
 # ids of prefixes
 
 

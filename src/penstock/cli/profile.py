@@ -133,11 +133,11 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
         runner.fill()
-        steps = measure(runner, shapes_of(executor.capacity), num_rounds=rounds, progress=_show_progress)
+        steps, _ = measure(runner, shapes_of(executor.capacity), num_rounds=rounds, progress=_show_progress)
         peaks = _peaks(config, executor, is_quantised=size.is_quantised)
     finally:
         executor.close()
-    figures = figures_of([step for step in steps if not step.coldness], size, peaks)
+    figures = figures_of(steps, size, peaks)
     print(f"{size.name}, {config.backend.backend} backend; medians of {rounds} rounds")
     for line in step_lines(figures, peaks):
         print(line)
@@ -187,7 +187,8 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
         runner = StepRunner(executor, vocab_size)
         runner.fill()
         shapes = design(executor.capacity)
-        steps = measure(runner, shapes, num_rounds=rounds, progress=_show_progress)
+        of_shapes, after_them = measure(runner, shapes, num_rounds=rounds, progress=_show_progress)
+        steps = of_shapes + after_them
         detokenizers = detokenizer_factory(tokenizer)
         first_group = 1 + max(step.group for step in steps)
         steps += measure_with_host(executor, detokenizers, vocab_size, WallClock(), first_group=first_group)

@@ -59,8 +59,22 @@ class Fitted:
         return tuple([f"{num} {name} > {most}" for name, num, most in pairs if num > most])
 
 
-COLD_DECAY = 0.8
-"""Each step without a prompt brings back a fifth of what caches lost to one: so on a Xeon of 2023 with 260 MB of L3."""
+COLD_AFTER_NS = 35e6
+"""Steps that last so long leave no weights in the caches for the next one. Measured, as the next two: docs/profile.md."""
+COLD_DECAY = 0.75
+"""Each further step brings back a quarter of what caches lost."""
+COLD_TOKENS = 16
+"""Products of more tokens wait for arithmetic, and hide some of the time that weights take to come."""
+
+
+def coldness_after(coldness: float, duration_ns: float) -> float:
+    """The share of `CostModel.cold_ns` that the next step pays, after one that paid `coldness` and took so long."""
+    return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
+
+
+def cold_share(coldness: float, num_tokens: int) -> float:
+    """What a step of so many tokens pays of `CostModel.cold_ns`."""
+    return coldness * min(1.0, COLD_TOKENS / num_tokens)
 
 
 class Residuals(NamedTuple):
@@ -100,8 +114,8 @@ class CostModel:
     """(up to so many tokens of a step, cost of each), ascending, as brackets of a tax: products with weights, whose price per
     token falls or rises with their number. The last holds for all further ones."""
     cold_ns: float = 0.0
-    """The first step without prompts after one with them, besides: caches hold the weights again only after several such steps,
-    and the k-th pays `COLD_DECAY` ** (k - 1) of it."""
+    """A step of few tokens after a long one, besides: caches hold the weights again only after several short steps
+    (`coldness_after`, `cold_share`)."""
     host_step_ns: float = 0.0
     """The engine's own time for each step, outside of the executor: commands, plan, books, text."""
     host_row_ns: float = 0.0
@@ -160,7 +174,7 @@ class CostModel:
         return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
-        """The executor's time for a step with warm caches, without noise."""
+        """The executor's time for a step that finds the weights in the caches, without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:

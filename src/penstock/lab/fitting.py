@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.lab.cost_model import CostModel, Counts, Fitted, Residuals
+from penstock.lab.cost_model import CostModel, Counts, Fitted, Residuals, cold_share
 from penstock.lab.steps import MeasuredStep
 
 Floats = NDArray[np.float64]
@@ -44,13 +44,15 @@ _UNITS: Mapping[str, Callable[[Counts], float]] = {
     "sample_step_ns": lambda counts: counts.num_samples > 0,
 }
 _COSTS_OF: Mapping[str, tuple[str, ...]] = {
-    "linear": ("step_ns", "brackets", "sample_ns", "sample_step_ns", "cold_ns"),
+    "linear": ("step_ns", "brackets", "decode_read_ns", "sample_ns", "sample_step_ns", "cold_ns"),
     "attention": ("step_ns", "decode_row_ns", "prefill_token_ns", "decode_read_ns", "prefill_read_ns", "prefill_context_ns"),
+    "rows": ("step_ns", "brackets", "decode_row_ns", "prefill_token_ns"),
     "sampling": ("sample_step_ns", "sample_ns"),
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
     TOTAL: (*_UNITS, "brackets", "cold_ns"),
 }
 """Part of a step as executors tell it -> costs that it may contain; of an executor that tells none, all of it is one part."""
+_OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
 
@@ -131,7 +133,9 @@ class _Table:
         self._edges = _edges(num_tokens)
         for idx, (begin, end) in enumerate(pairwise((0.0, *self._edges))):
             units[f"bracket {idx}"] = np.clip(num_tokens, begin, end) - begin
-        units["cold_ns"] = np.array([step.coldness for step in steps])
+        units["cold_ns"] = np.array(
+            [cold_share(step.coldness, one.num_tokens) for step, one in zip(steps, self.counts, strict=True)]
+        )
         self._units = units
         self._num_rows = np.array([one.num_rows for one in self.counts], dtype=float)
         # At the machine's usual speed: where it was slower than usual, so was the reference.
@@ -139,7 +143,7 @@ class _Table:
         self.raw = np.array([step.execute_ns for step in steps], dtype=float)
         total = self.raw / slowness
         self.measured: dict[str, Floats] = {TOTAL: total}
-        own = [name for name in ("linear", "attention", "sampling") if all(name in step.parts_ns for step in steps)]
+        own = [name for name in _OWN_PARTS if all(name in step.parts_ns for step in steps)]
         for name in own:
             self.measured[name] = np.array([step.parts_ns[name] for step in steps], dtype=float) / slowness
         self.parts = [*own, OTHER] if own else [TOTAL]

@@ -45,7 +45,7 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
         ("host_step_ns", "host, each step", 1e3, "us"),
         ("host_row_ns", "host, each row", 1e3, "us"),
         ("host_prefill_ns", "host, step with prompts", 1e3, "us"),
-        ("cold_ns", "first step after a prompt", 1e3, "us"),
+        ("cold_ns", "step of few tokens after a long", 1e3, "us"),
     ):
         if value := getattr(cost, name):
             yield f"  {words:30}{value / factor:10.2f} {unit}"

@@ -149,6 +149,8 @@ class StepDone:
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
+    num_blocks_held: int | None = None
+    """While it was computed; None: the recording was made before Penstock told it."""
 
     @property
     def shape(self) -> StepShape:
@@ -341,6 +343,7 @@ class _Part:
             num_waiting=waiting,
             num_blocks_free=free,
             num_blocks_cached=cached,
+            num_blocks_held=line.get("held"),
         )
 
 

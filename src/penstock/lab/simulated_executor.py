@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Protocol
 
-from penstock.lab.cost_model import COLD_DECAY, CostModel, Counts
+from penstock.lab.cost_model import CostModel, Counts, cold_share, coldness_after
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
@@ -49,21 +49,18 @@ class ModelledTimes:
         self._noise = cost.noise(rng) if cost.residuals else None
         self._host_noise = cost.host_noise(rng) if cost.host_residuals else None
         self._has_host = bool(cost.host_step_ns or cost.host_row_ns or cost.host_prefill_ns)
-        self._cold_ns = 0.0
-        """Which the next step pays besides if it computes no prompt."""
+        self._coldness = 0.0
 
     def step_ns(self, counts: Counts) -> int:
         self.num_steps += 1
         if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
-        duration_ns: float = self._cost.cost_of(counts)
-        if counts.num_prefill_tokens:
-            self._cold_ns = self._cost.cold_ns
-        else:
-            duration_ns += self._cold_ns
-            self._cold_ns *= COLD_DECAY
-        return round(duration_ns if self._noise is None else duration_ns * self._noise.draw(duration_ns))
+        duration_ns = self._cost.cost_of(counts) + self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)
+        if self._noise is not None:
+            duration_ns *= self._noise.draw(duration_ns)
+        self._coldness = coldness_after(self._coldness, duration_ns)
+        return round(duration_ns)
 
     def host_ns(self, counts: Counts) -> int:
         if not self._has_host:

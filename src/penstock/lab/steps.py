@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 from penstock.clock import Clock
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import DetokenizerFactory, Executor, NullObserver
 from penstock.engine.stepper import Stepper
-from penstock.lab.cost_model import COLD_DECAY, shape_of_rows
+from penstock.lab.cost_model import coldness_after, shape_of_rows
 from penstock.lab.recording import Recording, StepDone
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
@@ -38,7 +39,7 @@ NUM_MIXES = 24
 REFERENCE = StepShape(((1, 128),), 1)
 """The step that runs before each that is measured. Where it takes longer than usual, others use the machine."""
 NUM_TO_WARM = 10
-"""Reference steps after a prompt until one of them tells how fast the machine is."""
+"""Reference steps after a step of another shape until one of them tells how fast the machine is."""
 STRETCH = 100
 """Steps in a row that are taken of a long recording."""
 
@@ -57,7 +58,7 @@ class MeasuredStep:
     is_for_host: bool = False
     """Its host's time is of use, and its executor's is not: it was not measured beside a reference."""
     coldness: float = 0.0
-    """Share of `CostModel.cold_ns` that it pays."""
+    """How much of the weights the steps before it left to fetch: 0 to 1, see `cost_model.coldness_after`."""
     slowness: float = 1.0
     """Time of a reference step beside it over that step's median: how slow the machine was just then."""
     group: int = 0
@@ -149,6 +150,13 @@ class StepRunner:
             yield AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))
 
 
+class Measured(NamedTuple):
+    of_shapes: list[MeasuredStep]
+    """Each shape's once in each round; a shape's steps are a group."""
+    after_them: list[MeasuredStep]
+    """The reference step right after each of those; a round's are a group."""
+
+
 def measure(
     runner: StepRunner,
     shapes: Sequence[StepShape],
@@ -156,39 +164,49 @@ def measure(
     num_rounds: int,
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> list[MeasuredStep]:
-    """Each shape once in each round, after a round that only warms up. A shape's steps are a group; the first reference step
-    after each prompt is measured, too, and those of a round are a group.
+) -> Measured:
+    """Compute each shape once in each round, after a round that only warms up.
 
     `progress` is told the rounds that are done, and of how many.
     """
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
-    steps: list[MeasuredStep] = []
-    cold_steps: list[tuple[MeasuredStep, int]] = []
-    """Each with the time of the reference that came after it, when caches were warm."""
+    of_shapes: list[MeasuredStep] = []
+    after_them: list[MeasuredStep] = []
     references_ns: list[int] = []
-    """Before each step, and after the last."""
+    """When the weights were in the caches again: before each shape, and after the last."""
+    coldness = 0.0
+
+    def run(shape: StepShape, group: int) -> MeasuredStep:
+        nonlocal coldness
+        execute_ns, parts_ns = runner.run(shape)
+        step = MeasuredStep(shape, execute_ns, dict(parts_ns), coldness=coldness, group=group)
+        coldness = coldness_after(coldness, execute_ns)
+        return step
+
+    def reference_ns() -> int:
+        return [run(REFERENCE, 0).execute_ns for _ in range(NUM_TO_WARM)][-1]
+
     order = list(enumerate(shapes))
+    references_ns.append(reference_ns())
     for round_no in range(num_rounds + 1):
         rng.shuffle(order)
         for group, shape in order:
-            reference_ns, _ = runner.run(REFERENCE)
-            execute_ns, parts_ns = runner.run(shape)
+            step, after = run(shape, group), run(REFERENCE, len(shapes) + round_no)
+            warm_ns = reference_ns()
             if round_no:
-                references_ns.append(reference_ns)
-                steps.append(MeasuredStep(shape, execute_ns, dict(parts_ns), group=group))
-            if any(query_len > 1 for query_len, _ in shape.rows):
-                cold_ns, cold_parts_ns = runner.run(REFERENCE)
-                cold_step = MeasuredStep(REFERENCE, cold_ns, dict(cold_parts_ns), coldness=1.0, group=len(shapes) + round_no)
-                warm_ns = [runner.run(REFERENCE)[0] for _ in range(NUM_TO_WARM)][-1]
-                if round_no:
-                    cold_steps.append((cold_step, warm_ns))
+                of_shapes.append(step)
+                after_them.append(after)
+                references_ns.append(warm_ns)
+            else:
+                references_ns = [warm_ns]
         progress(round_no + 1, num_rounds + 1)
-    references_ns.append(runner.run(REFERENCE)[0])
     usual_ns = median(references_ns)
-    beside = zip(steps, pairwise(references_ns), strict=True)
-    measured = [replace(step, slowness=(before_ns + after_ns) / 2 / usual_ns) for step, (before_ns, after_ns) in beside]
-    return measured + [replace(step, slowness=warm_ns / usual_ns) for step, warm_ns in cold_steps]
+    slowness = [(before_ns + after_ns) / 2 / usual_ns for before_ns, after_ns in pairwise(references_ns)]
+
+    def corrected(steps: list[MeasuredStep]) -> list[MeasuredStep]:
+        return [replace(step, slowness=slow) for step, slow in zip(steps, slowness, strict=True)]
+
+    return Measured(corrected(of_shapes), corrected(after_them))
 
 
 def measure_with_host(
@@ -275,12 +293,11 @@ def steps_of(
     coldness = 0.0
     for idx, step in enumerate(chain(recording.steps(), (None,))):
         if before is not None:
-            has_prefill = any(query_len > 1 for query_len, _ in before.shape.rows)
-            if (idx - 1) // STRETCH % stride == 0 and before.parts_ns.get("execute", 0) > 0 and is_taken(before):
+            execute_ns = before.parts_ns.get("execute", 0)
+            if (idx - 1) // STRETCH % stride == 0 and execute_ns > 0 and is_taken(before):
                 after = step if has_gaps and before.num_running else None
-                group = (idx - 1) * num_groups // num_steps
-                steps.append(_measured(before, after, 0.0 if has_prefill else coldness, group))
-            coldness = 1.0 if has_prefill else coldness * COLD_DECAY
+                steps.append(_measured(before, after, coldness, (idx - 1) * num_groups // num_steps))
+            coldness = coldness_after(coldness, execute_ns)
         before = step
     return steps
 

@@ -398,6 +398,7 @@ class _Writer:
         if rows:
             line["rows"] = rows
         line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
+        line["held"] = stats.counts.num_blocks_held
         self._pending = (line, stats.parts_ns)
 
     def door(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:

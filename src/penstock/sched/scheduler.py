@@ -272,6 +272,7 @@ class Scheduler:
         rows = tuple(draft.rows)
         counts = draft.counts
         counts.num_rows = len(rows)
+        counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
         counts.max_prefill_tokens = max(0, draft.budget.limits.max_tokens - counts.num_decodes)
         self._policies.order.served(rows, self._running.requests, self._last_step, draft.num_decode_rows)
         if self._padding.is_active:

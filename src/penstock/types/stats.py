@@ -138,6 +138,8 @@ class StepCounts:
     """Tokens that the budget left to prompts; under `itl` the state of its controller."""
     waits_for: WaitReason = WaitReason.NOTHING
     """The thing that the first waiting request lacked when the step was planned."""
+    num_blocks_held: int = 0
+    """Blocks that requests hold while the step is computed: also those that end with it."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
 
