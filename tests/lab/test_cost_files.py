@@ -78,9 +78,9 @@ def test_costs_may_be_named(tmp_path: Path) -> None:
         ("cost,ns\nspeed,1\n", "line 2: there is no cost 'speed'. Valid: step_ns"),
         ("{", "is no cost model"),
         ('{"format": "other"}', "is no cost model: it has another format"),
-        ('{"format": "penstock-cost-model", "version": 9}', "of version 9; this Penstock reads 2"),
-        ('{"format": "penstock-cost-model", "version": 2}', "is a damaged cost model"),
-        ('{"format": "penstock-cost-model", "version": 2, "cost": [], "source": ""}', "is a damaged cost model"),
+        ('{"format": "penstock-cost-model", "version": 9}', "of version 9; this Penstock reads 3"),
+        ('{"format": "penstock-cost-model", "version": 3}', "is a damaged cost model"),
+        ('{"format": "penstock-cost-model", "version": 3, "cost": [], "source": ""}', "is a damaged cost model"),
     ],
 )
 def test_what_can_not_be_read_is_told(text: str, says: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from penstock.types.errors import PenstockError
 from penstock.types.plan import StepShape
 
 FORMAT = "penstock-cost-model"
-VERSION = 2
+VERSION = 3
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 1 << 16
 """In a step of a table."""
