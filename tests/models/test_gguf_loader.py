@@ -348,6 +348,7 @@ REFUSED = {
     "adapter": ({"general.type": "adapter"}, "is an adapter.*merge it"),
     "rope": ({"llama.rope.scaling.type": "axial"}, r"llama\.rope\.scaling\.type is 'axial'.*another model"),
     "alpha": ({"llama.rope.scaling.alpha": 1.5}, r"llama\.rope\.scaling\.alpha is 1\.5.*another model"),
+    "yarn ramp": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, r"yarn_ext_factor is 0\.5.*another model"),
     "partial rope": ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8.*another model"),
     "value width": ({"llama.attention.value_length": 8}, r"llama\.attention\.value_length is 8.*another model"),
     "spaces": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is true.*SentencePiece"),

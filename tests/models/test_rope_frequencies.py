@@ -173,6 +173,15 @@ def test_yarn_of_a_gguf_file_is_that_of_a_directory(tmp_path: Path):
     assert rotation.attention_factor == pytest.approx(wanted.attention_factor)
 
 
+@pytest.mark.parametrize(("multiplier", "wanted"), [(0.0, 1.1386294), (1.0, 1.0), (0.5, 1.0648223)])
+def test_yarn_s_attention_factor_of_a_gguf_file(multiplier: float, wanted: float, tmp_path: Path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_log_multiplier": multiplier}
+    extra = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    rotation = load_gguf(write_gguf(tmp_path / "m.gguf", TinyLlama(), extra=extra)).spec.layers[0].attention.rotation
+    assert rotation is not None
+    assert rotation.attention_factor == pytest.approx(wanted)
+
+
 def test_long_and_short_factors_of_a_gguf_file(tmp_path: Path):
     metadata = {"scaling.type": "longrope", "scaling.original_context_length": 64, "scaling.attn_factor": 1.25}
     extra = {f"llama.rope.{key}": value for key, value in metadata.items()}

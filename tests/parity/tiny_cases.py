@@ -102,7 +102,15 @@ _LINEAR = _llama(
     rope_scaling={"type": "linear", "factor": 4.0},
     torch_dtype="bfloat16",
 )
-_BIASED_LLAMA = _llama(attention_bias=True)
+_BIASED_LLAMA = _llama(attention_bias=True, mlp_bias=True)
+_ALL_BIASES = {
+    "self_attn__o_proj__bias": (_BIASED_LLAMA["hidden_size"],),
+    "mlp__gate_proj__bias": (_BIASED_LLAMA["intermediate_size"],),
+    "mlp__up_proj__bias": (_BIASED_LLAMA["intermediate_size"],),
+    "mlp__down_proj__bias": (_BIASED_LLAMA["hidden_size"],),
+    **_qkv_bias(_BIASED_LLAMA),
+}
+_BIASED_CASE = TinyCase(architecture="llama", config=_BIASED_LLAMA, shapes=shapes(_BIASED_LLAMA, **_ALL_BIASES), seed=11)
 _WIDE = _llama(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, tie_word_embeddings=True)
 _MISTRAL = settings("mistral", "MistralForCausalLM")
 _QWEN2 = settings("qwen2", "Qwen2ForCausalLM", head_dim=24)
@@ -149,6 +157,7 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "gguf_q4_1": _WIDE_CASE,
         "gguf_q4_0": replace(_WIDE_CASE, seed=6, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q4_0")),
         "gguf_q8_0": replace(_WIDE_CASE, seed=7, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q8_0")),
+        "llama_biases": _BIASED_CASE,
         "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
         "qwen2": TinyCase(architecture="qwen2", config=_QWEN2, shapes=shapes(_QWEN2, **_qkv_bias(_QWEN2)), seed=8),
         "qwen3": _QWEN3_CASE,

@@ -239,9 +239,9 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_par
     scaling = file.get(f"{key}.rope.scaling.type", str) or "linear"
     if scaling not in _ROPE_KINDS:
         raise checks.unsupported(file.path, f"{key}.rope.scaling.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")
-    for name in ("alpha", "yarn_log_multiplier"):
+    for name, unset in (("alpha", 0.0), ("yarn_attn_factor", 0.0), ("yarn_ext_factor", -1.0)):
         factor = file.get(f"{key}.rope.scaling.{name}", float)
-        if factor not in (None, 0.0, 1.0):
+        if factor not in (None, unset, 1.0):
             raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {factor}", "only 1 is")
     factor_key = f"{key}.rope.scaling.factor"
     if factor_key not in file.metadata:
@@ -253,8 +253,11 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_par
     elif kind == "longrope":
         raise file.error("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
     attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
-    if kind == "yarn":
-        attention_factor *= 1.0 + 0.1 * math.log(max(1.0, factor))
+    if kind == "yarn":  # as in llama.cpp's llama-context.cpp
+        growth, multiplier = 0.1 * math.log(max(1.0, factor)), f"{key}.rope.scaling.yarn_log_multiplier"
+        attention_factor *= (1.0 + growth) / (
+            1.0 + (growth * _positive(file, multiplier) if file.get(multiplier, float) else 0.0)
+        )
     original_len = file.get(f"{key}.rope.scaling.original_context_length", int) or trained_len
     if not 1 <= original_len <= checks.MAX_MODEL_LEN:
         raise file.error(f"{key}.rope.scaling.original_context_length is {original_len}")
