@@ -46,9 +46,9 @@ def test_machines_are_compared_and_those_that_do_not_fit_are_left_out(
     asked = ("--hardware", "c7a.4xlarge,H100,toy", "--hardware-table", "small.csv")
     result = penstock("plan", tiny_model, *SHORT, "--slo", "e2e=5s", *asked)
     assert result.returncode == 0, result.stderr
-    table = result.stdout[result.stdout.index("hardware  ") :]
-    assert "c7a.4xlarge" in table
-    assert "H100" in table
+    table = result.stdout[: result.stdout.index("Highest rate")]
+    assert table.split()[0] == "hardware", "the comparison comes first"
+    assert table.index("c7a.4xlarge") < table.index("H100"), "the cheaper one comes first"
     assert "toy: left out. " in result.stderr
 
 
@@ -115,6 +115,7 @@ def test_step_times_of_this_machine_are_not_taken_for_another(penstock: Penstock
         (("--cost", "absent.json", "--hardware", "L4,H100"), "of one machine"),
         ((*SHORT, "--json", "absent/plan.json", "--hardware", "L4"), "can't be written"),
         (("--input-tokens", "9000", "--hardware", "L4"), "this server takes 512"),
+        (("--router", "fastest", "--hardware", "L4"), "There is no router 'fastest'"),
         (("--headroom", "100%", "--hardware", "L4", "--slo", "e2e=9s"), "headroom"),
     ],
 )

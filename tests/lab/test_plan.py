@@ -9,17 +9,23 @@ from random import Random
 import pytest
 
 from penstock.lab.arrivals import constant, mean_rate, poisson
-from penstock.lab.cost_model import CostModel
+from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.figures import parse_slos
 from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate
 from penstock.lab.plan import (
+    MOST_GROUP,
     MOST_REQUESTS,
+    STEP,
+    Binding,
     Candidate,
+    Gain,
     Resource,
     Trial,
     at_rate,
+    fewest_replicas,
     find_binding,
+    find_fleet,
     find_saturated_rate,
     highest_rate,
     long_enough,
@@ -247,36 +253,43 @@ def test_requests_that_are_refused_hold_nothing() -> None:
 # What binds
 
 
-def binding_of(server: Candidate, jobs: Workload, *slos: str) -> Resource | None:
+def binding_of(server: Candidate, jobs: Workload, *slos: str) -> Binding:
     parsed = parse_slos(slos)
     found = search(server, jobs, parsed, goal=0.99, seed=0)
     binding = find_binding(server, jobs, parsed, found, goal=0.99, seed=0)
     assert binding.reason.endswith(".")
-    return binding.resource
+    return binding
+
+
+HOST = replace(PLAIN, step_ns=0, host_step_ns=10_000_000)
+"""No machine makes those 10 ms shorter."""
 
 
 def test_rows_bind_where_more_of_them_would_help() -> None:
-    assert binding_of(candidate(max_rows=2), workload(100), "ttft=1s") is Resource.ROWS
+    assert binding_of(candidate(HOST, max_rows=2), workload(100), "ttft=1s").resources == [Resource.ROWS]
 
 
 def test_memory_binds_where_requests_wait_for_blocks() -> None:
-    assert binding_of(candidate(num_blocks=41), workload(80, prompt=150, output=60), "ttft=1s") is Resource.MEMORY
+    server, jobs = candidate(HOST, num_blocks=41), workload(80, prompt=150, output=60)
+    assert binding_of(server, jobs, "ttft=1s").resources == [Resource.MEMORY]
 
 
 def test_compute_binds_where_prompts_take_the_time() -> None:
     cost = replace(PLAIN, step_ns=1_000_000, decode_row_ns=0)
-    assert binding_of(candidate(cost), workload(150, prompt=500, output=2), "ttft=1s") is Resource.COMPUTE
+    assert binding_of(candidate(cost), workload(150, prompt=500, output=2), "ttft=1s").resources == [Resource.COMPUTE]
 
 
 def test_bandwidth_binds_where_steps_read_weights() -> None:
     cost = replace(PLAIN, decode_row_ns=10_000, decode_read_ns=20_000.0)
-    assert binding_of(candidate(cost), workload(80, prompt=16, output=40), "tpot=20ms") is Resource.BANDWIDTH
+    assert binding_of(candidate(cost), workload(80, prompt=16, output=40), "tpot=20ms").resources == [Resource.BANDWIDTH]
 
 
 def test_bursts_bind_where_even_arrivals_would_wait_less() -> None:
     instants = [at_ns for at_ns in range(0, 15 * 10_000_000_000, 10_000_000_000) for _ in range(10)]
     server = candidate(max_rows=64)
-    assert binding_of(server, workload(150, prompt=300, output=5, instants=instants), "ttft=100ms") is Resource.QUEUE
+    assert binding_of(server, workload(150, prompt=300, output=5, instants=instants), "ttft=100ms").resources == [
+        Resource.QUEUE
+    ]
 
 
 def test_where_no_rate_holds_it_says_what_would() -> None:
@@ -285,7 +298,7 @@ def test_where_no_rate_holds_it_says_what_would() -> None:
     slos = parse_slos(["tpot=8ms"])
     found = search(server, jobs, slos, goal=0.99, seed=0)
     binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
-    assert (found.best, binding.before, binding.resource) == (None, 0.0, Resource.BANDWIDTH)
+    assert (found.best, binding.before, binding.resources) == (None, 0.0, [Resource.BANDWIDTH])
     assert binding.reason == "No rate holds; one would with twice the memory bandwidth."
 
 
@@ -294,8 +307,40 @@ def test_a_run_that_is_too_short_to_overload_the_server_says_so() -> None:
     slos = parse_slos(["ttft=1m"])
     found = search(server, jobs, slos, goal=0.99, seed=0)
     binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
-    assert binding.resource is None
+    assert (binding.resources, binding.words) == ([], "unknown")
     assert "too few" in binding.reason
+
+
+def gains(**known: tuple[float, float]) -> dict[Resource, Gain]:
+    return {resource: Gain(*known.get(resource.value, (1.0, 1.0))) for resource in Resource}
+
+
+def test_two_that_help_alike_are_both_named() -> None:
+    """One step of 12 % and ranges that overlap are within what chance does; two steps are not."""
+    clear = Binding(before=1.0, gains=gains(compute=(STEP**4, STEP**4), bandwidth=(STEP**2, STEP**2)))
+    assert (clear.words, clear.is_clear) == ("compute", True)
+    assert "not clear" not in clear.reason
+    for bandwidth in ((STEP**3, STEP**3), (STEP, STEP**4)):
+        unclear = Binding(before=1.0, gains=gains(compute=(STEP**4, STEP**4), bandwidth=bandwidth))
+        assert (unclear.words, unclear.is_clear) == ("bandwidth or compute", False)
+        assert unclear.reason.startswith("Which one is not clear")
+
+
+def test_a_gain_that_may_be_chance_is_told_as_one() -> None:
+    binding = Binding(before=1.0, gains=gains(rows=(1.0, 1.25)))
+    assert (binding.words, binding.is_clear) == ("perhaps rows", False)
+    assert "with twice the rows of a step: 1 to 1.2 times as high" in binding.reason
+
+
+def test_a_rate_that_holds_by_chance_is_no_gain() -> None:
+    """Rows are never full here, so that twice as many plan the same steps and hold the same rates, those by chance included."""
+    noise = (Residuals(math.inf, (0.8, 0.9, 1.0, 1.0, 1.1, 1.2, 1.3, 6.0)),)
+    server = candidate(replace(PLAIN, residuals=noise))
+    jobs = workload(100, prompt=300, output=3, instants=poisson(Random(1), 100, 1.0))
+    binding = binding_of(server, jobs, "ttft=500ms")
+    assert binding.before > 1, "a higher rate than the highest one holds, by chance"
+    assert binding.gains[Resource.ROWS] == (1.0, 1.0)
+    assert binding.gains[Resource.MEMORY] == (1.0, 1.0)
 
 
 def test_an_estimated_cost_is_made_anew_with_twice_the_rates() -> None:
@@ -306,21 +351,111 @@ def test_an_estimated_cost_is_made_anew_with_twice_the_rates() -> None:
     assert server.doubled(Resource.QUEUE) == server
 
 
-# The bill
+# Replicas
 
 
-def test_replicas_headroom_and_cost() -> None:
+def bursts() -> Workload:
+    """Every two seconds twelve requests within 24 ms, of which a server computes one in 40 ms."""
+    return workload(
+        300, prompt=300, output=5, instants=[2_000_000_000 * i + 2_000_000 * j for i in range(25) for j in range(12)]
+    )
+
+
+def test_replicas_share_a_burst() -> None:
+    """The last of four in a burst waits 102 ms for the others, the last of six 180 ms. One server wants them 25 ms apart."""
+    server, jobs, slos = candidate(), bursts(), parse_slos(["ttft=200ms"])
+    rate = mean_rate(jobs) or 0.0
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    assert rate / found.rate > 12, "stretched until one server holds them"
+    fleet = find_fleet(server, jobs, slos, rate, found)
+    assert fleet is not None
+    assert fleet.num_replicas == 3
+    assert fleet.held is not None
+    assert fleet.failed is not None
+    assert (fleet.held.rate, fleet.held.num_good, fleet.failed.num_good) == (rate, 300, 200)
+    assert fleet.load == pytest.approx(rate / (3 * found.saturated_rate))
+    sized = plan(server, BOX, jobs, slos, least_run_s=0)
+    assert sized.fleet == fleet
+    assert "For 6.23 requests/s: 3 replicas behind a round-robin router, at a load of 8% of what they keep up with" in report(
+        sized
+    )
+
+
+def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
+    jobs = workload(120, prompt=300, output=5, instants=[2_000_000_000 * (i // 6) for i in range(120)])
+    sized = plan(candidate(), BOX, jobs, parse_slos(["ttft=100ms"]), least_run_s=0)
+    assert sized.search is not None
+    assert sized.search.best is None
+    assert sized.fleet is not None
+    assert sized.fleet.num_replicas == 3, "two prompts take 80 ms"
+    text = report(sized)
+    assert "No rate holds these SLOs, not even 1%" in text
+    assert "3 replicas behind a round-robin router" in text
+
+
+def test_even_arrivals_need_as_many_replicas_as_the_arithmetic_says() -> None:
+    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    for times in (0.5, 1.0, 2.8, 4.9):
+        fleet = find_fleet(server, jobs, slos, times * found.rate, found)
+        assert fleet is not None
+        assert fleet.num_replicas == math.ceil(times)
+        assert fleet.failed is None, "fewer do not keep up"
+
+
+def test_headroom_is_a_share_of_the_rate_that_the_replicas_hold() -> None:
+    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    fleets = [find_fleet(server, jobs, slos, 2.8 * found.rate, found, headroom=share) for share in (0.0, 0.25)]
+    assert [fleet and fleet.num_replicas for fleet in fleets] == [3, 4]  # 2.8 / 0.75 = 3.7
+    assert fleets[1] is not None
+    assert fleets[1].load == pytest.approx(2.8 / 4, rel=0.03)
+
+
+def test_many_replicas_are_simulated_by_one_group_of_them() -> None:
+    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    fleet = find_fleet(server, jobs, slos, 99 * found.rate, found)
+    assert fleet is not None
+    assert fleet.num_groups > 1
+    assert fleet.num_in_group <= 2 * MOST_GROUP
+    assert 99 <= fleet.num_replicas <= 99 + fleet.num_groups
+    assert fleet.held is not None
+    assert fleet.held.rate == pytest.approx(99 * found.rate / fleet.num_groups)
+    assert math.gcd(fleet.num_groups, 300) == 1, "or a group has the same requests each time"
+
+
+def test_a_rate_beyond_all_replicas_is_an_error() -> None:
+    server, jobs, slos = candidate(), workload(100), parse_slos(["ttft=500ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    with pytest.raises(ConfigError, match="not even 1024 of these servers keep up"):
+        find_fleet(server, jobs, slos, 1e12, found)
+
+
+@pytest.mark.parametrize("needed", [3, 4, 7, 20, 1000])
+def test_the_fewest_replicas_are_found_in_few_runs(needed: int) -> None:
+    tried: list[int] = []
+
+    def attempt(num_replicas: int) -> Trial:
+        tried.append(num_replicas)
+        return trial(float(num_replicas), needed / num_replicas)
+
+    fewest = fewest_replicas(attempt, 3)
+    assert fewest is not None
+    number, held, failed = fewest
+    assert (number, held.rate) == (needed, needed)
+    assert (failed.rate if failed else 2) == needed - 1
+    assert len(tried) <= 2 * math.log2(needed - 2) + 2
+    assert fewest_replicas(attempt, 3, needed - 1) is None or needed == 3
+
+
+def test_what_tokens_of_replicas_cost() -> None:
     lengths = lengths_of(workload(10, prompt=300, output=100).jobs)
-    bill = make_bill(7.0, 2.0, lengths, price_per_hour=3.6)
-    assert bill is not None
-    assert (bill.num_replicas, bill.headroom) == (4, pytest.approx(1 / 8))
+    bill = make_bill(7.0, 4, lengths, price_per_hour=3.6)
     assert bill.price_per_hour == pytest.approx(14.4)
     # 14.4 USD an hour are 0.4 cents a second, in which 700 tokens are generated.
     assert bill.price_per_million_output_tokens == pytest.approx(0.004 / 700 * 1e6)
     assert bill.price_per_million_tokens == pytest.approx(0.004 / 2800 * 1e6)
-    assert make_bill(2.0, 2.0, lengths, price_per_hour=None).num_replicas == 1  # type: ignore[union-attr]
-    assert make_bill(2.0, 2.0, lengths, price_per_hour=None, headroom=0.25).num_replicas == 2  # type: ignore[union-attr]
-    assert make_bill(2.0, 0.0, lengths, price_per_hour=1.0) is None
 
 
 # All of it
@@ -363,8 +498,22 @@ def test_a_plan_says_everything_and_what_is_not_certain() -> None:
     assert "all but saturated" in text
     numbers = as_json([sized])["machines"][0]  # type: ignore[index]
     assert numbers["highest_rate"] == sized.search.rate  # type: ignore[union-attr]
-    assert numbers["num_replicas"] == math.ceil(30 / sized.search.rate)  # type: ignore[union-attr]
-    assert "box" in comparison([sized, sized])
+    assert numbers["num_replicas"] == sized.fleet.num_replicas  # type: ignore[union-attr]
+    assert numbers["load"] == pytest.approx(30 / (numbers["num_replicas"] * sized.search.saturated_rate))  # type: ignore[union-attr]
+    assert text.index("What binds:") < text.index("What is not certain") < text.index("Arithmetic"), "the answer first"
+
+
+def test_machines_are_compared_from_the_cheapest_on() -> None:
+    jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
+    slos = parse_slos(["ttft=1s", "tpot=400ms"])
+    names = {"dear": 9.0, "unpriced": None, "cheap": 1.0}
+    some = [
+        plan(candidate(), replace(BOX, name=name, price_per_hour=price), jobs, slos, rate=1.0, least_run_s=0)
+        for name, price in names.items()
+    ]
+    hopeless = plan(candidate(), replace(BOX, name="hopeless"), jobs, parse_slos(["ttft=1ms"]), rate=1.0, least_run_s=0)
+    lines = comparison([hopeless, *some]).splitlines()[1:5]
+    assert [line.split()[0] for line in lines] == ["cheap", "dear", "unpriced", "hopeless"]
 
 
 def test_plots_are_drawn_of_batches_and_rates() -> None:

@@ -161,7 +161,11 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
     """Sentences on everything that is assumed about the model, its memory and its steps."""
     if saved is None:
-        yield f"Step times are estimates from peaks ({hardware.basis}). There, `penstock profile --fit` measures them."
+        yield (
+            f"Step times are estimates from peaks ({hardware.basis}), in which nothing ever stalls. Take the rate for an upper "
+            "bound: where a limit is near the best TTFT of a long prompt, the real one may be half. `penstock profile --fit "
+            "cost.json` there, then --cost cost.json, give the real one."
+        )
     elif saved.is_estimated:
         yield f"Step times are estimates: {saved.words}."
     if saved is not None and saved.model and saved.model != outline.name:

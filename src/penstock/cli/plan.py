@@ -35,7 +35,20 @@ if TYPE_CHECKING:
 )
 @hardware_options
 @click.option("--price-per-hour", type=click.FloatRange(min=0), metavar="USD", help="Of one replica, in place of the table's.")
-@click.option("--headroom", default="0%", show_default=True, metavar="SHARE", help="Share of each replica that stays free.")
+@click.option(
+    "--headroom",
+    default="0%",
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the replicas that stays free: 20% sizes them for 1.25 times the rate.",
+)
+@click.option(
+    "--router",
+    default="round-robin",
+    show_default=True,
+    metavar="NAME",
+    help="Of replicas. Or least-loaded, prefix, MODULE:CLASS.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the numbers there, too.")
 @config_options("model", "kv", "scheduler", without=("served_model_name", "chat_template", "generation_config"))
 def plan(choice: WorkloadChoice, **values: Any) -> None:
@@ -83,6 +96,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
                 goal=shares["goal"],
                 rate=choice.rate,
                 headroom=shares["headroom"],
+                router=values["router"],
                 price_per_hour=values["price_per_hour"],
                 seed=choice.seed,
             )
@@ -92,13 +106,13 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             print(f"{hardware.name}: left out. {error}\n", file=sys.stderr)
             continue
         some.append(sized)
-        print(plan_report.report(sized) + "\n")
     if not some:
         raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
-        print(plan_report.comparison(some))
+        print(plan_report.comparison(some) + "\n")
+    print("\n\n".join(plan_report.report(sized) for sized in some))
     if not slos:
-        print("For the highest rate, replicas and cost, say what is to hold: --slo ttft=2s --slo tpot=100ms")
+        print("\nFor the highest rate, replicas and cost, say what is to hold: --slo ttft=2s --slo tpot=100ms")
     _write(some, values["json_path"], values["plots_path"])
 
 

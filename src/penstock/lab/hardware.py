@@ -18,9 +18,10 @@ from penstock.types.errors import ConfigError, counted
 
 TABLE = "hardware.csv"
 MAX_TABLE_BYTES = 1 << 20
-THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.5
-"""Shares of the peaks that steps reached on two AVX-512 cores: 86 and 81 % of the bandwidth for one row, and 46 to 64 % of the
-multiply-adds for 32 rows and for prompts (docs/performance.md, "One step", 2026-11-21)."""
+THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.4
+"""Shares of the peaks that steps reached on two AVX-512 cores (docs/performance.md, "One step"): 86 and 81 % of the bandwidth
+for one row on an EPYC (2026-11-21), and 32 to 39 % of the multiply-adds for 32 rows and for prompts on a Xeon (2026-11-22). On
+the EPYC products alone reached 46 to 64 % of them."""
 THIS_STEP_NS = 200_000
 """Time of a step beside its products and reads: planning, sampling, the texts of some rows."""
 _COLUMNS = (

@@ -5,8 +5,9 @@ Searches in the simulator; the arithmetic is `sizing`'s, and the queues' formula
     Candidate       a server that could be, on a machine that could be
     Trial           one run of the workload at one rate
     highest_rate    bisection over the rate
-    find_binding    what would help: each resource doubled, and even arrivals, one at a time, by a coarser bisection
-    Bill            replicas, headroom and cost of a rate
+    find_binding    what would help: each resource doubled, or even arrivals, one at a time, by a coarser bisection
+    find_fleet      the fewest replicas behind a router that hold the SLOs at a wanted rate
+    Bill            what their tokens cost
 
 The highest rate is a statement about this workload: its lengths, its order and the shape of its arrivals, whose gaps are all
 stretched or squeezed alike. A run is as long as the workload; where it is short for the requests in it, a warning says so.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +28,12 @@ from numpy.typing import NDArray
 
 from penstock.lab import queueing
 from penstock.lab.arrivals import NS_PER_S, arrive, constant, mean_rate, num_arrivals, poisson
+from penstock.lab.cluster import Cluster
 from penstock.lab.figures import Samples, Slo
 from penstock.lab.hardware import Hardware
 from penstock.lab.intervals import Estimate, share_estimate
 from penstock.lab.records import End
+from penstock.lab.routers import RoundRobin, Router, find_router
 from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import (
     BatchPoint,
@@ -46,7 +50,7 @@ from penstock.lab.sizing import (
     with_more_bandwidth,
     with_more_compute,
 )
-from penstock.lab.transforms import repeat, speed
+from penstock.lab.transforms import every, repeat, speed
 from penstock.lab.workload import Workload
 from penstock.types.errors import ConfigError
 
@@ -60,6 +64,8 @@ STEP = 1.12
 """Ratio of two rates at which it is asked what binds."""
 NUM_STEPS = 9
 """Such rates, the highest one being the first: up to 2.5 times it."""
+_NEAR_STEPS = 3
+"""A resource that is so many steps behind the best one is not asked how far chance may have a part in it."""
 UTILISATIONS = (0.5, 0.7, 0.8, 0.9, 0.95)
 MIN_SPANS = 10
 """A run should last so many times as long as its requests, else queues have no time to grow."""
@@ -69,6 +75,11 @@ MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
 """but not beyond so many requests, output tokens, or steps of a full batch: about half a second a run."""
 SATURATED = 0.95
 """Share of the saturated rate above which queues of a longer run would be longer."""
+MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
+"""A run of several replicas repeats the workload up to so many requests. Where it has more output tokens than that, the run is
+of one group of the replicas: some seconds."""
+LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 1_024
+"""Replicas of such a group, as if they had no more to do than keep up; and of all groups together, at most."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
 """A saturated server is timed over so many times the requests of a full batch: in fewer, prompts computed at the begin have
 too large a part. But not beyond so many output tokens: some seconds."""
@@ -161,8 +172,9 @@ class Trial(NamedTuple):
     duration_s: float
     mean_e2e_s: float
     kv_share: float
-    """Share of the KV cache that requests held, on average over the run."""
+    """Share of the KV cache that requests held, on average over the run and the replicas."""
     mean_running: float
+    """Requests that ran, on average over the run, in all replicas together."""
     num_outside: int
     """Steps outside of the range to which the cost model was fitted."""
     num_steps: int
@@ -172,6 +184,11 @@ class Trial(NamedTuple):
     @property
     def holds(self) -> bool:
         return self.num_good >= self.goal * self.num_requests
+
+    @property
+    def nearly_holds(self) -> bool:
+        """As `holds`, where one standard deviation of the requests that may fail, each by chance, may fail besides."""
+        return self.num_good >= self.goal * self.num_requests - math.sqrt(self.num_requests * self.goal * (1 - self.goal))
 
     @property
     def worst_slo(self) -> str:
@@ -186,9 +203,8 @@ def make_trial(outcome: Outcome, rate: float, slos: Sequence[Slo], goal: float) 
         raise ConfigError("The clients of all requests went away.", remedy="Lower --cancel-share.")
     ratios = {str(slo): _ratios(samples, slo)[counted] for slo in slos}
     worst = np.maximum.reduce(list(ratios.values()))
-    (timeline,) = outcome.timelines.values()
+    means = [timeline.means(max(1, outcome.duration_ns)) for timeline in outcome.timelines.values()]
     seconds = (samples.ended_ns - samples.intended_ns)[counted] / NS_PER_S
-    running, _, held = timeline.means(max(1, outcome.duration_ns))
     return Trial(
         rate=rate,
         num_requests=len(worst),
@@ -198,8 +214,8 @@ def make_trial(outcome: Outcome, rate: float, slos: Sequence[Slo], goal: float) 
         by_slo={name: _quantile(values, goal) for name, values in ratios.items()},
         duration_s=outcome.duration_ns / NS_PER_S,
         mean_e2e_s=float(seconds.mean()),
-        kv_share=held,
-        mean_running=running,
+        kv_share=fmean(held for _, _, held in means),
+        mean_running=sum(running for running, _, _ in means),
         num_outside=outcome.num_outside,
         num_steps=outcome.num_steps,
         attainment=share_estimate(worst <= 1, seconds),
@@ -334,72 +350,101 @@ def find_saturated_rate(candidate: Candidate, workload: Workload) -> float:
 # What binds
 
 
+class Gain(NamedTuple):
+    """How many times as high the highest rate would be: for the goal, and where as many more requests may fail as chance alone
+    makes fail."""
+
+    least: float
+    most: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """The answer to: what would help? Gains are in steps of `STEP`, so they are known to 12 %."""
+    """The answer to: what would help? Rates are tried in steps of `STEP`, so that gains are known to 12 %."""
 
-    rate: float
-    """Requests per second that 1 stands for: the highest rate, or one that fails if none holds."""
     before: float
-    """Multiple of it that held when it was asked as for the others: 1, or more where the server was saturated; 0: none."""
-    after: Mapping[Resource, float]
-    """Resource -> the multiple with twice as much of it."""
+    """Multiple of the highest rate that held in these steps: 1, or more where the server was saturated or requests are few; 0:
+    no rate holds."""
+    gains: Mapping[Resource, Gain]
+    """Resource -> the gain with twice as much of it; where no rate holds, more than 0 if one would."""
 
     @property
-    def resource(self) -> Resource | None:
-        """The one that binds: of those that help most, the cheapest to have more of. None: no one alone helps."""
-        most = max(self.after.values())
-        if most <= self.before:
-            return None
-        return next(resource for resource in RESOURCE_WORDS if self.after[resource] >= most)
+    def resources(self) -> Sequence[Resource]:
+        """Those that bind, in the order of what they cost: the one that helps most, and others whose gain is not surely less,
+        as it overlaps or is one step below. None: no one alone helps."""
+        top = max(self.gains.values(), key=lambda gain: (gain.most, gain.least))
+        floor = 1.0 if self.before else 0.0
+        bound = max(floor, top.least / STEP * (1 - 1e-9))
+        return [one for one in RESOURCE_WORDS if self.gains[one].most > floor and self.gains[one].most >= bound]
 
     @property
-    def alike(self) -> Sequence[Resource]:
-        """Others that help as much as the one that binds."""
-        resource = self.resource
-        if resource is None:
-            return ()
-        return [other for other in RESOURCE_WORDS if other is not resource and self.after[other] >= self.after[resource]]
+    def is_known(self) -> bool:
+        """The requests are enough for a rate at which the SLOs fail."""
+        return self.before < STEP ** (NUM_STEPS - 1) * (1 - 1e-9)
+
+    @property
+    def is_clear(self) -> bool:
+        """One resource binds, and its gain is more than chance."""
+        return len(self.resources) == 1 and self.gains[self.resources[0]].least > (1.0 if self.before else 0.0)
+
+    @property
+    def words(self) -> str:
+        """Those that bind, in a few words."""
+        if not self.is_known:
+            return "unknown"
+        names = " or ".join(filter(None, (", ".join(self.resources[:-1]), *self.resources[-1:]))) or "nothing alone"
+        return names if self.is_clear or len(self.resources) != 1 else f"perhaps {names}"
 
     @property
     def reason(self) -> str:
-        """One sentence."""
-        if self.before >= STEP ** (NUM_STEPS - 1):
+        """Some sentences."""
+        if not self.is_known:
             return "The requests are too few to tell: even 2.5 times the rate that the server keeps up with breaks no SLO."
         told = [f"{words}: {self._words(resource)}" for resource, words in RESOURCE_WORDS.items()]
-        if self.resource is None:
+        if not self.resources:
             return f"Twice as much of any one of them does not raise the rate ({'; '.join(told)})."
         if not self.before:
-            return f"No rate holds; one would with {RESOURCE_WORDS[self.resource]}."
-        return f"The highest rate would be, with {'; with '.join(told)}."
+            return f"No rate holds; one would with {' or with '.join(RESOURCE_WORDS[one] for one in self.resources)}."
+        doubt = "" if self.is_clear else "Which one is not clear: their gains differ by no more than chance, or one step. "
+        if len(self.resources) == 1 and doubt:
+            doubt = "That is not clear: the gain may be chance. "
+        return f"{doubt}The highest rate would be, with {'; with '.join(told)}."
 
     def _words(self, resource: Resource) -> str:
-        multiple = self.after[resource]
-        if not multiple:
+        gain = self.gains[resource]
+        if not gain.most:
             return "none"
-        gain = multiple / self.before if self.before else multiple
-        more = " or more" if multiple >= STEP ** (NUM_STEPS - 1) else ""
-        return "the same" if gain == 1 else f"{gain:.2g} times as high{more}"
+        more = " or more" if (self.before or 1.0) * gain.most >= STEP ** (NUM_STEPS - 1) * (1 - 1e-9) else ""
+        shown = [f"{value:.2g}" for value in gain]
+        if shown == ["1", "1"]:
+            return "the same"
+        return f"{shown[0] if shown[0] == shown[1] else ' to '.join(shown)} times as high{more}"
 
 
 def find_binding(
     candidate: Candidate, workload: Workload, slos: Sequence[Slo], found: Search, *, goal: float, seed: int
 ) -> Binding:
-    """The resource whose doubling raises the highest rate most.
+    """The resources whose doubling raises the highest rate most.
 
     Only one thing is changed at a time, so two that bind together show as none that helps.
     """
     rate = found.rate or (found.failed.rate if found.failed else found.saturated_rate)
+    trials: dict[tuple[Resource | None, int], Trial] = {}
 
-    def multiple(resource: Resource | None) -> float:
-        server = candidate if resource is None else candidate.doubled(resource)
-
-        def holds(step: int) -> bool:
+    def attempt(resource: Resource | None, step: int) -> Trial:
+        if (resource, step) not in trials:
             tried = rate * STEP**step
+            server = candidate if resource is None else candidate.doubled(resource)
             jobs = at_rate(workload, tried, seed)
             if resource is Resource.QUEUE:
                 jobs = arrive(jobs, constant(num_arrivals(jobs), tried), "even gaps")
-            return make_trial(server.run(jobs), tried, slos, goal).holds
+            trials[resource, step] = make_trial(server.run(jobs), tried, slos, goal)
+        return trials[resource, step]
+
+    def multiple(resource: Resource | None, *, is_lenient: bool) -> float:
+        def holds(step: int) -> bool:
+            trial = attempt(resource, step)
+            return trial.nearly_holds if is_lenient else trial.holds
 
         low = 0 if found.best is not None or holds(0) else -1  # held at the highest rate, and so with more of something
         high = NUM_STEPS if low == 0 and holds(1) else 1
@@ -409,9 +454,18 @@ def find_binding(
             low, high = (middle, high) if holds(middle) else (low, middle)
         return STEP**low if low >= 0 else 0.0
 
-    is_known = found.best is not None and found.failed is not None
-    before = 1.0 if is_known else multiple(None)
-    return Binding(rate=rate, before=before, after={resource: multiple(resource) for resource in Resource})
+    # The same steps with nothing doubled: what chance lets through there is no gain.
+    before = multiple(None, is_lenient=False)
+    after = {resource: multiple(resource, is_lenient=False) for resource in Resource}
+    gains = {resource: Gain(value / (before or 1.0), value / (before or 1.0)) for resource, value in after.items()}
+    if before:
+        least = max(before, max(after.values()) / STEP**_NEAR_STEPS) * (1 + 1e-9)
+        nearly = multiple(None, is_lenient=True)
+        for resource, value in after.items():
+            if value >= least:
+                gain, other = value / before, multiple(resource, is_lenient=True) / nearly
+                gains[resource] = Gain(min(gain, other), max(gain, other))
+    return Binding(before=before, gains=gains)
 
 
 def times_words(stress: float) -> str:
@@ -423,40 +477,157 @@ def times_words(stress: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bill:
-    """The replicas for a rate, and what their tokens cost. A replica gets an even share of the requests."""
+class Fleet:
+    """The fewest replicas that hold the SLOs at a rate."""
 
     rate: float
     """Requests per second, of all replicas together."""
-    num_replicas: int
     headroom: float
-    """Share of each replica's highest rate that stays free."""
-    price_per_hour: float | None
+    """Share of the replicas' rate that stays free: they hold the SLOs at `rate` / (1 - headroom)."""
+    num_groups: int
+    """Equal groups of replicas, to which requests go in turn; one was simulated, with its share of them. 1: all were."""
+    num_in_group: int
+    load: float
+    """`rate` over what the replicas keep up with at all."""
+    held: Trial | None
+    """One group; None: the rate with the headroom is not above the highest one of a single replica."""
+    failed: Trial | None
+    """One group with a replica less; None: it was not tried, as so few do not keep up, or are the one of the search."""
+
+    @property
+    def num_replicas(self) -> int:
+        return self.num_groups * self.num_in_group
+
+
+def find_fleet(
+    candidate: Candidate,
+    workload: Workload,
+    slos: Sequence[Slo],
+    rate: float,
+    found: Search,
+    *,
+    goal: float = DEFAULT_GOAL,
+    headroom: float = 0.0,
+    seed: int = 0,
+    make_router: Callable[[], Router] = RoundRobin,
+    least_run_s: float = LEAST_RUN_S,
+) -> Fleet | None:
+    """The fewest replicas behind a router that hold the SLOs at a rate, in runs of the workload at that rate; None if
+    `MOST_REPLICAS` do not.
+
+    Dividing by the highest rate of one replica would ask for too many: at a lower rate its bursts are as large, only stretched,
+    while several replicas share each. `found`: the search with one replica. Raises ConfigError for a rate with which so many do
+    not keep up.
+    """
+    planned = rate / (1 - headroom)
+    if planned <= found.rate:
+        return Fleet(
+            rate=rate,
+            headroom=headroom,
+            num_groups=1,
+            num_in_group=1,
+            load=rate / found.saturated_rate,
+            held=None,
+            failed=None,
+        )
+    if planned > MOST_REPLICAS * found.saturated_rate:
+        raise ConfigError(
+            f"With {planned:.3g} requests/s not even {MOST_REPLICAS} of these servers keep up.",
+            remedy="Plan for a part of that rate (--rate), and multiply.",
+        )
+    num_groups, jobs = _dealt(workload, planned, found, least_run_s)
+    share = planned / num_groups
+    least = max(2, math.ceil(share / found.saturated_rate - 1e-9))
+    jobs = at_rate(jobs, share, seed)
+
+    def attempt(num_replicas: int) -> Trial:
+        cluster = Cluster(
+            settings=candidate.simulation,
+            num_replicas=num_replicas,
+            make_router=make_router,
+            max_tokens=candidate.simulation.max_tokens,
+            max_returns=candidate.simulation.max_returns,
+            seed=candidate.simulation.seed,
+        )
+        return make_trial(cluster.run(jobs), share, slos, goal)
+
+    fewest = fewest_replicas(attempt, least)
+    if fewest is None:
+        return None
+    num_in_group, held, failed = fewest
+    return Fleet(
+        rate=rate,
+        headroom=headroom,
+        num_groups=num_groups,
+        num_in_group=num_in_group,
+        load=rate / (num_groups * num_in_group * found.saturated_rate),
+        held=held,
+        failed=failed,
+    )
+
+
+def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -> tuple[int, Workload]:
+    """Groups of replicas, and the requests that one of them gets.
+
+    The workload is repeated until it lasts at that rate about as long as with one replica, or as a queue needs to grow.
+    """
+    count, tried = num_arrivals(workload), found.best or found.failed
+    wanted_s = max(least_run_s, MIN_SPANS * tried.mean_e2e_s if tried else 0.0)
+    if found.best is not None:
+        wanted_s = min(wanted_s, count / found.best.rate)
+    times = max(1, min(round(wanted_s * rate / count), MOST_FLEET_REQUESTS // len(workload.jobs)))
+    num_tokens, least = times * sum(job.num_output_tokens for job in workload.jobs), rate / found.saturated_rate
+    most = max(1, int(least / LEAST_GROUP))
+    near = min(most, max(1, math.ceil(least / MOST_GROUP), num_tokens // MOST_FLEET_TOKENS))
+    # With a common divisor a group would be sent the same requests in each repeat.
+    numbers = (*range(near, most + 1), *range(near, 0, -1))
+    num_groups = next(number for number in numbers if times == 1 or math.gcd(number, count) == 1)
+    longer = repeat(workload, times) if times > 1 else workload
+    return num_groups, every(longer, num_groups) if num_groups > 1 else longer
+
+
+def fewest_replicas(
+    attempt: Callable[[int], Trial], least: int, most: int = MOST_REPLICAS
+) -> tuple[int, Trial, Trial | None] | None:
+    """The fewest from `least` on that hold, with their trial and the failed one of a replica less; None if `most` fail.
+
+    Steps of doubling size, then bisection: few trials where the number is near to `least`, as it is without bursts.
+    """
+    low, high, step, failed = least - 1, least, 1, None
+    while not (held := attempt(high)).holds:
+        if high >= most:
+            return None
+        low, failed = high, held
+        high, step = min(most, high + step), 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = attempt(middle)
+        if trial.holds:
+            high, held = middle, trial
+        else:
+            low, failed = middle, trial
+    return high, held, failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """The cost of tokens. Replicas are paid for whether they have work or not."""
+
+    price_per_hour: float
     """Price of all replicas."""
-    price_per_million_output_tokens: float | None
-    price_per_million_tokens: float | None
+    price_per_million_output_tokens: float
+    price_per_million_tokens: float
     """Price of tokens of prompts and answers together."""
 
 
-def make_bill(
-    rate: float, highest: float, lengths: Lengths, *, price_per_hour: float | None, headroom: float = 0.0
-) -> Bill | None:
-    """Replicas whose highest rate is `highest`, of which each keeps at least the share `headroom` free; None if no rate holds.
-
-    `price_per_hour`: of one replica, paid whether it has work or not.
-    """
-    if highest <= 0:
-        return None
-    num_replicas = max(1, math.ceil(rate / (highest * (1 - headroom)) - 1e-9))
-    total = None if price_per_hour is None else price_per_hour * num_replicas
-    per_request = None if total is None else total / 3600 / rate * 1e6
+def make_bill(rate: float, num_replicas: int, lengths: Lengths, *, price_per_hour: float) -> Bill:
+    """`rate`: requests per second, of all replicas together; `price_per_hour`: of one replica."""
+    total = price_per_hour * num_replicas
+    per_million = total / 3600 / rate * 1e6
     return Bill(
-        rate=rate,
-        num_replicas=num_replicas,
-        headroom=1 - rate / (num_replicas * highest),
         price_per_hour=total,
-        price_per_million_output_tokens=None if per_request is None else per_request / lengths.mean_output,
-        price_per_million_tokens=None if per_request is None else per_request / (lengths.mean_prompt + lengths.mean_output),
+        price_per_million_output_tokens=per_million / lengths.mean_output,
+        price_per_million_tokens=per_million / (lengths.mean_prompt + lengths.mean_output),
     )
 
 
@@ -513,7 +684,7 @@ def queue_table(candidate: Candidate, lengths: Lengths) -> Sequence[Wait]:
 # What is not known
 
 
-def warnings(candidate: Candidate, workload: Workload, found: Search | None) -> Sequence[str]:
+def warnings(candidate: Candidate, workload: Workload, found: Search | None, fleet: Fleet | None) -> Sequence[str]:
     """Everything that makes the answer less than certain, in sentences."""
     told = list(candidate.doubts)
     if found is None:
@@ -524,11 +695,12 @@ def warnings(candidate: Candidate, workload: Workload, found: Search | None) -> 
             f"{best.num_outside / best.num_steps:.0%} of the steps lie outside of the range that the cost model was fitted to: "
             "their times are extrapolated."
         )
-    if best is not None and best.duration_s < MIN_SPANS * best.mean_e2e_s:
-        told.append(
-            f"The run at {best.rate:.3g} requests/s lasts {best.duration_s:.3g} s, and a request {best.mean_e2e_s:.3g} s: "
-            "queues have hardly time to grow. Take more requests."
-        )
+    for trial in (best, fleet.held if fleet else None):
+        if trial is not None and trial.duration_s < MIN_SPANS * trial.mean_e2e_s:
+            told.append(
+                f"The run at {trial.rate:.3g} requests/s lasts {trial.duration_s:.3g} s, and a request "
+                f"{trial.mean_e2e_s:.3g} s: queues have hardly time to grow. Take more requests."
+            )
     if best is not None and best.rate > SATURATED * found.saturated_rate:
         told.append(
             f"At {best.rate:.3g} requests/s the server is all but saturated: in a longer run its queue would be longer. "
@@ -566,7 +738,12 @@ class Sized:
     search: Search | None
     """None: there is no SLO to hold."""
     binding: Binding | None
+    router: str
+    """Its name, which says how requests are shared among replicas."""
+    fleet: Fleet | None
+    """None: no rate was wanted that some replicas hold."""
     bill: Bill | None
+    """None: there is no fleet, or no price."""
     warnings: Sequence[str]
 
 
@@ -579,6 +756,7 @@ def plan(
     goal: float = DEFAULT_GOAL,
     rate: float | None = None,
     headroom: float = 0.0,
+    router: str = "round-robin",
     price_per_hour: float | None = None,
     seed: int = 0,
     least_run_s: float = LEAST_RUN_S,
@@ -586,7 +764,9 @@ def plan(
     """The arithmetic, and with SLOs the highest rate, what binds there, and the bill.
 
     `rate`: requests per second that are to be served; None: those of the workload, or else as many as one replica can.
+    `router`: as `find_router` takes it.
     """
+    make_router = find_router(router)
     if not 0 < goal <= 1:
         raise ConfigError(f"The goal is {goal:g}.", remedy="Set it above 0 and to 1 at most, such as 99%.")
     if not 0 <= headroom < 1:
@@ -603,11 +783,25 @@ def plan(
     served = long_enough(workload, fullest_batch(cost, lengths, capacity), least_run_s=least_run_s)
     found = search(candidate, served, slos, goal=goal, seed=seed) if slos else None
     binding = find_binding(candidate, served, slos, found, goal=goal, seed=seed) if found else None
-    bill = None
-    if found is not None and found.best is not None:
-        wanted = rate or mean_rate(workload) or found.rate
-        price = hardware.price_per_hour if price_per_hour is None else price_per_hour
-        bill = make_bill(wanted, found.rate, lengths, price_per_hour=price, headroom=headroom)
+    fleet = bill = None
+    wanted = rate or mean_rate(workload) or (found.rate if found else 0.0)
+    # Where no rate holds but for even arrivals, bursts are to blame, and replicas share those.
+    if found and binding and wanted and (found.best or binding.gains[Resource.QUEUE].most):
+        fleet = find_fleet(
+            candidate,
+            served,
+            slos,
+            wanted,
+            found,
+            goal=goal,
+            headroom=headroom,
+            seed=seed,
+            make_router=make_router,
+            least_run_s=least_run_s,
+        )
+    price = hardware.price_per_hour if price_per_hour is None else price_per_hour
+    if fleet is not None and price is not None:
+        bill = make_bill(fleet.rate, fleet.num_replicas, lengths, price_per_hour=price)
     return Sized(
         hardware=hardware,
         candidate=candidate,
@@ -621,6 +815,8 @@ def plan(
         waits=queue_table(candidate, lengths),
         search=found,
         binding=binding,
+        router=router,
+        fleet=fleet,
         bill=bill,
-        warnings=warnings(candidate, workload, found),
+        warnings=warnings(candidate, workload, found, fleet),
     )

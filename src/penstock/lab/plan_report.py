@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from penstock.lab.hardware import Hardware
-from penstock.lab.plan import ADVICE, Sized, Trial, times_words
+from penstock.lab.plan import ADVICE, LEAST_SHARE, MOST_REPLICAS, Sized, Trial, times_words
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
 from penstock.lab.sizing import NS_PER_S, Line, format_number, format_time
 from penstock.types.errors import counted
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 
 
 def report(sized: Sized) -> str:
@@ -23,14 +23,16 @@ def report(sized: Sized) -> str:
         f"{sized.candidate.size.name} on {hardware.name}: {hardware.description}; {memory} of memory, peaks {reads} and {peak}",
         f"Workload {sized.workload}: {counted(lengths.num_jobs, 'request')}, prompts of {lengths.mean_prompt:.0f} tokens on "
         f"average (p99 {lengths.p99_prompt}), answers of {lengths.mean_output:.0f}",
-        "\nArithmetic\n" + "\n".join(_lines(sized.lines)),
-        "\nBatch size against latency and throughput, with such requests in a steady flow\n" + _batches(sized),
-        "\nWaits by formulas (M/G/k for a row of the batch, M/G/1 behind other prompts; Poisson arrivals)\n" + _waits(sized),
     ]
     if sized.search is not None:
         parts.append("\n" + "\n".join(_answer(sized)))
     if sized.warnings:
         parts.append("\nWhat is not certain\n" + "\n".join(f"- {warning}" for warning in sized.warnings))
+    parts += [
+        "\nArithmetic\n" + "\n".join(_lines(sized.lines)),
+        "\nBatch size against latency and throughput, with such requests in a steady flow\n" + _batches(sized),
+        "\nWaits by formulas (M/G/k for a row of the batch, M/G/1 behind other prompts; Poisson arrivals)\n" + _waits(sized),
+    ]
     return "\n".join(parts)
 
 
@@ -63,17 +65,21 @@ def _waits(sized: Sized) -> str:
 
 
 def _answer(sized: Sized) -> Iterator[str]:
-    found = sized.search
+    found, binding = sized.search, sized.binding
     assert found is not None
     if found.best is None:
         assert found.failed is not None
-        yield "No rate holds these SLOs, not even one at which requests hardly meet: " + trial_words(found.failed) + "."
+        yield f"No rate holds these SLOs, not even {LEAST_SHARE:.0%} of what one server keeps up with: " + (
+            trial_words(found.failed) + "."
+        )
         yield "Loosen that SLO, or take a faster machine or a smaller model."
-        if sized.binding is not None:
-            yield sized.binding.reason
+        if binding is not None:
+            yield binding.reason
+        yield from _fleet(sized)
         return
     runs = counted(len(found.trials), "run")
-    yield f"Highest rate: {found.rate:.3g} requests/s, at which {100 * sized.goal:.4g} % hold the SLOs ({runs})"
+    bound = "" if sized.candidate.is_fitted else "at most "
+    yield f"Highest rate: {bound}{found.rate:.3g} requests/s, at which {100 * sized.goal:.4g} % hold the SLOs ({runs})"
     yield f"  holds   {trial_words(found.best)}"
     if found.failed is not None:
         yield f"  fails   {trial_words(found.failed)}"
@@ -82,21 +88,40 @@ def _answer(sized: Sized) -> Iterator[str]:
     option = f"--rate {found.rate:.3g}" if sized.own_rate is None else f"--speed {found.rate / sized.own_rate:.3g}"
     yield f"  To measure it: `penstock bench` with the options of this workload and {option}"
     yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
-    if sized.binding is not None:
-        resource = sized.binding.resource
-        alike = f" (as much as {' and '.join(sized.binding.alike)})" if sized.binding.alike else ""
-        yield f"What binds: {resource or 'nothing alone'}{alike}. {sized.binding.reason}"
-        if resource is not None:
-            yield f"  What helps: {ADVICE[resource]}."
+    if binding is not None:
+        yield f"What binds: {binding.words}. {binding.reason}"
+        for resource in binding.resources:
+            yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {ADVICE[resource]}."
+    yield from _fleet(sized)
+
+
+def _fleet(sized: Sized) -> Iterator[str]:
+    fleet = sized.fleet
+    if fleet is None:
+        if sized.search is not None and sized.search.best is not None:
+            yield f"Not even {MOST_REPLICAS} replicas behind a {sized.router} router hold the SLOs at the rate that is wanted."
+        return
+    room = f" with {fleet.headroom:.0%} of headroom" if fleet.headroom else ""
+    yield (
+        f"For {fleet.rate:.3g} requests/s{room}: {counted(fleet.num_replicas, 'replica')}"
+        f"{f' behind a {sized.router} router' if fleet.num_replicas > 1 else ''}, "
+        f"at a load of {fleet.load:.0%} of what they keep up with"
+    )
+    replicas = counted(fleet.num_in_group, "replica")
+    if fleet.held is not None:
+        yield f"  holds   {replicas} at {trial_words(fleet.held)}"
+        if fleet.failed is not None:
+            yield f"  fails   {counted(fleet.num_in_group - 1, 'replica')} at {trial_words(fleet.failed)}"
+        elif fleet.load * fleet.num_in_group > (fleet.num_in_group - 1) * (1 - fleet.headroom):
+            yield "  With fewer their queues would grow without bound."
+    if fleet.num_groups > 1:
+        yield f"  One of {fleet.num_groups} groups of {replicas} was simulated, to which requests go in turn."
     yield from _bill(sized)
 
 
 def _bill(sized: Sized) -> Iterator[str]:
     bill, hardware = sized.bill, sized.hardware
-    if bill is None:
-        return
-    yield f"For {bill.rate:.3g} requests/s: {counted(bill.num_replicas, 'replica')}, with {bill.headroom:.0%} of headroom"
-    if bill.price_per_hour is None or bill.price_per_million_output_tokens is None or bill.price_per_million_tokens is None:
+    if bill is None or sized.fleet is None:
         yield "  No price is known: give --price-per-hour."
         return
     output, every = _price(bill.price_per_million_output_tokens), _price(bill.price_per_million_tokens)
@@ -104,30 +129,24 @@ def _bill(sized: Sized) -> Iterator[str]:
         f"  {bill.price_per_hour:.2f} USD an hour: {output} USD per million output tokens, "
         f"{every} per million tokens of prompts and answers"
     )
-    if hardware.price_per_hour is not None and bill.price_per_hour == hardware.price_per_hour * bill.num_replicas:
+    if hardware.price_per_hour is not None and bill.price_per_hour == hardware.price_per_hour * sized.fleet.num_replicas:
         yield f"  ({hardware.price_source}, {hardware.price_date}; yours will differ: --price-per-hour)"
 
 
 def comparison(some: Sequence[Sized]) -> str:
-    """Several machines, a line for each."""
-    rows = [
-        ["hardware", "requests/s", "binds", "replicas", "headroom", "USD an hour", "USD per 1M output tokens", "step times"]
-    ]
-    for sized in some:
-        bill, binding = sized.bill, sized.binding
-        price = "" if bill is None or bill.price_per_hour is None else f"{bill.price_per_hour:.2f}"
-        million = (
-            "" if bill is None or not bill.price_per_million_output_tokens else _price(bill.price_per_million_output_tokens)
-        )
+    """Several machines, a line for each: the cheapest first, those without a price next, then those on which no rate holds."""
+    rows = [["hardware", "requests/s", "binds", "replicas", "load", "USD an hour", "USD per 1M output tokens", "step times"]]
+    for sized in sorted(some, key=_order):
+        fleet, bill, binding = sized.fleet, sized.bill, sized.binding
         rows.append(
             [
                 sized.hardware.name,
                 "-" if sized.search is None else f"{sized.search.rate:.3g}",
-                "-" if binding is None else f"{binding.resource or 'nothing alone'}",
-                "none" if bill is None else f"{bill.num_replicas}",
-                "" if bill is None else f"{bill.headroom:.0%}",
-                price,
-                million,
+                "-" if binding is None else binding.words,
+                "none" if fleet is None else f"{fleet.num_replicas}",
+                "" if fleet is None else f"{fleet.load:.0%}",
+                "" if bill is None else f"{bill.price_per_hour:.2f}",
+                "" if bill is None else _price(bill.price_per_million_output_tokens),
                 "fitted" if sized.candidate.is_fitted else "estimated",
             ]
         )
@@ -136,6 +155,12 @@ def comparison(some: Sequence[Sized]) -> str:
     )
     note = f"\nPrices are of {'; '.join(sources)}. Yours will differ." if sources else ""
     return table(rows) + note
+
+
+def _order(sized: Sized) -> tuple[bool, float, float]:
+    """A key by which machines are sorted: the cheapest fleet, else the highest rate."""
+    price = math.inf if sized.bill is None else sized.bill.price_per_million_output_tokens
+    return sized.fleet is None, price, -sized.search.rate if sized.search else 0.0
 
 
 def hardware_table(machines: Sequence[Hardware]) -> str:
@@ -193,7 +218,7 @@ def as_json(some: Sequence[Sized]) -> dict[str, object]:
 
 def _machine(sized: Sized) -> dict[str, object]:
     size, capacity = sized.candidate.size, sized.candidate.simulation.capacity
-    binding, bill, found = sized.binding, sized.bill, sized.search
+    binding, fleet, bill, found = sized.binding, sized.fleet, sized.bill, sized.search
     return {
         "hardware": sized.hardware.name,
         "model": size.name,
@@ -218,11 +243,14 @@ def _machine(sized: Sized) -> dict[str, object]:
         "highest_rate": None if found is None else found.rate,
         "saturated_rate": None if found is None else found.saturated_rate,
         "trials": [] if found is None else [_trial(trial) for trial in sorted(found.trials)],
-        "binds": None if binding is None or binding.resource is None else str(binding.resource),
-        "times_as_high_with_twice": None if binding is None else {str(key): value for key, value in binding.after.items()},
-        "num_replicas": None if bill is None else bill.num_replicas,
-        "rate": None if bill is None else bill.rate,
-        "headroom": None if bill is None else bill.headroom,
+        "binds": [] if binding is None else [str(resource) for resource in binding.resources],
+        "binds_clearly": None if binding is None else binding.is_clear,
+        "times_as_high_with_twice": None if binding is None else {str(key): [*gain] for key, gain in binding.gains.items()},
+        "router": sized.router,
+        "num_replicas": None if fleet is None else fleet.num_replicas,
+        "rate": None if fleet is None else fleet.rate,
+        "headroom": None if fleet is None else fleet.headroom,
+        "load": None if fleet is None else fleet.load,
         "price_per_hour": None if bill is None else bill.price_per_hour,
         "price_per_million_output_tokens": None if bill is None else bill.price_per_million_output_tokens,
         "warnings": list(sized.warnings),
