@@ -286,6 +286,24 @@ def test_tokens_that_end_a_turn_or_a_document_end_a_reply_whatever_the_file_call
     assert found == ["<|eot_id|>", "<end_of_turn>", "<｜end▁of▁sentence｜>"]  # "</s>" is ordinary text there
 
 
+@pytest.mark.parametrize("others", [("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>")])
+def test_where_other_tokens_end_a_reply_end_ends_a_message_only(tiny, others):
+    """A reply of gpt-oss or Solar has several messages: what it thinks, and what it says."""
+
+    def ends(*texts):
+        tokens, types = [*vocabulary(), *texts], [3, 3, 3] + [1] * 261 + [3] * len(texts)
+
+        def rename(writer):
+            writer.add_token_list(tokens[5:])
+            writer.add_token_types(types[5:])
+
+        path = edit(tiny, rename, drop=("tokenizer.ggml.tokens", "tokenizer.ggml.token_type"))
+        return [tokens[5:][token_id] for token_id in load_gguf(path).eos_token_ids[1:]]
+
+    assert ends("<|end|>", others[0]) == ["<|end|>", others[0]]
+    assert ends("<|end|>", *others) == [*others]
+
+
 @pytest.mark.parametrize("number", [-1, 0xFFFFFFFF])
 def test_an_id_of_minus_one_names_no_token(tmp_path, caplog, number):
     def write(name):

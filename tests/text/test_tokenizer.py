@@ -11,6 +11,7 @@ from tokenizers import decoders
 from penstock.text.gguf_vocab import RECIPES, build_backend, make_pre_tokenizer, recipe_for
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import ModelError, Rejected, RejectReason
+from penstock.types.vocab import GgufVocab
 
 TRICKY = [
     "",
@@ -214,6 +215,15 @@ def test_text_is_cut_as_the_vocabulary_s_makers_did(name, text, parts):
         ("qwen35", ["e\u0301e", "!"]),
         ("falcon", ["in", " ", "123", "45", "`", "x"]),
         ("command-r", ["in", " ", "1", "2"]),
+        ("glm5", ["in", " ", "123", "45", ",", " IT", "'S", "\n\n", "x"]),
+        ("jais-2", ["in", " ", "123", "4", ",", "    ", "  ", " x", "\n\n"]),
+        ("granite-embed-multi-97m", ["IT'S", " camel", "Case", "!/\n"]),
+        ("kimi-k2", ["IT'S", " camel", "Case", "\u5b57\u5b57", "a", " ", "123", "4", "!\n"]),
+        ("superbpe", ["in ", "1", "234", "567", ", it's all one part\n"]),
+        ("afmoe", ["a", "_b", " ", "12", "345", "678", "\u5b57\u3042", " x", "!\n"]),
+        ("laguna", ["in", " ", "1", "2", ",", " IT", "'S", "\n\n\n", "x", "  "]),
+        ("chameleon", ["in", " ", "1", "2", ",", " it", "'", "s", "IMGIMGABZ", "\n", "x"]),
+        ("jina-v1-en roberta-bpe jina-v2-code", ["in", " 2024", ",", " it", "'s"]),
     ],
 )
 def test_further_vocabularies_cut_text_as_their_makers_did(names, parts):
@@ -222,7 +232,32 @@ def test_further_vocabularies_cut_text_as_their_makers_did(names, parts):
         assert [decoders.ByteLevel().decode([part]) for part, _ in cut] == parts, name
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["gemma4", "granite-embed-multi-311m", "sarvam-moe"])
+def test_vocabularies_that_spell_text_are_cut_at_lines_alone(name):
+    """Their spaces are marks, and characters without a piece become bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "\u2581", "b", "\n", "a\u2581", "a\u2581b", "\n\n"]
+    vocab = GgufVocab(
+        model="gemma4" if name == "gemma4" else "gpt2",
+        pre=name,
+        tokens=pieces,
+        token_types=[2] + [6] * 256 + [1] * 7,
+        merges=["a \u2581", "a\u2581 b", "\n \n"],
+        scores=[],
+        bos_token_id=None,
+        eos_token_id=None,
+        unknown_token_id=0,
+        add_bos_token=False,
+        add_eos_token=False,
+        add_space_prefix=False,
+    )
+    tokenizer = load_tokenizer(vocab)
+    ids = tokenizer.encode("a b\n\na\u00e9", add_special_tokens=False)
+    assert [pieces[token_id] for token_id in ids] == ["a\u2581b", "\n\n", "a", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids) == "a b\n\na\u00e9"
+    assert tokenizer.encode(" a", add_special_tokens=False) == [pieces.index("\u2581"), pieces.index("a")]
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.is_raw])
 def test_every_recipe_keeps_all_of_the_text(byte_level_vocab, name):
     tokenizer = load_tokenizer(byte_level_vocab(pre=name))
     text = "It's 12345 naïve!!\r\n\n  URLs, 3.5€ — 東京 🇫🇷 ok\t"

@@ -44,6 +44,7 @@ _PRE_WITH_BOS = frozenset(
         "lfm2",
         "jina-v5-nano",
         "tekken",
+        "chameleon",
     }
 )
 """Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
@@ -57,6 +58,10 @@ _ENDS = frozenset(
         "<end_of_utterance>",
         "<|endoftext|>",
         "<|end_of_text|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
         "<EOT>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<eos>",
@@ -68,6 +73,8 @@ _ENDS = frozenset(
 As in llama.cpp (`special_eog_ids` in `llama-vocab.cpp`), without those that end a part of an answer: calls of tools and files
 of a repository.
 """
+_ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
+"""Tokens of gpt-oss and of Solar, beside which `<|end|>` ends a message, and not the reply."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -346,6 +353,8 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
         for token_id, text in enumerate(vocab.tokens)
         if text in _ENDS and vocab.token_types[token_id] in (_CONTROL, _USER_DEFINED)
     ]
+    if any(texts.issubset(vocab.tokens) for texts in _ENDS_OF_REPLIES):
+        by_text = [token_id for token_id in by_text if vocab.tokens[token_id] != "<|end|>"]
     return tuple(dict.fromkeys([*named, *by_text]))
 
 

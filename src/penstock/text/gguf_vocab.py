@@ -1,12 +1,11 @@
 """Builds a `Backend` from a GGUF file's vocabulary. Called by `load_tokenizer`; reads no files.
 
-`tokenizer.ggml.model` names the kind: `gpt2` is byte-level BPE with the file's merges, `llama` is SentencePiece BPE.
+`tokenizer.ggml.model` names the kind: `gpt2` is BPE with the file's merges, mostly byte-level, and so is `gemma4`; `llama` is
+SentencePiece BPE.
 
 How a byte-level vocabulary's text is cut before merging has a name in the file. The names, and which of them cut alike,
 are those of llama.cpp (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). A recipe is what the model's own
-tokenizer.json says, where that is known, and llama.cpp's patterns elsewhere: these come near it. Left out are names that need
-more than cutting: a splitter of their own (`kimi-k2`, `afmoe`, `superbpe`, `laguna`, `chameleon`), a vocabulary that is not
-byte-level (`gemma4`, `sarvam-moe`, `whitespace`), or a separator token (`roberta-bpe`).
+tokenizer.json says, where that is known, and llama.cpp's patterns elsewhere: these come near it.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from penstock.text.vocabulary import SPACE_MARK, Backend, Spelling, byte_of_piec
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
+MODELS = ("gpt2", "llama", "gemma4")
+"""Values of `tokenizer.ggml.model`."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 
@@ -28,8 +29,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 def build_backend(vocab: GgufVocab) -> Backend:
     """Raises `ModelError` if the vocabulary is of another kind or contradicts itself."""
     check_vocab(vocab)
-    is_byte_level = vocab.model == "gpt2"
-    encoder = _byte_level_encoder(vocab) if is_byte_level else _sentencepiece_encoder(vocab)
+    recipe = None if vocab.model == "llama" else recipe_for(_pre_name(vocab))
+    encoder = _sentencepiece_encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
     special = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab)}
     user_defined = [token_id for token_id in _ids_of_type(vocab, USER_DEFINED) if token_id not in special]
     encoder.add_special_tokens(_added(vocab, sorted(special), special=True))
@@ -39,11 +40,11 @@ def build_backend(vocab: GgufVocab) -> Backend:
         encoder=encoder,
         vocab_size=len(vocab.tokens),
         piece=_piece_lookup(encoder, vocab.tokens),
-        spelling=Spelling.BYTE_LEVEL if is_byte_level else Spelling.SENTENCEPIECE,
+        spelling=Spelling.SENTENCEPIECE if recipe is None or recipe.is_raw else Spelling.BYTE_LEVEL,
         literal_ids=frozenset([*special, *user_defined]),
         special_ids=frozenset(special),
         silent_ids=frozenset(_ids_of_type(vocab, UNUSED)) - special,
-        starts_with_space=not is_byte_level and vocab.add_space_prefix,
+        starts_with_space=recipe is None and vocab.add_space_prefix,
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=() if vocab.eos_token_id is None else (vocab.eos_token_id,),
         unknown_token_id=vocab.unknown_token_id,
@@ -53,13 +54,13 @@ def build_backend(vocab: GgufVocab) -> Backend:
 
 def check_vocab(vocab: GgufVocab) -> None:
     """Raises `ModelError` for what can be refused before anything is built, so before weights are loaded."""
-    if vocab.model not in ("gpt2", "llama"):
+    if vocab.model not in MODELS:
         raise ModelError(
-            f"tokenizer.ggml.model is {vocab.model!r}; supported are 'gpt2' and 'llama'.",
+            f"tokenizer.ggml.model is {vocab.model!r}; supported are {', '.join(map(repr, MODELS))}.",
             remedy="Use the model's Hugging Face directory, if it has a tokenizer.json.",
         )
-    if vocab.model == "gpt2":
-        recipe_for(vocab.pre)
+    if vocab.model != "llama":
+        recipe_for(_pre_name(vocab))
     num_tokens = len(vocab.tokens)
     if num_tokens == 0:
         raise _contradiction("has no tokens")
@@ -83,9 +84,15 @@ def _contradiction(cause: str) -> ModelError:
     return ModelError(f"The vocabulary {cause}.", remedy="Fetch the file again; if it stays so, its converter is at fault.")
 
 
-def _byte_level_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    recipe = recipe_for(vocab.pre)
-    model = _bpe(vocab, _split_merges(vocab.merges), ignore_merges=recipe.ignore_merges)
+def _pre_name(vocab: GgufVocab) -> str:
+    """The name of the recipe; a vocabulary of the kind `gemma4` has no other, whatever its file says."""
+    return "gemma4" if vocab.model == "gemma4" else vocab.pre
+
+
+def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
+    """Text is cut as the recipe says, and merged within its parts."""
+    options = _unknown_options(vocab) if recipe.is_raw else {}
+    model = _bpe(vocab, _split_merges(vocab.merges), ignore_merges=recipe.ignore_merges, **options)
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = make_pre_tokenizer(recipe)
     normalizer = make_normalizer(recipe)
@@ -96,12 +103,17 @@ def _byte_level_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
     """Text is one long part: spaces become marks, and merging goes across them."""
-    unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
-    has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
-    encoder = tokenizers.Tokenizer(_bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes))
+    encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
     return encoder
+
+
+def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
+    """A character without a piece becomes its bytes, if each has a piece; else a run of them becomes one unknown token."""
+    unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
+    has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
+    return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
 
 
 def _sentencepiece_steps(vocab: GgufVocab) -> Iterator[normalizers.Normalizer]:
@@ -206,13 +218,17 @@ class Recipe:
     """A part that is in the vocabulary as a whole is taken without merging."""
     nfc: bool = False
     """Unicode-normalise first."""
+    is_raw: bool = False
+    """Pieces spell text as it is, a space as U+2581, and not each byte as one character."""
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _WORD = _LEAD + r"\p{L}+"
 _NEWLINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _NEWLINES
+_PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_TAIL = _PUNCTUATION + _NEWLINES
+_JAIS2_SPACES = r"|\s*[\r\n]+|" + "".join(rf"\s{{{2**n}}}(?!\S)|" for n in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s{1}"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _CJK = r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+"
@@ -239,6 +255,18 @@ _DEEPSEEK_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 _DEEPSEEK_IDENTIFIERS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
 _EAST_ASIAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
 
+_KIMI_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_SPLIT = (
+    rf"[\p{{Han}}]+|{_LEAD}{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}?|{_LEAD}{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}?"
+    r"|\p{N}{1,3}" + _TAIL
+)
+_AFMOE_EAST_ASIAN = (
+    r"[\u4E00-\u9FFF\u3400-\u4DBF\uF900-\uFAFF\u3040-\u309F\u30A0-\u30FF\uFF65-\uFF9F\u2F00-\u2FDF\u0E40-\u0E7F\u0E80-\u0EFF"
+    r"\u1780-\u17FF\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF\uAC00-\uD7AF\u1100-\u11FF]+"
+)
+_LINES = r"[^\n]+|\n+"
+
 _BLOOM_SPLIT = r" ?[^(\s|[.,!?\u2026\u3002\uFF0C\u3001\u0964\u06D4\u060C])]+"
 _YOUTU_EAST_ASIAN = (
     r"[\uAC00-\uD7A3\u3131-\u318E]+|[\uFF01\u2026\u201C\u201D\u2018\u2019\u2014\uFF1A\uFF1B\uFF0C\u3001-\u303F\uFE30-\uFE4F]+"
@@ -248,12 +276,13 @@ _YOUTU_EAST_ASIAN = (
 _RECIPES: Mapping[str, Recipe] = {
     "default": Recipe(splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2 phi-2 mpt olmo jais trillion exaone4 gigachat a.x-4.0 mellum modern-bert granite-docling "
-    "jina-es jina-de jina-v2-es jina-v2-de": Recipe(gpt2_pattern=True),
+    "jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe": Recipe(gpt2_pattern=True),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": Recipe(single_digits=True, gpt2_pattern=True),
     "llama-bpe llama-v3 llama3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": Recipe(
         splits=(_LLAMA3_SPLIT,), ignore_merges=True
     ),
-    "smaug-bpe dbrx glm4 chatglm-bpe": Recipe(splits=(_LLAMA3_SPLIT,)),
+    "smaug-bpe dbrx glm4 glm5 chatglm-bpe": Recipe(splits=(_LLAMA3_SPLIT,)),
+    "jais-2": Recipe(splits=(f"{_CONTRACTION}|{_WORD}" + r"|\p{N}{1,3}" + _PUNCTUATION + _JAIS2_SPACES,)),
     "minicpm5": Recipe(splits=(r"\p{N}{1,3}", f"{_CONTRACTION}|{_WORD}" + r"|\p{N}+" + _TAIL), ignore_merges=True),
     "qwen2 deepseek-r1-qwen": Recipe(splits=(_QWEN2_SPLIT,), nfc=True),
     "megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": Recipe(splits=(_QWEN2_SPLIT,)),
@@ -290,7 +319,30 @@ _RECIPES: Mapping[str, Recipe] = {
     ),
     "tekken": Recipe(splits=(_TEKKEN_SPLIT,), ignore_merges=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Recipe(splits=(_GPT4O_SPLIT,)),
+    "granite-embed-multi-97m": Recipe(splits=(_GPT4O_SPLIT,), ignore_merges=True),
+    "kimi-k2": Recipe(splits=(_KIMI_SPLIT,)),
     "tiny_aya cohere2moe": Recipe(splits=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O_SPLIT)),
+    "superbpe": Recipe(splits=(r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "afmoe": Recipe(
+        splits=(
+            r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+            _AFMOE_EAST_ASIAN,
+            _DEEPSEEK_IDENTIFIERS + _DEEPSEEK_WORDS + r"[\r\n]*" + _NEWLINES,
+        )
+    ),
+    "laguna": Recipe(splits=(_LINES, _QWEN2_SPLIT)),
+    "chameleon": Recipe(
+        splits=(
+            r"<sentinel:[0-9]+>",
+            r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+        ),
+        gpt2_pattern=True,
+    ),
+    "gemma4 granite-embed-multi-311m sarvam-moe": Recipe(splits=(_LINES,), is_raw=True),
+    "whitespace": Recipe(splits=(r"\S+",), is_raw=True),
     "youtu": Recipe(splits=(_YOUTU_EAST_ASIAN, _cased_words(_CONTRACTION + "?", r"\p{N}")), ignore_merges=True),
     "exaone-moe": Recipe(
         splits=(
@@ -319,14 +371,17 @@ def recipe_for(name: str) -> Recipe:
 
 
 def make_normalizer(recipe: Recipe) -> normalizers.Normalizer | None:
+    if recipe.is_raw:
+        return normalizers.Replace(" ", SPACE_MARK)
     return normalizers.NFC() if recipe.nfc else None
 
 
 def make_pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
-    """The cuts, then the mapping of bytes to characters."""
+    """The cuts, then the mapping of bytes to characters, unless pieces spell text."""
     parts: list[pre_tokenizers.PreTokenizer] = []
     if recipe.single_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     parts.extend(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in recipe.splits)
-    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.gpt2_pattern))
+    if not recipe.is_raw:
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.gpt2_pattern))
     return pre_tokenizers.Sequence(parts)
