@@ -267,7 +267,20 @@ void bind_engine(nb::module_& m) {
         .value("F16", SourceFormat::kF16)
         .value("F32", SourceFormat::kF32)
         .value("Q2_K", SourceFormat::kQ2_K)
-        .value("Q3_K", SourceFormat::kQ3_K);
+        .value("Q3_K", SourceFormat::kQ3_K)
+        .value("Q1_0", SourceFormat::kQ1_0)
+        .value("Q2_0", SourceFormat::kQ2_0)
+        .value("TQ1_0", SourceFormat::kTq1_0)
+        .value("TQ2_0", SourceFormat::kTq2_0)
+        .value("IQ1_S", SourceFormat::kIq1S)
+        .value("IQ1_M", SourceFormat::kIq1M)
+        .value("IQ2_XXS", SourceFormat::kIq2Xxs)
+        .value("IQ2_XS", SourceFormat::kIq2Xs)
+        .value("IQ2_S", SourceFormat::kIq2S)
+        .value("IQ3_XXS", SourceFormat::kIq3Xxs)
+        .value("IQ3_S", SourceFormat::kIq3S)
+        .value("MXFP4", SourceFormat::kMxfp4)
+        .value("NVFP4", SourceFormat::kNvfp4);
 
     nb::enum_<KvFormat>(m, "KvFormat", "How keys and values are stored; see kernels.h.")
         .value("INT8", KvFormat::kInt8)

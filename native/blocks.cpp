@@ -5,6 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "codebooks.h"
+
 namespace penstock {
 
 namespace {
@@ -12,6 +14,19 @@ namespace {
 constexpr float kZero4 = 8.0f;
 constexpr int kZero8 = 128;
 constexpr int kHalf = kGroup / 2;
+
+// The numbers of kU4Table by code, plus 128. Code 8 is the one nearest to zero.
+constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+// Bit 2 is the sign: 8, 25, 43.
+constexpr uint8_t kIq2[16] = {136, 153, 171, 128, 120, 103, 85, 128, 128, 128, 128, 128, 128, 128, 128, 128};
+// Bit 3 is the sign: halves of 4, 12, 20, 28, 36, 44, 52, 62.
+constexpr uint8_t kIq3Halves[16] = {130, 134, 138, 142, 146, 150, 154, 159, 126, 122, 118, 114, 110, 106, 102, 97};
+// Likewise: 1, 3 and so on, up to 15.
+constexpr uint8_t kIq3Odd[16] = {129, 131, 133, 135, 137, 139, 141, 143, 127, 125, 123, 121, 119, 117, 115, 113};
+// Eighths: -1, 0, 1, less an eighth if bit 2 is set and an eighth more if it is not.
+constexpr uint8_t kIq1Eighths[16] = {121, 129, 137, 128, 119, 127, 135, 128, 128, 128, 128, 128, 128, 128, 128, 128};
+// Twice what e2m1 has: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives.
+constexpr uint8_t kE2m1Twice[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 
 // Unsigned q of 5 bits are moved to the middle of the range, where m is small and rounds well.
 constexpr int kShift5 = kZero8 - 16;
@@ -36,6 +51,12 @@ uint64_t read_u64(const uint8_t* p) {
 uint32_t read_u32(const uint8_t* p) {
     uint32_t x;
     std::memcpy(&x, p, 4);
+    return x;
+}
+
+uint16_t read_u16(const uint8_t* p) {
+    uint16_t x;
+    std::memcpy(&x, p, 2);
     return x;
 }
 
@@ -151,7 +172,8 @@ void decode_q6_k(const uint8_t* block, Group* groups) {
     }
 }
 
-void values_of(const Group& g, WeightKind kind, float scale, float* out) {
+void values_of(const Group& g, const BlockFormat& format, float scale, float* out) {
+    const WeightKind kind = format.kind;
     const float d = scale * g.d, m = scale * g.m;
     if (kind == WeightKind::kU8Symmetric || kind == WeightKind::kU8Affine) {
         for (int i = 0; i < kGroup; ++i) out[i] = d * static_cast<float>(g.q[i] - kZero8) + m;
@@ -159,7 +181,7 @@ void values_of(const Group& g, WeightKind kind, float scale, float* out) {
     }
     for (int i = 0; i < kGroup; ++i) {
         const int q = i < kHalf ? g.q[i] & 15 : g.q[i - kHalf] >> 4;
-        out[i] = d * static_cast<float>(kind == WeightKind::kU4Table ? kTableOfNibbles[q] - kZero8 : q - static_cast<int>(kZero4)) + m;
+        out[i] = d * static_cast<float>(format.table ? format.table[q] - kZero8 : q - static_cast<int>(kZero4)) + m;
     }
 }
 
@@ -227,6 +249,264 @@ void decode_iq4_xs(const uint8_t* block, Group* g) {
     }
 }
 
+// The types below work on eight columns at a time, a byte each of a 64-bit number.
+
+constexpr uint64_t in_every_byte(uint8_t byte) { return 0x0101010101010101ull * byte; }
+
+// Eight numbers of two bits, the first in the lowest.
+uint64_t spread_pairs(uint16_t pairs) {
+    uint64_t x = pairs;
+    x = (x | x << 24) & 0x000000FF000000FFull;
+    x = (x | x << 12) & 0x000F000F000F000Full;
+    return (x | x << 6) & in_every_byte(3);
+}
+
+// Eight numbers of three bits: four of each argument.
+uint64_t spread_triples(uint16_t first, uint16_t second) {
+    uint64_t x = first | static_cast<uint64_t>(second) << 32;
+    x = (x | x << 10) & 0x003F003F003F003Full;
+    return (x | x << 5) & in_every_byte(7);
+}
+
+uint64_t spread_bits(uint8_t bits) {
+    uint64_t x = bits;
+    x = (x | x << 28) & 0x0000000F0000000Full;
+    x = (x | x << 14) & 0x0003000300030003ull;
+    return (x | x << 7) & in_every_byte(1);
+}
+
+// The signs of eight columns: seven bits, and an eighth that makes the number of minus signs even.
+uint64_t spread_even_signs(uint32_t seven) {
+    seven &= 127;
+    return spread_bits(static_cast<uint8_t>(seven | static_cast<uint32_t>(__builtin_parity(seven)) << 7));
+}
+
+// The codes of 32 columns, laid out as a group.
+void take_codes(const uint64_t (&codes)[4], uint8_t* q) {
+    for (int i = 0; i < 2; ++i) {
+        const uint64_t pair = codes[i] | codes[2 + i] << 4;
+        std::memcpy(q + 8 * i, &pair, 8);
+    }
+}
+
+void decode_q1_0(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 4; ++i) {
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + 2 * spread_bits(block[2 + 4 * i + j]);
+        groups[i].d = d;
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+void decode_q2_0(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 2; ++i) {
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) codes[j] = in_every_byte(7) + spread_pairs(read_u16(block + 2 + 8 * i + 2 * j));
+        groups[i].d = d;
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+// A byte has five digits of base 3, as a fraction of 256: the first one is the whole part of 3 byte / 256. Its columns are 32 apart, in
+// the block's middle 16, and at its end, where they are four, 4.
+void decode_tq1_0(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block + 52);
+    uint8_t codes[kMaxBlockGroups * kGroup];
+    const auto digits = [&](const uint8_t* bytes, int count, int num_digits, uint8_t* out) {
+        for (int i = 0; i < count; ++i) {
+            uint8_t rest = bytes[i];
+            for (int n = 0; n < num_digits; ++n, rest = static_cast<uint8_t>(3 * rest)) {
+                out[n * count + i] = static_cast<uint8_t>(7 + (3 * rest >> 8));
+            }
+        }
+    };
+    digits(block, 32, 5, codes);
+    digits(block + 32, 16, 5, codes + 160);
+    digits(block + 48, 4, 4, codes + 240);
+    for (int i = 0; i < 8; ++i) {
+        groups[i].d = d;
+        groups[i].m = 0.0f;
+        const uint8_t* const own = codes + i * kGroup;
+        take_codes({read_u64(own), read_u64(own + 8), read_u64(own + 16), read_u64(own + 24)}, groups[i].q);
+    }
+}
+
+void decode_tq2_0(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block + 64);
+    for (int i = 0; i < 8; ++i) {
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) {
+            codes[j] = in_every_byte(7) + (read_u64(block + i / 4 * kGroup + 8 * j) >> (i % 4 * 2) & in_every_byte(3));
+        }
+        groups[i].d = d;
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+void decode_iq1_s(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 8; ++i) {
+        const uint16_t rest = read_u16(block + 34 + 2 * i);
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) {
+            codes[j] = spread_pairs(kIq1[block[2 + 4 * i + j] | (rest >> (3 * j) & 7) << 8]) | in_every_byte(rest >> 15 << 2);
+        }
+        groups[i].d = d * static_cast<float>(2 * (rest >> 12 & 7) + 1) * 0.125f;
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+void decode_iq2_xxs(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t* const entries = block + 2 + 8 * i;
+        const uint32_t rest = read_u32(entries + 4);
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) codes[j] = spread_pairs(kIq2Xxs[entries[j]]) | spread_even_signs(rest >> (7 * j)) << 2;
+        groups[i].d = d * (0.5f + static_cast<float>(rest >> 28)) * 0.25f;
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+void decode_iq3_xxs(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t* const entries = block + 2 + 8 * i;
+        const uint32_t rest = read_u32(block + 66 + 4 * i);
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) {
+            codes[j] = spread_triples(kIq3Xxs[entries[2 * j]], kIq3Xxs[entries[2 * j + 1]]) | spread_even_signs(rest >> (7 * j)) << 3;
+        }
+        groups[i].d = d * (0.5f + static_cast<float>(rest >> 28));  // of halves
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+void decode_iq3_s(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t *const entries = block + 2 + 8 * i, *const signs = block + 74 + 4 * i;
+        const int ninth = block[66 + i], s = block[106 + i / 2] >> (i % 2 * 4) & 15;
+        uint64_t codes[4];
+        for (int j = 0; j < 4; ++j) {
+            const int first = entries[2 * j] | (ninth >> (2 * j) & 1) << 8, second = entries[2 * j + 1] | (ninth >> (2 * j + 1) & 1) << 8;
+            codes[j] = spread_triples(kIq3S[first], kIq3S[second]) | spread_bits(signs[j]) << 3;
+        }
+        groups[i].d = d * static_cast<float>(2 * s + 1);
+        groups[i].m = 0.0f;
+        take_codes(codes, groups[i].q);
+    }
+}
+
+// The scale is a power of two, of which a float has all: from 2^-128 on, as the numbers of the table are doubled.
+void decode_mxfp4(const uint8_t* block, Group* g) {
+    g->d = std::ldexp(1.0f, block[0] - 128);
+    g->m = 0.0f;
+    std::memcpy(g->q, block + 1, kHalf);
+}
+
+// Two scales of 16 columns become one of 32, a `factor`th of the larger one, of which the integers stay exact: times `factor` they fit
+// a byte. The others are rounded to half of that scale at most.
+void join_halves(const int8_t* integers, const float (&scales)[2], int factor, Group& g) {
+    const float largest = std::fabs(scales[0]) >= std::fabs(scales[1]) ? scales[0] : scales[1];
+    g.d = largest / static_cast<float>(factor);
+    g.m = 0.0f;
+    for (int half = 0; half < 2; ++half) {
+        const float ratio = largest == 0.0f ? 0.0f : scales[half] / largest * static_cast<float>(factor);
+        for (int k = half * kHalf; k < (half + 1) * kHalf; ++k) {
+            g.q[k] = static_cast<uint8_t>(static_cast<int>(static_cast<float>(integers[k]) * ratio + (kZero8 + 0.5f)));
+        }
+    }
+}
+
+void decode_iq1_m(const uint8_t* block, Group* groups) {
+    const uint8_t* const s = block + 48;
+    uint8_t of_block[2];  // four bits of each of four words
+    for (int i = 0; i < 2; ++i) of_block[i] = static_cast<uint8_t>(s[4 * i + 1] >> 4 | (s[4 * i + 3] & 0xF0));
+    const float d = read_f16(of_block);
+    if (std::isnan(d)) return refuse_block(groups);
+    for (int i = 0; i < 8; ++i) {
+        const int fields = read_u16(s + i / 2 * 2) >> (i % 2 * 6);
+        int8_t eighths[kGroup];
+        for (int j = 0; j < 4; ++j) {
+            const int rest = block[32 + 2 * i + j / 2] >> (j % 2 * 4) & 15;
+            const uint64_t sizes = spread_pairs(kIq1[block[4 * i + j] | (rest & 7) << 8]);  // 0, 1, 2: 8 times that and -7 or -9
+            const uint64_t columns = (8 * sizes + in_every_byte(rest & 8 ? 128 - 9 : 128 - 7)) ^ in_every_byte(128);
+            std::memcpy(eighths + 8 * j, &columns, 8);
+        }
+        const float scales[2] = {d * static_cast<float>(2 * (fields & 7) + 1) * 0.125f, d * static_cast<float>(2 * (fields >> 3 & 7) + 1) * 0.125f};
+        join_halves(eighths, scales, 14, groups[i]);
+    }
+}
+
+// 8, 25 or 43 by their two bits, negative where a sign is set.
+uint64_t columns_of_iq2(uint16_t entry, uint64_t signs) {
+    const uint64_t sizes = spread_pairs(entry), numbers = in_every_byte(8) + 17 * sizes + (sizes >> 1 & in_every_byte(1));
+    return (numbers ^ 255 * signs) + signs;
+}
+
+// `scales` are two nibbles, of 16 columns each.
+void decode_group_of_iq2(const uint64_t (&columns)[4], float d, uint8_t scales, Group& g) {
+    int8_t integers[kGroup];
+    std::memcpy(integers, columns, kGroup);
+    const float low = d * (0.5f + static_cast<float>(scales & 15)) * 0.25f, high = d * (0.5f + static_cast<float>(scales >> 4)) * 0.25f;
+    join_halves(integers, {low, high}, 2, g);
+}
+
+void decode_iq2_xs(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    if (std::isnan(d)) return refuse_block(groups);
+    for (int i = 0; i < 8; ++i) {
+        uint64_t columns[4];
+        for (int j = 0; j < 4; ++j) {
+            const uint16_t entry = read_u16(block + 2 + 8 * i + 2 * j);
+            columns[j] = columns_of_iq2(kIq2Xs[entry & 511], spread_even_signs(entry >> 9));
+        }
+        decode_group_of_iq2(columns, d, block[66 + i], groups[i]);
+    }
+}
+
+void decode_iq2_s(const uint8_t* block, Group* groups) {
+    const float d = read_f16(block);
+    if (std::isnan(d)) return refuse_block(groups);
+    for (int i = 0; i < 8; ++i) {
+        const uint8_t *const entries = block + 2 + 4 * i, *const signs = block + 34 + 4 * i;
+        uint64_t columns[4];
+        for (int j = 0; j < 4; ++j) {
+            columns[j] = columns_of_iq2(kIq2S[entries[j] | (block[66 + i] >> (2 * j) & 3) << 8], spread_bits(signs[j]));
+        }
+        decode_group_of_iq2(columns, d, block[74 + i], groups[i]);
+    }
+}
+
+// Half of a scale in e4m3 without a sign; its NaN is 0, as in GGML.
+float read_half_e4m3(uint8_t code) {
+    if (code == 0x7F) return 0.0f;
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    return exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -10) : std::ldexp(static_cast<float>(8 + mantissa), exponent - 11);
+}
+
+void decode_nvfp4(const uint8_t* block, Group* groups) {
+    for (int i = 0; i < 2; ++i) {
+        int8_t integers[kGroup];
+        for (int k = 0; k < kHalf; ++k) {
+            const uint8_t pair = block[4 + kHalf * i + k];
+            const int column = k / 8 * kHalf + k % 8;  // its low nibble; the high one is 8 columns on
+            integers[column] = static_cast<int8_t>(kE2m1Twice[pair & 15] - kZero8);
+            integers[column + 8] = static_cast<int8_t>(kE2m1Twice[pair >> 4] - kZero8);
+        }
+        join_halves(integers, {read_half_e4m3(block[2 * i]), read_half_e4m3(block[2 * i + 1])}, 8, groups[i]);
+    }
+}
+
 }  // namespace
 
 const BlockFormat& block_format(SourceFormat format) {
@@ -238,10 +518,23 @@ const BlockFormat& block_format(SourceFormat format) {
     static constexpr BlockFormat kQ4_K{WeightKind::kU4Affine, 8, 144, decode_q4_k};
     static constexpr BlockFormat kQ5_K{WeightKind::kU8Affine, 8, 176, decode_q5_k};
     static constexpr BlockFormat kQ6_K{WeightKind::kU8Symmetric, 8, 210, decode_q6_k};
-    static constexpr BlockFormat kIq4Nl{WeightKind::kU4Table, 1, 18, decode_iq4_nl};
-    static constexpr BlockFormat kIq4Xs{WeightKind::kU4Table, 8, 136, decode_iq4_xs};
+    static constexpr BlockFormat kIq4Nl{WeightKind::kU4Table, 1, 18, decode_iq4_nl, kIq4};
+    static constexpr BlockFormat kIq4Xs{WeightKind::kU4Table, 8, 136, decode_iq4_xs, kIq4};
     static constexpr BlockFormat kQ2_K{WeightKind::kU8Symmetric, 8, 84, decode_q2_k};
     static constexpr BlockFormat kQ3_K{WeightKind::kU8Symmetric, 8, 110, decode_q3_k};
+    static constexpr BlockFormat kQ1_0{WeightKind::kU4Symmetric, 4, 18, decode_q1_0};
+    static constexpr BlockFormat kQ2_0{WeightKind::kU4Symmetric, 2, 18, decode_q2_0};
+    static constexpr BlockFormat kTq1_0{WeightKind::kU4Symmetric, 8, 54, decode_tq1_0};
+    static constexpr BlockFormat kTq2_0{WeightKind::kU4Symmetric, 8, 66, decode_tq2_0};
+    static constexpr BlockFormat kIq1S{WeightKind::kU4Table, 8, 50, decode_iq1_s, kIq1Eighths};
+    static constexpr BlockFormat kIq1M{WeightKind::kU8Symmetric, 8, 56, decode_iq1_m};
+    static constexpr BlockFormat kIq2Xxs{WeightKind::kU4Table, 8, 66, decode_iq2_xxs, kIq2};
+    static constexpr BlockFormat kIq2Xs{WeightKind::kU8Symmetric, 8, 74, decode_iq2_xs};
+    static constexpr BlockFormat kIq2S{WeightKind::kU8Symmetric, 8, 82, decode_iq2_s};
+    static constexpr BlockFormat kIq3Xxs{WeightKind::kU4Table, 8, 98, decode_iq3_xxs, kIq3Halves};
+    static constexpr BlockFormat kIq3S{WeightKind::kU4Table, 8, 110, decode_iq3_s, kIq3Odd};
+    static constexpr BlockFormat kMxfp4{WeightKind::kU4Table, 1, 17, decode_mxfp4, kE2m1Twice};
+    static constexpr BlockFormat kNvfp4{WeightKind::kU8Symmetric, 2, 36, decode_nvfp4};
     switch (format) {
         case SourceFormat::kQ4_0: return kQ4_0;
         case SourceFormat::kQ4_1: return kQ4_1;
@@ -255,6 +548,19 @@ const BlockFormat& block_format(SourceFormat format) {
         case SourceFormat::kIq4Xs: return kIq4Xs;
         case SourceFormat::kQ2_K: return kQ2_K;
         case SourceFormat::kQ3_K: return kQ3_K;
+        case SourceFormat::kQ1_0: return kQ1_0;
+        case SourceFormat::kQ2_0: return kQ2_0;
+        case SourceFormat::kTq1_0: return kTq1_0;
+        case SourceFormat::kTq2_0: return kTq2_0;
+        case SourceFormat::kIq1S: return kIq1S;
+        case SourceFormat::kIq1M: return kIq1M;
+        case SourceFormat::kIq2Xxs: return kIq2Xxs;
+        case SourceFormat::kIq2Xs: return kIq2Xs;
+        case SourceFormat::kIq2S: return kIq2S;
+        case SourceFormat::kIq3Xxs: return kIq3Xxs;
+        case SourceFormat::kIq3S: return kIq3S;
+        case SourceFormat::kMxfp4: return kMxfp4;
+        case SourceFormat::kNvfp4: return kNvfp4;
         case SourceFormat::kBf16:
         case SourceFormat::kF16:
         case SourceFormat::kF32: break;
@@ -283,7 +589,7 @@ void decode_row(SourceFormat format, const uint8_t* row, int cols, float scale, 
     Group groups[kMaxBlockGroups];
     for (int col = 0; col < cols; row += blocks.bytes) {
         blocks.decode(row, groups);
-        for (int i = 0; i < blocks.groups; ++i, col += kGroup) values_of(groups[i], blocks.kind, scale, out + col);
+        for (int i = 0; i < blocks.groups; ++i, col += kGroup) values_of(groups[i], blocks, scale, out + col);
     }
 }
 

@@ -1,4 +1,4 @@
-// The meaning of a weight file's blocks: every format of GGML that is kept, taken apart into groups of 32 columns.
+// The meaning of a weight file's blocks: every format of GGML, taken apart into groups of 32 columns.
 // Called by packing.cpp, once per block at load, and for tables of which a step reads single rows; knows no layout but the file's.
 //
 // Source: https://github.com/ggml-org/ggml, ggml-common.h and ggml-quants.c; models/formats.py says the same in NumPy.
@@ -27,6 +27,19 @@ enum class SourceFormat : int32_t {
     kF32 = 12,
     kQ2_K = 13,
     kQ3_K = 14,
+    kQ1_0 = 15,
+    kQ2_0 = 16,
+    kTq1_0 = 17,
+    kTq2_0 = 18,
+    kIq1S = 19,
+    kIq1M = 20,
+    kIq2Xxs = 21,
+    kIq2Xs = 22,
+    kIq2S = 23,
+    kIq3Xxs = 24,
+    kIq3S = 25,
+    kMxfp4 = 26,
+    kNvfp4 = 27,
 };
 
 constexpr int kMaxBlockGroups = 8;
@@ -43,6 +56,7 @@ struct BlockFormat {
     int32_t groups;    // of a block
     int32_t bytes;     // of a block
     void (*decode)(const uint8_t* block, Group* groups);
+    const uint8_t* table = nullptr;  // of kU4Table, as in PackedMatrix
 };
 
 // Bytes of a number of a format that is not quantised; 0 for the others.

@@ -33,7 +33,7 @@ bool is_nibbles(WeightKind kind) {
 
 bool is_affine(WeightKind kind) { return kind == WeightKind::kU4Affine || kind == WeightKind::kU8Affine; }
 
-// The byte of a q that stands for zero; in the table, it is the value nearest to it, which is 1: see `pack_group`.
+// The byte of a q that stands for zero, or in a table for the value nearest to it: see `mend_zero`.
 uint8_t zero_byte(WeightKind kind) { return is_nibbles(kind) ? 0x88 : 0x80; }
 
 uint32_t bits_of(float x) {
@@ -76,14 +76,16 @@ struct Target {
     uint16_t* offsets;   // [16], every other one; null if not affine
 };
 
-// A d of zero is not representable: such a group becomes zeros (or, in the table, ones) times a d that is.
-void mend_zero(Group& g, uint16_t& d, WeightKind kind) {
-    d = kind == WeightKind::kU4Table ? 1 : kOneF16;  // 2^-24
-    std::memset(g.q, zero_byte(kind), kGroup);
+// A d of zero is not representable: such a group becomes zeros times a d that is, or the smallest number of a table without zero
+// times the smallest d.
+void mend_zero(Group& g, uint16_t& d, const BlockFormat& format) {
+    d = format.table && format.table[8] != 128 ? 1 : kOneF16;  // 1 is 2^-24
+    std::memset(g.q, zero_byte(format.kind), kGroup);
 }
 
 // One group of the sixteen rows of a panel; false if a scale is no finite number.
-bool pack_group(Group (*rows)[kMaxBlockGroups], int group, WeightKind kind, const Target& to) {
+bool pack_group(Group (*rows)[kMaxBlockGroups], int group, const BlockFormat& format, const Target& to) {
+    const WeightKind kind = format.kind;
     float d[kPanel], m[kPanel];
     uint16_t scales[kPanel];
     for (int lane = 0; lane < kPanel; ++lane) {
@@ -98,7 +100,7 @@ bool pack_group(Group (*rows)[kMaxBlockGroups], int group, WeightKind kind, cons
     }
     if (mend) {
         for (int lane = 0; lane < kPanel; ++lane) {
-            if ((scales[lane] & 0x7FFFu) == 0) mend_zero(rows[lane][group], scales[lane], kind);
+            if ((scales[lane] & 0x7FFFu) == 0) mend_zero(rows[lane][group], scales[lane], format);
         }
     }
     std::memcpy(to.scales, scales, sizeof(scales));
@@ -130,7 +132,7 @@ bool pack_quantised(PackedStorage& packed, const uint8_t* first, const BlockForm
             const int64_t at = static_cast<int64_t>(panel) * groups + g, pair = static_cast<int64_t>(panel) * pairs + g / 2;
             const Target to{packed.quants + at * group_bytes, packed.scales + at * kPanel,
                             is_affine(w.kind) ? packed.offsets + pair * 2 * kPanel + g % 2 : nullptr};
-            finite &= pack_group(rows, i, w.kind, to);
+            finite &= pack_group(rows, i, format, to);
         }
     }
     return finite;
@@ -288,16 +290,18 @@ PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int c
         return arena.take(bytes);
     };
     WeightKind kind = WeightKind::kBf16;
+    const uint8_t* table = nullptr;
     if (float_bytes(format) > 0) {
         packed.quants = take(panels * ((cols + 1) / 2) * 64);
     } else {
         kind = block_format(format).kind;
+        table = block_format(format).table;
         const int64_t groups = panels * (cols / kGroup), pairs = panels * ((cols / kGroup + 1) / 2);
         packed.quants = take(groups * kPanel * (is_nibbles(kind) ? kGroup / 2 : kGroup));
         packed.scales = reinterpret_cast<uint16_t*>(take(groups * kPanel * 2));
         if (is_affine(kind)) packed.offsets = reinterpret_cast<uint16_t*>(take(pairs * kPanel * 4));
     }
-    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets};
+    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets, table};
     packed.format = format;
     return packed;
 }

@@ -169,7 +169,7 @@ void embed_row(float* out, const PackedMatrix& w, int index, float scale) {
                     const bool high = L::kNibbles && k >= kGroup / 2;
                     alignas(64) uint8_t q[64];
                     const int chunk = high ? k - kGroup / 2 : k;
-                    store64(q, unpack<kKind>(load64(panel.quants + g * L::kGroupBytes + chunk / 4 * 64), high));
+                    store64(q, unpack<kKind>(load64(panel.quants + g * L::kGroupBytes + chunk / 4 * 64), high, panel.table));
                     for (int j = 0; j < 4; ++j) {
                         out[k + j] = (d[lane] * (static_cast<float>(q[4 * lane + j]) - L::kZero) + m) * scale;
                     }

@@ -21,6 +21,7 @@ struct Panel {
     const uint8_t* quants;
     const uint16_t* scales;
     const uint16_t* offsets;
+    const uint8_t* table;
 };
 
 template <WeightKind kKind>
@@ -45,29 +46,29 @@ PENSTOCK_INLINE int pairs_of(int groups) { return (groups + 1) / 2; }
 template <WeightKind kKind>
 PENSTOCK_INLINE Panel panel_of(const PackedMatrix& w, int panel) {
     if constexpr (kKind == WeightKind::kBf16) {
-        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr, nullptr};
+        return {w.quants + static_cast<int64_t>(panel) * pairs_of(w.cols) * 64, nullptr, nullptr, nullptr};
     } else {
         const int groups = w.cols / kGroup;
         const int64_t first = static_cast<int64_t>(panel) * groups;
         const int64_t first_offset = static_cast<int64_t>(panel) * pairs_of(groups) * 2 * kPanel;
         return {w.quants + first * Layout<kKind>::kGroupBytes, w.scales + first * kPanel,
-                Layout<kKind>::kAffine ? w.offsets + first_offset : nullptr};
+                Layout<kKind>::kAffine ? w.offsets + first_offset : nullptr, Layout<kKind>::kTable ? w.table : nullptr};
     }
 }
 
 // Chunk c of a group as unsigned bytes: of four columns 4c.. for each lane, c below 8.
 template <WeightKind kKind>
-PENSTOCK_INLINE vb unpack(vb chunk, bool high) {
+PENSTOCK_INLINE vb unpack(vb chunk, bool high, const uint8_t* table) {
     using L = Layout<kKind>;
     if constexpr (!L::kNibbles) return chunk;
     const vb nibbles = high ? high_nibbles(chunk) : low_nibbles(chunk);
-    return L::kTable ? look_up(nibbles, kTableOfNibbles) : nibbles;
+    return L::kTable ? look_up(nibbles, table) : nibbles;
 }
 
 // dots[p][r] += sum over the 32 columns of one group of unsigned weight * int8 activation.
 // `q` is the first row's group; rows are `stride` bytes apart.
 template <WeightKind kKind, int kPanels, int kRows>
-PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const int8_t* q, int64_t stride,
+PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const uint8_t* table, const int8_t* q, int64_t stride,
                                vi (&dots)[kPanels][kRows]) {
     using L = Layout<kKind>;
     const auto multiply = [&](const vb(&w)[kPanels], int column) {
@@ -79,8 +80,8 @@ PENSTOCK_INLINE void dot_group(const uint8_t* const (&quants)[kPanels], const in
         vb low[kPanels], high[kPanels];
         for (int p = 0; p < kPanels; ++p) {
             const vb chunk = load64(quants[p] + 64 * c);
-            low[p] = unpack<kKind>(chunk, false);
-            if constexpr (L::kNibbles) high[p] = unpack<kKind>(chunk, true);
+            low[p] = unpack<kKind>(chunk, false, table);
+            if constexpr (L::kNibbles) high[p] = unpack<kKind>(chunk, true, table);
         }
         multiply(low, 4 * c);
         if constexpr (L::kNibbles) multiply(high, kGroup / 2 + 4 * c);
@@ -92,7 +93,7 @@ template <WeightKind kKind>
 PENSTOCK_INLINE vf weights_of_column(const Panel& panel, const ColumnPlace& column) {
     using L = Layout<kKind>;
     vb lanes = shift_right(load64(panel.quants + column.group * L::kGroupBytes + column.chunk), column.shift);
-    if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), kTableOfNibbles);
+    if constexpr (L::kTable) lanes = look_up(low_nibbles(lanes), panel.table);
     const vf centred = sub(bits_of_lanes(lanes, L::kSmall ? 0x0F : 0xFF), set1(L::kZero));
     return mul(centred, load_f16(panel.scales + column.group * kPanel));
 }
@@ -184,7 +185,7 @@ PENSTOCK_INLINE void quant_tile(const Panel (&panels)[kPanels], const Activation
             fetch_lines(kv);
             kv += ahead.kv.step;
         }
-        dot_group<kKind, kPanels, kRows>(quants, q + g * kGroup, a.cols, dots);
+        dot_group<kKind, kPanels, kRows>(quants, panels[0].table, q + g * kGroup, a.cols, dots);
         for (int p = 0; p < kPanels; ++p) {
             const vf d = load_f16(panels[p].scales + g * kPanel);
             for (int r = 0; r < kRows; ++r) {

@@ -30,13 +30,10 @@ constexpr float kSmallestScale = 0x1p-90f;
 
 enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5 };
 
-// The values of kU4Table's sixteen nibbles, plus 128 (IQ4_NL of GGUF).
-constexpr uint8_t kTableOfNibbles[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
-// Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, m only
-// in the affine kinds. `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the
+// Quantised: w = d * (q - zero) + m, with q unsigned, zero 8 for the kinds of 4 bits and 128 for those of 8 and the table, whose q are
+// `table` of 4 bits, m only in the affine kinds. `quants` is [panel][group][bytes]; 4 bits: 4 chunks of 64 bytes, chunk c holding for each of the
 // 16 rows the bytes 4c..4c+3 of the group, whose low nibbles are columns 4c.. and high nibbles 16+4c..; 8 bits: 8 such
 // chunks of columns 4c... `scales` is [panel][group][16] f16 d, finite and never zero (a group of d = 0 has q = zero).
 // `offsets` is [panel][(groups + 1) / 2][16][2] bf16 m: of two groups side by side, the second zero where there is none.
@@ -49,6 +46,7 @@ struct PackedMatrix {
     const uint8_t* quants;
     const uint16_t* scales;
     const uint16_t* offsets;
+    const uint8_t* table;  // [16], of kU4Table: null for the others
 };
 
 // The input of a GEMM, [num_rows, cols], in the form that the weights want. Quantised: x = q * 2^e, plus the rest of an outlier.

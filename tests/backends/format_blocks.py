@@ -20,10 +20,40 @@ F16_AT = {
     WeightFormat.Q6_K: (208,),
     WeightFormat.IQ4_NL: (0,),
     WeightFormat.IQ4_XS: (0,),
+    WeightFormat.Q1_0: (0,),
+    WeightFormat.Q2_0: (0,),
+    WeightFormat.TQ1_0: (52,),
+    WeightFormat.TQ2_0: (64,),
+    WeightFormat.IQ1_S: (0,),
+    WeightFormat.IQ1_M: (),
+    WeightFormat.IQ2_XXS: (0,),
+    WeightFormat.IQ2_XS: (0,),
+    WeightFormat.IQ2_S: (0,),
+    WeightFormat.IQ3_XXS: (0,),
+    WeightFormat.IQ3_S: (0,),
+    WeightFormat.MXFP4: (),
+    WeightFormat.NVFP4: (),
 }
 """Bytes of a block at which a half-precision number begins."""
-TYPICAL = {WeightFormat.Q8_0: 4e-4, WeightFormat.IQ4_NL: 4e-4, WeightFormat.Q6_K: 4e-5, WeightFormat.IQ4_XS: 4e-5}
-"""Scales that give weights of about 0.02 to 0.1; of the others 0.005, with six-bit scales 0.0002."""
+TYPICAL = {
+    WeightFormat.Q8_0: 4e-4,
+    WeightFormat.IQ4_NL: 4e-4,
+    WeightFormat.Q6_K: 4e-5,
+    WeightFormat.IQ4_XS: 4e-5,
+    WeightFormat.Q1_0: 2e-2,
+    WeightFormat.Q2_0: 2e-2,
+    WeightFormat.TQ1_0: 2e-2,
+    WeightFormat.TQ2_0: 2e-2,
+    WeightFormat.IQ1_S: 5e-3,
+    WeightFormat.IQ1_M: 5e-3,
+}
+"""Scales that give weights of about 0.02 to 0.1; of the others 0.005, with scales of several bits 0.0002."""
+
+
+def put_iq1_m_scales(blocks: NDArray[np.uint8], scales: NDArray[np.float16]) -> None:
+    """Four bits of a block's scale are the highest ones of each of its last four words."""
+    nibbles = scales.view(np.uint16)[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15
+    blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles.astype(np.uint8) << 4
 
 
 def random_blocks(
@@ -38,4 +68,10 @@ def random_blocks(
         if zeros:
             scales[rng.random(len(blocks)) < 0.1] = 0
         blocks[:, at : at + 2] = scales[:, None].view(np.uint8)
+    if fmt is WeightFormat.IQ1_M:
+        put_iq1_m_scales(blocks, (typical * rng.uniform(0.5, 2, len(blocks))).astype(np.float16))
+    if fmt is WeightFormat.MXFP4:
+        blocks[:, 0] = rng.choice([0, *range(119, 124)], len(blocks)) if zeros else rng.integers(119, 124, len(blocks))
+    if fmt is WeightFormat.NVFP4:
+        blocks[:, :4] = rng.integers(0 if zeros else 1, 40, (len(blocks), 4))
     return blocks.reshape(rows, -1)

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.format_blocks import F16_AT, random_blocks
+from backends.format_blocks import F16_AT, put_iq1_m_scales, random_blocks
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import RowOpKind, SourceFormat
 from penstock.backends.native.lowering import SOURCE_FORMATS
-from penstock.models.formats import BLOCKS, WeightFormat, dequantize, held_bytes, stored_bytes
+from penstock.models.formats import BLOCKS, Floats, WeightFormat, dequantize, grouped_integers, held_bytes, stored_bytes
 
 VARIANTS = info()["variants"]
-EXACT = {WeightFormat.Q4_0, WeightFormat.Q5_0, WeightFormat.Q8_0, WeightFormat.IQ4_NL}
+EXACT = {
+    WeightFormat.Q4_0,
+    WeightFormat.Q5_0,
+    WeightFormat.Q8_0,
+    WeightFormat.IQ4_NL,
+    WeightFormat.Q1_0,
+    WeightFormat.Q2_0,
+    WeightFormat.TQ1_0,
+    WeightFormat.TQ2_0,
+    WeightFormat.MXFP4,
+}
+CODES = {
+    WeightFormat.IQ1_S: 9,
+    WeightFormat.IQ2_XXS: 43,
+    WeightFormat.IQ3_XXS: 62,
+    WeightFormat.IQ3_S: 15,
+    WeightFormat.IQ4_XS: 127,
+}
+"""Exact but for the product of two scales, which is rounded to f16; the largest integer of each."""
+JOINED = {WeightFormat.IQ1_M: 14, WeightFormat.IQ2_XS: 2, WeightFormat.IQ2_S: 2, WeightFormat.NVFP4: 8}
+"""Two scales of 16 columns become one: this part of the larger one."""
 REQUANTISED = {WeightFormat.Q2_K, WeightFormat.Q3_K}
 """To 8 bits: their scales are of 16 columns."""
 NUM_BLOCKS = (1, 2, 3)
@@ -34,6 +56,11 @@ def tolerance(raw: NDArray[np.uint8], values: F32, fmt: WeightFormat) -> F32:
     largest = np.abs(values.reshape(-1, 32)).max(-1, keepdims=True)
     if fmt in EXACT:
         return largest * np.float32(2e-7) + np.float32(1e-7)  # the latter for a scale of zero
+    if fmt in CODES:
+        return largest * np.float32(2**-11) + np.float32(CODES[fmt] * 2**-24)  # the latter if the scale is subnormal or zero
+    if fmt in JOINED:  # half a step; of all of one, a 2^11th by the rounding of the scale
+        steps = np.abs(grouped_integers(raw, fmt, values.shape[1]).scales).reshape(-1, 2).max(-1, keepdims=True) / JOINED[fmt]
+        return steps * np.float32(0.5001) + largest * np.float32(2**-11) + np.float32(127 * 2**-25)
     if fmt is WeightFormat.Q6_K:  # an eighth of the step of the larger half
         blocks = raw.reshape(-1, 210)
         d = np.abs(blocks[:, 208:].copy().view(np.float16).astype(np.float32))
@@ -50,7 +77,7 @@ def test_rows_that_are_looked_up_in_the_file_are_those_of_the_file(fmt: WeightFo
     raw = random_blocks(np.random.default_rng(5), fmt, rows, cols)
     wanted = 3 * dequantize(raw, fmt, cols)
     found = looked_up(SOURCE_FORMATS[fmt], raw, cols, scale=3.0)
-    is_rounded = fmt is WeightFormat.Q6_K or fmt in REQUANTISED
+    is_rounded = fmt is WeightFormat.Q6_K or fmt in REQUANTISED or fmt in JOINED
     allowed = 3 * tolerance(raw, wanted / 3, fmt) if is_rounded else np.float32(1e-6)
     assert (np.abs(found - wanted).reshape(-1, 32) <= allowed).all()
 
@@ -124,32 +151,99 @@ def test_of_two_scales_of_sixteen_columns_the_larger_stays_exact() -> None:
     assert np.sqrt((error**2).mean()) < 0.005 * np.sqrt((wanted**2).mean())
 
 
-@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("fmt", JOINED)
+def test_of_two_scales_that_become_one_the_larger_stays_exact_and_equal_ones_do(fmt: WeightFormat) -> None:
+    cols = 4 * BLOCKS[fmt][0]
+    raw = random_blocks(np.random.default_rng(3), fmt, 64, cols, zeros=False)
+    scales = np.abs(grouped_integers(raw, fmt, cols).scales).reshape(-1, 2)
+    wanted = dequantize(raw, fmt, cols).reshape(-1, 2, 16)
+    error = np.abs(embedded(raw, fmt, cols, VARIANTS[0]).reshape(-1, 2, 16) - wanted).max(-1)
+    rounded = np.abs(wanted).max((1, 2)) * np.float32(2**-11) + np.float32(127 * 2**-25)  # the latter if it is subnormal
+    assert (np.take_along_axis(error, scales.argmax(1)[:, None], 1)[:, 0] <= rounded).all()
+    equal = scales[:, 0] == scales[:, 1]
+    assert 0 < equal.sum() < len(equal)
+    assert (error[equal].max(1) <= rounded[equal]).all()
+
+
+SPOILABLE = [fmt for fmt in BLOCKS if fmt not in (WeightFormat.MXFP4, WeightFormat.NVFP4)]
+"""Formats that can hold a scale that is no finite number."""
+
+
+def spoiled(raw: NDArray[np.uint8], fmt: WeightFormat, broken: float) -> Iterator[NDArray[np.uint8]]:
+    """Copies of a row, each with another scale that is no finite number."""
+    scale = np.array([broken], np.float16)
+    for at in F16_AT[fmt]:
+        row = raw.copy()
+        row[at : at + 2] = scale.view(np.uint8)
+        yield row
+    if fmt is WeightFormat.IQ1_M:
+        blocks = raw.copy().reshape(-1, BLOCKS[fmt][1])
+        put_iq1_m_scales(blocks[:1], scale)
+        yield blocks.reshape(-1)
+
+
+@pytest.mark.parametrize("fmt", SPOILABLE)
 @pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
 def test_a_scale_that_is_no_number_is_refused(fmt: WeightFormat, broken: float) -> None:
-    rng = np.random.default_rng(1)
-    for at in F16_AT[fmt]:
-        raw = random_blocks(rng, fmt, 20, 2 * BLOCKS[fmt][0])
-        if fmt in (WeightFormat.Q4_K, WeightFormat.Q5_K):
-            raw[19, 4:16] = 255
-        if fmt is WeightFormat.Q6_K:
-            raw[19, 192:208] = 1
-        raw[19, at : at + 2] = np.array([broken], np.float16).view(np.uint8)
+    raw = random_blocks(np.random.default_rng(1), fmt, 20, 2 * BLOCKS[fmt][0])
+    if fmt in (WeightFormat.Q4_K, WeightFormat.Q5_K):
+        raw[19, 4:16] = 255
+    if fmt is WeightFormat.Q6_K:
+        raw[19, 192:208] = 1
+    damaged = list(spoiled(raw[19], fmt, broken))
+    assert damaged
+    for raw[19] in damaged:
         with pytest.raises(ValueError, match="no finite number"):
             embedded(raw, fmt, 2 * BLOCKS[fmt][0], VARIANTS[0])
 
 
+def test_scales_of_mxfp4_that_half_precision_lacks() -> None:
+    exponents = np.array([1, 90, 103, 104, 105, 128, 143], np.uint8)
+    raw = np.full((len(exponents), 17), 0x77, np.uint8)  # columns of 12 times the scale
+    raw[:, 0] = exponents
+    found = embedded(raw, WeightFormat.MXFP4, 32, VARIANTS[0])
+    assert found[:, 0].tolist() == [0, 0, 0, 12 * 2**-24, 12 * 2**-23, 12, 12 * 2**15]
+    for too_large in (144, 255):
+        raw[3, 0] = too_large
+        with pytest.raises(ValueError, match="no finite number"):
+            embedded(raw, WeightFormat.MXFP4, 32, VARIANTS[0])
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_bytes_are_blocks(fmt: WeightFormat, variant: str) -> None:
+    """They are read as weights, or refused for their scales: every code is in its codebook or table."""
+    cols = 3 * BLOCKS[fmt][0]
+    raw = np.random.default_rng(9).integers(0, 256, (32, stored_bytes(fmt, 1, cols)), np.uint8)
+    with np.errstate(all="ignore"):
+        wanted = dequantize(raw, fmt, cols)
+    try:
+        found = embedded(raw, fmt, cols, variant)
+    except ValueError:
+        largest_half = 65504
+        assert not np.isfinite(wanted).all() or np.abs(grouped_integers(raw, fmt, cols).scales).max() > largest_half
+    else:
+        assert (np.abs(found - wanted).reshape(-1, 32) <= tolerance(raw, wanted, fmt)).all()
+
+
+def test_a_gpu_has_8_bits_where_the_native_backend_has_codes() -> None:
+    for fmt in (WeightFormat.IQ4_XS, WeightFormat.IQ2_XXS):
+        in_codes, in_bytes = held_bytes(fmt, 32, 256), held_bytes(fmt, 32, 256, Floats.AS_STORED)
+        assert in_bytes - in_codes == 32 * 256 // 2
+    assert held_bytes(WeightFormat.TQ2_0, 32, 256) == held_bytes(WeightFormat.TQ2_0, 32, 256, Floats.AS_STORED)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("broken", [np.inf, np.nan])
-@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("fmt", SPOILABLE)
 def test_a_damaged_row_of_a_table_spoils_only_what_is_computed_from_it(fmt: WeightFormat, broken: float, variant: str) -> None:
     rng, cols, rows = np.random.default_rng(4), 2 * BLOCKS[fmt][0], 20
     sound, matrix = random_blocks(rng, fmt, rows, cols), random_blocks(rng, fmt, 16, cols, zeros=False)
     wanted = multiplied(sound, matrix, fmt, cols, variant)
     assert np.isfinite(wanted).all()
-    for at in F16_AT[fmt]:
+    for row in spoiled(sound[7], fmt, broken):
         damaged = sound.copy()
-        damaged[7, at : at + 2] = np.array([broken], np.float16).view(np.uint8)
+        damaged[7] = row
         found = multiplied(damaged, matrix, fmt, cols, variant)
         assert np.isnan(found[7]).all()
         assert np.array_equal(np.delete(found, 7, 0), np.delete(wanted, 7, 0))

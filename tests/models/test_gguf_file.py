@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
+from penstock.models.catalog import split_files
+from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import open_gguf
+from penstock.models.load import fingerprint
 from penstock.types.errors import ModelError
 from tiny_models import TinyLlama, write_gguf
 
@@ -90,7 +94,7 @@ CORRUPT = {
     "dimensions": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQQQ", 7, 1, 1, 1)), "7 dimensions"),
     "tensor type": (
         gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 32, 999, 0)),
-        "type, number 999, that the installed version",
+        "type number 999, which is no known",
     ),
     "columns": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 40, 2, 0)), "not a multiple of the 32"),
     "outside": (gguf(num_tensors=1, tensors=ENTRY), "but the file has only"),
@@ -129,3 +133,118 @@ def test_values_are_checked_when_asked_for(tiny):
         file.require("absent", str)
     with pytest.raises(ModelError, match="array of str, not of int"):
         file.get_list("tokenizer.ggml.tokens", int)
+
+
+def split(whole: Path, num_parts: int, **changes: int) -> list[Path]:
+    """The parts of a model as `llama-gguf-split` writes them. `changes`: other metadata of the second, such as split_no."""
+    reader = GGUFReader(whole)
+    parts = [whole.with_name(f"{whole.stem}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
+    for number, path in enumerate(parts):
+        writer = GGUFWriter(path, "llama")
+        if number:
+            writer.kv_data[0].clear()
+        for key, field in reader.fields.items() if number == 0 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0], field.types[-1])
+        said = {"split_no": number, "split_count": num_parts} | (changes if number == 1 else {})
+        writer.add_uint16("split.no", said["split_no"])
+        writer.add_uint16("split.count", said["split_count"])
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::num_parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+@pytest.fixture
+def parts(tmp_path) -> list[Path]:
+    return split(write_gguf(tmp_path / "tiny.gguf", TinyLlama(), matrix_type="Q4_1"), 3)
+
+
+def test_a_split_model_is_the_whole_one(parts, tiny):
+    joined, whole = load_gguf(parts[0]), load_gguf(tiny)
+    assert joined.spec == whole.spec
+    assert joined.tokenizer_source.tokens == whole.tokenizer_source.tokens
+    assert joined.weights.keys() == whole.weights.keys()
+    for name, weight in joined.weights.items():
+        assert np.array_equal(weight.data, whole.weights[name].data), name
+    assert joined.weights["layers.0.up"].is_mapped
+    before = fingerprint(parts[0])
+    parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"\x07")
+    assert fingerprint(parts[0]) != before
+
+
+def test_a_split_model_is_named_by_its_first_part_with_the_others_beside_it(parts, tmp_path):
+    with pytest.raises(ModelError, match=r"part 2 of a model that is split into 3.*-00001-of-00003\.gguf"):
+        open_gguf(parts[1])
+    renamed = parts[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match=r"part 1 of a model that is split into 3.*-00001-of-00003\.gguf"):
+        open_gguf(renamed)
+    renamed.rename(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"tiny-00003-of-00003\.gguf: there is no such file.*all its files"):
+        open_gguf(parts[0])
+
+
+@pytest.mark.parametrize("changes", [{"split_no": 2}, {"split_count": 2}, {"split_count": 65535}])
+def test_a_part_of_another_split_is_refused(tmp_path, changes):
+    first, *_ = split(write_gguf(tmp_path / "tiny.gguf", TinyLlama(), matrix_type="Q4_1"), 3, **changes)
+    with pytest.raises(ModelError, match=r"tiny-00002-of-00003\.gguf: this is not part 2 of 3"):
+        open_gguf(first)
+
+
+def test_parts_that_do_not_make_a_whole_are_refused(parts, tmp_path):
+    whole = parts[1].read_bytes()
+    other = tmp_path / "other"
+    other.mkdir()
+    parts[1].write_bytes(split(write_gguf(other / "tiny.gguf", TinyLlama(num_layers=1), matrix_type="Q4_1"), 3)[1].read_bytes())
+    with pytest.raises(ModelError, match=r"the tensor 'blk.* is in part 1 as well|the parts have \d+ tensors, not 20"):
+        open_gguf(parts[0])
+    parts[1].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match=r"tiny-00002-of-00003\.gguf: .*but the file has only"):
+        open_gguf(parts[0])
+
+
+def test_names_of_split_files():
+    assert [path.name for path in split_files(Path("a/m-00001-of-00002.gguf"))] == [
+        "m-00001-of-00002.gguf",
+        "m-00002-of-00002.gguf",
+    ]
+    for name in ("m-00002-of-00002.gguf", "m-00001-of-00000.gguf", "m-1-of-2.gguf", "m.gguf"):
+        assert split_files(Path(name)) == (Path(name),)
+
+
+CHANGES = (b"\0", b"\xff", b"\x7f", b"\x01")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_mutated_file_is_a_model_or_refused(tiny, tmp_path, seed):
+    """Bytes of the header are changed, or the file is cut, in 25 ways: a ModelError, if it is no model of that size."""
+    rng, whole = np.random.default_rng(seed), tiny.read_bytes()
+    header = whole.index(b"token_embd.weight") + 2000
+    for _ in range(25):
+        raw = bytearray(whole)
+        for _ in range(rng.integers(1, 5)):
+            at, width = rng.integers(0, header), rng.choice([1, 4, 8])
+            raw[at : at + width] = CHANGES[rng.integers(4)] * width
+        if rng.random() < 0.3:
+            del raw[rng.integers(1, len(raw)) :]
+        try:
+            model = load_gguf(write(tmp_path, bytes(raw)))
+        except ModelError:
+            continue
+        assert sum(weight.num_bytes for weight in model.weights.values()) < 2 * len(raw)
+
+
+def test_promises_of_a_corrupt_file_take_no_memory(tmp_path):
+    tracemalloc.start()
+    try:
+        for data, _ in CORRUPT.values():
+            with pytest.raises(ModelError):
+                open_gguf(write(tmp_path, data))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

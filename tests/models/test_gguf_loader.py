@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import shutil
-import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
-from gguf.quants import dequantize, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 
-from penstock.models import architectures, codebooks, gguf_file
+from penstock.models import architectures, gguf_file
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import open_gguf
-from penstock.models.gguf_tensors import conversion_notes, load_tensor, round_to_q8_0
 from penstock.models.hf import load_hf_directory
-from penstock.models.weights import WeightFormat, WeightTensor
+from penstock.models.weights import WeightFormat
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp
 from penstock.types.vocab import GgufVocab
@@ -75,19 +71,14 @@ def test_weights_are_those_that_the_program_reads(tiny):
     assert model.num_weight_bytes == sum(weight.data.nbytes for weight in model.weights.values()) + padded
 
 
-@pytest.mark.parametrize("is_converted", [False, True])
-def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tiny, tmp_path, monkeypatch, is_converted):
+def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tiny, tmp_path):
     path = write_gguf(tmp_path / "untied.gguf", dataclasses.replace(TINY, is_tied=False))
-    if is_converted:
-        monkeypatch.delitem(gguf_file.FORMATS, 8)
     model, tied = load_gguf(path), load_gguf(tiny)
-    embed = model.weights["embed"]
-    assert embed.is_mapped is not is_converted
-    num_bytes = tied.num_weight_bytes + (embed.num_bytes if is_converted else 0)
-    assert model.num_weight_bytes == num_bytes
-    load_gguf(path, max_weight_bytes=num_bytes)
+    assert model.weights["embed"].is_mapped
+    assert model.num_weight_bytes == tied.num_weight_bytes
+    load_gguf(path, max_weight_bytes=model.num_weight_bytes)
     with pytest.raises(ModelError, match="MiB are available"):
-        load_gguf(path, max_weight_bytes=num_bytes - 1)
+        load_gguf(path, max_weight_bytes=model.num_weight_bytes - 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +92,7 @@ def test_an_embedding_whose_rows_are_read_in_the_file_takes_no_memory(tiny, tmp_
         ("Q4_1", WeightFormat.Q4_1, 0.3),
         ("Q5_0", WeightFormat.Q5_0, 0.2),
         ("Q5_1", WeightFormat.Q5_1, 0.2),
-        ("MXFP4", WeightFormat.Q8_0, 0.5),
+        ("MXFP4", WeightFormat.MXFP4, 0.5),
     ],
 )
 def test_weights_are_unpermuted_and_close_to_the_originals(tmp_path, matrix_type, fmt, tolerance):
@@ -144,26 +135,19 @@ def test_kept_formats_stay_mapped_and_q_rows_move_as_bytes(tmp_path):
             assert np.array_equal(q[head * 16 + 8 + pair], stored[head * 16 + 2 * pair + 1])
 
 
-def test_conversions_are_noted(tmp_path, tiny):
-    assert load_gguf(tiny).notes == ()
-    assert load_gguf(write_gguf(tmp_path / "f16.gguf", TINY, matrix_type="F16")).notes == ()
-    (note,) = load_gguf(write_gguf(tmp_path / "rare.gguf", TINY, matrix_type="MXFP4")).notes
-    assert note.startswith("15 MXFP4 matrices are converted to Q8_0")
-    one = open_gguf(tmp_path / "rare.gguf").tensors["blk.0.ffn_up.weight"]
-    assert conversion_notes([one])[0].startswith("1 MXFP4 matrix is converted to Q8_0")
-
-
-def test_conversions_are_logged_before_they_begin(tmp_path, caplog, monkeypatch):
-    def convert(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    path = write_gguf(tmp_path / "rare.gguf", TINY, matrix_type="MXFP4")
-    monkeypatch.setattr("penstock.models.gguf.load_tensor", convert)
-    with caplog.at_level("INFO", "penstock"), pytest.raises(KeyboardInterrupt):
-        load_gguf(path)
-    assert "rare.gguf: 15 MXFP4 matrices are converted to Q8_0" in caplog.text
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert re.search(r"0 MiB of weights become 0 MiB in memory", warning)
+def test_weights_that_grow_are_told_of(tmp_path, caplog, tiny):
+    with caplog.at_level("INFO", "penstock"):
+        load_gguf(tiny)
+        assert not caplog.records
+        load_gguf(
+            write_gguf(
+                tmp_path / "small.gguf",
+                dataclasses.replace(TINY, hidden_size=256, head_dim=64, intermediate_size=256),
+                matrix_type="TQ2_0",
+            )
+        )
+    (warning,) = caplog.records
+    assert re.search(r"small\.gguf: 0 MiB of weights become 0 MiB in memory, where each has 4 bits", warning.getMessage())
 
 
 def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
@@ -175,88 +159,18 @@ def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
     assert load_gguf(path).name == "model"
 
 
-def one_tensor(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> WeightTensor:
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor("t", raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = open_gguf(path)
-    weight = load_tensor(file, file.tensors["t"], "t")
-    assert weight.format is WeightFormat.Q8_0
-    return weight
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_K, GGMLQuantizationType.I32, GGMLQuantizationType.F64])
+def test_a_type_that_no_weight_has_is_refused_by_number(tiny, kind):
+    block, num_bytes = GGML_QUANT_SIZES[kind]
+    raw = np.zeros((2, num_bytes if block > 1 else 4 * num_bytes), np.uint8)
+    with pytest.raises(ModelError, match=rf"'extra' is of type number {kind.value}, which is no known type of weights"):
+        load_gguf(edit(tiny, lambda writer: writer.add_tensor("extra", raw, raw_dtype=kind)))
 
 
-def rare_rows(kind: str, num_rows: int, num_blocks: int) -> np.ndarray:
-    """Blocks of any bits, but for scales that are finite numbers. uint8 [num_rows, bytes]"""
-    num_bytes, scale_at = RARE[kind]
-    blocks = np.random.default_rng(1).integers(0, 256, size=(num_rows, num_blocks, num_bytes), dtype=np.uint8)
-    if scale_at is not None:
-        scales = np.random.default_rng(2).normal(size=(num_rows, num_blocks, 1)).astype(np.float16)
-        scales[0] = 0  # whole groups of zeros
-        blocks[..., scale_at : scale_at + 2] = scales.view(np.uint8)
-    if kind == "IQ1_M":  # its scale is in the highest four bits of four words
-        blocks[..., 55] &= 0xBF
-    return blocks.reshape(num_rows, -1)
-
-
-RARE: Mapping[str, tuple[int, int | None]] = {
-    "IQ1_S": (50, 0),
-    "IQ1_M": (56, None),
-    "IQ2_XXS": (66, 0),
-    "IQ2_XS": (74, 0),
-    "IQ2_S": (82, 0),
-    "IQ3_XXS": (98, 0),
-    "IQ3_S": (110, 0),
-    "TQ1_0": (54, 52),
-    "TQ2_0": (66, 64),
-}
-"""Types that become Q8_0: bytes of a block, and where its scale is."""
-
-
-@pytest.mark.parametrize("kind", RARE)
-def test_other_types_become_what_ggml_would_quantise_them_to(tmp_path, kind):
-    raw = rare_rows(kind, 40, 2)
-    wanted = dequantize(raw, GGMLQuantizationType[kind])
-    assert np.isfinite(wanted).all()
-    weight = one_tensor(tmp_path / "m.gguf", GGMLQuantizationType[kind], raw)
-    assert np.array_equal(weight.data, quantize(wanted, GGMLQuantizationType.Q8_0))
-    assert np.array_equal(weight.rows(16, 32), weight.data[16:32])
-    if kind in codebooks.TYPES:
-        assert np.array_equal(codebooks.decode(kind, raw), wanted)
-
-
-def test_halves_are_rounded_away_from_zero_as_in_ggml():
-    halves = np.arange(-127, 128) + np.float32(0.5)
-    near = np.concatenate([np.nextafter(halves, np.float32(-200)), halves, np.nextafter(halves, np.float32(200))])
-    values = np.zeros((len(near), 32), np.float32)
-    values[:, 0], values[:, 5] = 127, np.clip(near, -127, 127)
-    values = np.concatenate([values, values * np.float32(1e-3), values * np.float32(3e4), np.zeros((1, 32), np.float32)])
-    assert np.array_equal(round_to_q8_0(values), quantize(values, GGMLQuantizationType.Q8_0))
-
-
-def test_of_a_converted_matrix_only_what_is_read_is_in_memory(tmp_path):
-    raw = np.tile(rare_rows("IQ2_XXS", 1024, 8), (16, 1))
-    weight = one_tensor(tmp_path / "m.gguf", GGMLQuantizationType.IQ2_XXS, raw)
-    parts = list(weight.parts(16))
-    assert [parts[0][0], parts[-1][1]] == [0, len(raw)]
-    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(parts))
-    tracemalloc.start()
-    try:
-        for begin, end in parts:
-            weight.rows(begin, end)
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(parts) == 4
-    assert most < weight.num_bytes / 2
-
-
-def test_type_that_cannot_be_decoded_is_refused(tmp_path):
-    raw = np.zeros((2, 292), dtype=np.uint8)
-    with pytest.raises(ModelError, match="Q8_K, which can't be decoded"):
-        one_tensor(tmp_path / "m.gguf", GGMLQuantizationType.Q8_K, raw)
+def test_every_type_that_the_package_knows_is_read_or_no_type_of_weights():
+    named = {kind.value: kind.name for kind in GGMLQuantizationType if kind.name not in ("Q8_1", "Q8_K", "F64")}
+    ours = {number: fmt.name for number, fmt in gguf_file.FORMATS.items()}
+    assert ours == {number: name for number, name in named.items() if not re.fullmatch(r"I\d+", name)} | {42: "Q2_0"}
 
 
 def test_vocabulary_template_and_special_tokens(tiny):
@@ -362,7 +276,7 @@ def test_sliding_window_limits_the_context(tmp_path):
 REFUSED = {
     "architecture": ({"general.architecture": "rwkv7"}, "rwkv7 is not supported: its layers have a recurrent state.*llama"),
     "experts": ({"llama.expert_count": 8}, "mixtures of experts"),
-    "split": ({"split.count": 2}, "one part of a split model"),
+    "split": ({"split.count": 2}, "part 1 of a model that is split into 2"),
     "adapter": ({"general.type": "adapter"}, "is an adapter.*merge it"),
     "rope": ({"llama.rope.scaling.type": "axial"}, r"llama\.rope\.scaling\.type is 'axial'.*another model"),
     "alpha": ({"llama.rope.scaling.alpha": 1.5}, r"llama\.rope\.scaling\.alpha is 1\.5.*another model"),

@@ -108,6 +108,8 @@ class ModelSource:
             return self.path.is_file() and self.path.stat().st_size == self.entry.size_bytes
         if self.hub is not None and self.kind is SourceKind.DIRECTORY:
             return (self.path / COMPLETE_MARKER).is_file()
+        if self.hub is not None:
+            return all(file.exists() for file in split_files(self.path))
         return self.path.exists()
 
 
@@ -170,6 +172,20 @@ def resolve(model: str, cache_dir: Path) -> ModelSource:
     raise _unknown(model)
 
 
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def split_files(path: Path) -> tuple[Path, ...]:
+    """All files of a GGUF model, by the name of the first: N of them if it is NAME-00001-of-N.gguf, as llama.cpp splits models.
+
+    Any other name is that of the one file.
+    """
+    found = _SPLIT.fullmatch(path.name)
+    if found is None or int(found[2]) != 1 or int(found[3]) < 1:
+        return (path,)
+    return tuple(path.with_name(f"{found[1]}-{number:05}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1))
+
+
 def find_entry(name: str) -> CatalogEntry | None:
     """The catalogue entry of a name or alias."""
     return next((entry for entry in CATALOG if name == entry.name or name in entry.aliases), None)
@@ -190,9 +206,9 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
     listings = [_list_entry(entry, cache_dir) for entry in CATALOG]
     known = {listing.path for listing in listings}
     files = sorted(models_dir(cache_dir).glob("*.gguf"))
-    listings += [_list_file(path, str(path)) for path in files if path not in known]
+    listings += [_list_file(path, str(path)) for path in files if path not in known and not _is_later_split(path)]
     root = hub_dir(cache_dir)
-    for path in sorted(root.glob("*/*/**/*.gguf")):
+    for path in sorted(file for file in root.glob("*/*/**/*.gguf") if not _is_later_split(file)):
         repo, file = path.relative_to(root).parts[:2], path.relative_to(root).parts[2:]
         listings.append(_list_file(path, f"hf:{'/'.join(repo)}:{'/'.join(file)}"))
     for marker in sorted(root.glob(f"*/*/{COMPLETE_MARKER}")):
@@ -208,7 +224,14 @@ def _list_entry(entry: CatalogEntry, cache_dir: Path) -> ModelListing:
 
 
 def _list_file(path: Path, name: str) -> ModelListing:
-    return ModelListing(name=name, path=path, size_bytes=path.stat().st_size, is_present=True)
+    files = [file for file in split_files(path) if file.exists()]
+    return ModelListing(name=name, path=path, size_bytes=sum(file.stat().st_size for file in files), is_present=True)
+
+
+def _is_later_split(path: Path) -> bool:
+    """Whether it is a file of a split model that is listed by its first one."""
+    found = _SPLIT.fullmatch(path.name)
+    return found is not None and int(found[2]) > 1
 
 
 def _list_directory(path: Path, name: str) -> ModelListing:

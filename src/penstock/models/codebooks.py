@@ -1,21 +1,32 @@
-"""GGML types whose blocks name entries of a codebook (IQ1 to IQ3), taken apart. Called by `gguf_tensors`; rounds nothing.
+"""Blocks of GGML's types IQ1 to IQ3, which name entries of a codebook, taken apart. Called by `models.formats`; rounds nothing.
 
-The `gguf` package decodes them, too, through arrays that are many times as large as what comes out. Here an entry is one number
-of 32 or 64 bits, which holds its 4 or 8 small integers and is fetched as one. The values are the same to the bit, and the
-codebooks are the package's. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`.
+An entry is one number of 32 or 64 bits here, which holds its 4 or 8 small integers and is fetched as one. The entries are
+those of codebooks.h, which the native backend has compiled in. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h`
+and `ggml-quants.c`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
 from functools import cache
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.formats import F32, I8, U8
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+I8 = NDArray[np.int8]
+Parts = tuple[I8, F32, F32 | None]
+"""Parts of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
+
+_SOURCE = Path(__file__).with_name("codebooks.h")
+_OF_IQ2 = (8, 25, 43)
+_OF_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
+_OF_IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
+_OF_IQ1 = (-8, 0, 8)
+"""Eighths: so the shift by an eighth makes integers."""
 
 _BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)
 """Where four fields of 7 bits begin."""
@@ -25,24 +36,16 @@ _BITS = np.arange(8, dtype=np.uint8)
 _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 
-def decode(type_name: str, raw: U8) -> F32:
-    """Values of rows of one of `TYPES`. uint8 [num_rows, bytes] -> float32 [num_rows, num_cols]"""
-    num_bytes, take_apart = TYPES[type_name]
-    integers, scales = take_apart(raw.reshape(-1, num_bytes))
-    values = integers.reshape(*scales.shape, -1).astype(np.float32)
-    values *= scales[..., None]
-    return values.reshape(len(raw), -1)
-
-
 @cache
-def _book(name: str) -> NDArray[Any]:
-    """The entries of a type's codebook, one number each. IQ1's are times 8, so that its shift of an eighth is an integer."""
-    import gguf.quants
-
-    found = getattr(gguf.quants, name)
-    found.init_grid()
-    entries = (found.grid.reshape(found.grid_shape) * (8 if name == "IQ1_S" else 1)).astype(np.int8)
-    numbers: NDArray[Any] = entries.view(np.uint64 if entries.shape[1] == 8 else np.uint32)[:, 0]
+def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
+    """The entries of a codebook by its name in codebooks.h, one number each. `sizes` are the values of a column's bits."""
+    found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _SOURCE.read_text())
+    assert found is not None
+    packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
+    bits, columns = (2, 8) if len(sizes) == 3 else (3, 4)
+    shifts = np.arange(columns, dtype=np.uint16) * np.uint16(bits)
+    entries = np.array(sizes, np.int8)[packed[:, None] >> shifts & ((1 << bits) - 1)]
+    numbers: NDArray[Any] = entries.view(np.uint64 if columns == 8 else np.uint32)[:, 0]
     return numbers
 
 
@@ -92,40 +95,41 @@ def _halved(blocks_scale: F32, fields: NDArray[Any], factor: float) -> F32:
     return blocks_scale * (np.float32(0.5) + fields.astype(np.float32)) * np.float32(factor)
 
 
-def _iq2_xxs(blocks: U8) -> tuple[I8, F32]:
+def iq2_xxs(blocks: U8) -> Parts:
     words = _words(blocks[:, 2:], np.uint32).reshape(len(blocks), 8, 2)
     codes = np.ascontiguousarray(words[..., 0]).view(np.uint8)
     signs = _entries(_even_signs(), _fields(words[..., 1], _BIT_FIELDS, 127))
-    return _entries(_book("IQ2_XXS"), codes) * signs, _halved(_f16(blocks[:, :2]), words[..., 1] >> 28, 0.25)
+    return _entries(_book("kIq2Xxs", _OF_IQ2), codes) * signs, _halved(_f16(blocks[:, :2]), words[..., 1] >> 28, 0.25), None
 
 
-def _iq2_xs(blocks: U8) -> tuple[I8, F32]:
+def iq2_xs(blocks: U8) -> Parts:
     codes = _words(blocks[:, 2:66], np.uint16)
-    integers = _entries(_book("IQ2_XS"), codes & 511) * _entries(_even_signs(), codes >> 9)
-    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 66:], _NIBBLES, 15), 0.25)
+    integers = _entries(_book("kIq2Xs", _OF_IQ2), codes & 511) * _entries(_even_signs(), codes >> 9)
+    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 66:], _NIBBLES, 15), 0.25), None
 
 
-def _iq2_s(blocks: U8) -> tuple[I8, F32]:
+def iq2_s(blocks: U8) -> Parts:
     codes = _wide(blocks[:, 2:34], _fields(blocks[:, 66:74], _PAIRS, 3))
-    integers = _entries(_book("IQ2_S"), codes) * _entries(_signs(), blocks[:, 34:66])
-    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 74:], _NIBBLES, 15), 0.25)
+    integers = _entries(_book("kIq2S", _OF_IQ2), codes) * _entries(_signs(), blocks[:, 34:66])
+    return integers, _halved(_f16(blocks[:, :2]), _fields(blocks[:, 74:], _NIBBLES, 15), 0.25), None
 
 
-def _iq3_xxs(blocks: U8) -> tuple[I8, F32]:
+def iq3_xxs(blocks: U8) -> Parts:
     words = _words(blocks[:, 66:], np.uint32)
-    integers = _entries(_book("IQ3_XXS"), blocks[:, 2:66]) * _entries(_even_signs(), _fields(words, _BIT_FIELDS, 127))
-    return integers, _halved(_f16(blocks[:, :2]), words >> 28, 0.5)
+    signs = _entries(_even_signs(), _fields(words, _BIT_FIELDS, 127))
+    integers = _entries(_book("kIq3Xxs", _OF_IQ3_XXS), blocks[:, 2:66]) * signs
+    return integers, _halved(_f16(blocks[:, :2]), words >> 28, 0.5), None
 
 
-def _iq3_s(blocks: U8) -> tuple[I8, F32]:
+def iq3_s(blocks: U8) -> Parts:
     codes = _wide(blocks[:, 2:66], _fields(blocks[:, 66:74], _BITS, 1))
-    integers = _entries(_book("IQ3_S"), codes) * _entries(_signs(), blocks[:, 74:106])
-    return integers, _f16(blocks[:, :2]) * (1 + 2 * _fields(blocks[:, 106:], _NIBBLES, 15)).astype(np.float32)
+    integers = _entries(_book("kIq3S", _OF_IQ3_S), codes) * _entries(_signs(), blocks[:, 74:106])
+    return integers, _f16(blocks[:, :2]) * (1 + 2 * _fields(blocks[:, 106:], _NIBBLES, 15)).astype(np.float32), None
 
 
 def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
     """Entries of IQ1's codebook in eighths, an eighth up or down; `is_down` is of equal runs of columns. [num_blocks, runs]"""
-    entries = _entries(_book("IQ1_S"), codes)
+    entries = _entries(_book("kIq1", _OF_IQ1), codes)
     shifts = np.where(is_down, np.int8(-1), np.int8(1))
     return (entries.reshape(*shifts.shape, -1) + shifts[..., None]).reshape(entries.shape)
 
@@ -135,31 +139,16 @@ def _eighths(blocks_scale: F32, fields: NDArray[Any]) -> F32:
     return blocks_scale * (2 * fields + 1).astype(np.float32) * np.float32(0.125)
 
 
-def _iq1_s(blocks: U8) -> tuple[I8, F32]:
+def iq1_s(blocks: U8) -> Parts:
     words = _words(blocks[:, 34:], np.uint16)
     integers = _shifted(_wide(blocks[:, 2:34], _fields(words, _TRIPLES, 7)), words >= 0x8000)
-    return integers, _eighths(_f16(blocks[:, :2]), words >> 12 & 7)
+    return integers, _eighths(_f16(blocks[:, :2]), words >> 12 & 7), None
 
 
-def _iq1_m(blocks: U8) -> tuple[I8, F32]:
+def iq1_m(blocks: U8) -> Parts:
     """The scale of the block is in the highest bits of four words."""
     upper, words = _fields(blocks[:, 32:48], _NIBBLES, 15), _words(blocks[:, 48:], np.uint16)
     parts = (words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16)
     scale = np.bitwise_or.reduce(parts, axis=1, keepdims=True).view(np.float16).astype(np.float32)
     integers = _shifted(_wide(blocks[:, :32], upper & 7), upper >= 8)
-    return integers, _eighths(scale, _fields(words, _TRIPLES, 7))
-
-
-TYPES: Mapping[str, tuple[int, Callable[[U8], tuple[I8, F32]]]] = MappingProxyType(
-    {
-        "IQ1_S": (50, _iq1_s),
-        "IQ1_M": (56, _iq1_m),
-        "IQ2_XXS": (66, _iq2_xxs),
-        "IQ2_XS": (74, _iq2_xs),
-        "IQ2_S": (82, _iq2_s),
-        "IQ3_XXS": (98, _iq3_xxs),
-        "IQ3_S": (110, _iq3_s),
-    }
-)
-"""Bytes of a block of 256 columns, and what takes blocks apart: uint8 [num_blocks, bytes] -> integers [num_blocks, 256] and the
-scales of equal runs of them [num_blocks, runs]."""
+    return integers, _eighths(scale, _fields(words, _TRIPLES, 7)), None

@@ -68,7 +68,7 @@ def read_facts(source: ModelSource) -> ModelFacts:
 
 def _gguf_facts(path: Path) -> ModelFacts:
     from penstock.models.gguf import read_chat_templates
-    from penstock.models.gguf_file import FORMATS, open_gguf
+    from penstock.models.gguf_file import open_gguf
 
     file = open_gguf(path)
     values = file.metadata
@@ -82,15 +82,8 @@ def _gguf_facts(path: Path) -> ModelFacts:
         license=_text(values, "general.license"),
         architecture=architecture,
         quantisation="",
-        num_file_bytes=path.stat().st_size,
-        formats=_formats(
-            (
-                FORMATS[entry.type_id].value.upper() if entry.type_id in FORMATS else f"type {entry.type_id}",
-                entry.shape,
-                entry.num_bytes,
-            )
-            for entry in file.tensors.values()
-        ),
+        num_file_bytes=file.num_bytes,
+        formats=_formats((entry.format.value.upper(), entry.shape, entry.num_bytes) for entry in file.tensors.values()),
         num_layers=_count(values, f"{architecture}.block_count"),
         max_model_len=_count(values, f"{architecture}.context_length"),
         vocabulary=kind,

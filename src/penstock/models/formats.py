@@ -1,7 +1,7 @@
 """The formats in which weights lie in a file and what they mean. Used by loaders and backends; reads no files.
 
 The quantised ones are those of GGML (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is cut into
-blocks of 32 or 256 consecutive columns; within them, 32 columns (16 in Q2_K, Q3_K and Q6_K) share a scale.
+blocks of 32 to 256 consecutive columns; within them, 32 columns share a scale (`GROUP_OF_16` has the other formats).
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
-I8 = NDArray[np.int8]
-Parts = tuple[I8, F32, F32 | None]
-"""Parts of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
+from penstock.models import codebooks
+from penstock.models.codebooks import F32, I8, U8, Parts
 
 
 class WeightFormat(StrEnum):
@@ -62,6 +59,42 @@ class WeightFormat(StrEnum):
     IQ4_XS = "iq4_xs"
     """w = d * (s - 32) * IQ4_VALUES[q]; a block of 256 is f16 d, the upper two bits of 8 s, their nibbles, then 8 x 16 bytes as
     in Q4_0."""
+    Q1_0 = "q1_0"
+    """w = d or -d; a block of 128 is f16 d, then a bit for each column, which is set for d."""
+    Q2_0 = "q2_0"
+    """w = d * (q - 1); a block of 64 is f16 d, then two bits for each column."""
+    TQ1_0 = "tq1_0"
+    """w = d * (q - 1), q being 0, 1 or 2; a block of 256 is 52 bytes and f16 d. A byte has five digits of base 3 as a
+    fraction of 256; of the last four bytes, four. Columns of one byte's digits are 32, 16 and (in the last four) 4 apart."""
+    TQ2_0 = "tq2_0"
+    """w = d * (q - 1); a block of 256 is 64 bytes as in Q2_K, then f16 d."""
+    IQ1_S = "iq1_s"
+    """w = d * (2 s + 1) * (c + 1/8 or c - 1/8), c of a codebook: entries of 8 columns, each -1, 0 or 1. A block of 256 is f16
+    d, the lower 8 bits of 32 codes, then a word of 16 bits for each 32 columns: the upper three of four codes, s, and a set
+    bit for minus."""
+    IQ1_M = "iq1_m"
+    """As IQ1_S, with s for 16 columns and the sign of 1/8 for 8; a block of 256 is the lower bits of 32 codes, 16 bytes of
+    nibbles with the upper ones and that sign, and four words of four s each, above which are four bits of f16 d."""
+    IQ2_XXS = "iq2_xxs"
+    """w = d * (1/2 + s) / 4 * c, c of a codebook: entries of 8 columns, each 8, 25 or 43, and signs. A block of 256 is f16 d,
+    then for each 32 columns four codes, four times seven signs, of which an eighth makes minus even, and four bits of s."""
+    IQ2_XS = "iq2_xs"
+    """As IQ2_XXS, with s for 16 columns; a block of 256 is f16 d, 32 words of a code of 9 bits and 7 signs, then nibbles of
+    s."""
+    IQ2_S = "iq2_s"
+    """As IQ2_XS; a block of 256 is f16 d, the lower 8 bits of 32 codes, 32 bytes of signs, the upper two bits of the codes,
+    s."""
+    IQ3_XXS = "iq3_xxs"
+    """w = d * (1/2 + s) / 2 * c, c of a codebook: entries of 4 columns, each of 8 values from 4 to 62, and signs. A block of
+    256 is f16 d, 64 codes, then for each 32 columns signs and s as in IQ2_XXS."""
+    IQ3_S = "iq3_s"
+    """w = d * (2 s + 1) * c, c of a codebook: entries of 4 columns, each odd and at most 15, and signs. A block of 256 is f16
+    d, the lower 8 bits of 64 codes, their ninth bits, 32 bytes of signs, then nibbles of s for 32 columns each."""
+    MXFP4 = "mxfp4"
+    """w = 2^(e - 128) * E2M1_TWICE[q]; a block is the byte e, then 16 bytes as in Q4_0."""
+    NVFP4 = "nvfp4"
+    """w = s / 2 * E2M1_TWICE[q]; a block of 64 is four s for 16 columns each, in E4M3 without a sign (code 127 is 0), then
+    for each of these 8 bytes, whose low nibbles are the first 8 columns."""
 
 
 BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
@@ -78,9 +111,35 @@ BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
         WeightFormat.Q6_K: (256, 210),
         WeightFormat.IQ4_NL: (32, 18),
         WeightFormat.IQ4_XS: (256, 136),
+        WeightFormat.Q1_0: (128, 18),
+        WeightFormat.Q2_0: (64, 18),
+        WeightFormat.TQ1_0: (256, 54),
+        WeightFormat.TQ2_0: (256, 66),
+        WeightFormat.IQ1_S: (256, 50),
+        WeightFormat.IQ1_M: (256, 56),
+        WeightFormat.IQ2_XXS: (256, 66),
+        WeightFormat.IQ2_XS: (256, 74),
+        WeightFormat.IQ2_S: (256, 82),
+        WeightFormat.IQ3_XXS: (256, 98),
+        WeightFormat.IQ3_S: (256, 110),
+        WeightFormat.MXFP4: (32, 17),
+        WeightFormat.NVFP4: (64, 36),
     }
 )
 """(columns, bytes) of one block of every quantised format."""
+
+GROUP_OF_16 = frozenset(
+    {
+        WeightFormat.Q2_K,
+        WeightFormat.Q3_K,
+        WeightFormat.Q6_K,
+        WeightFormat.IQ1_M,
+        WeightFormat.IQ2_XS,
+        WeightFormat.IQ2_S,
+        WeightFormat.NVFP4,
+    }
+)
+"""Formats of which 16 columns share a scale; of all other quantised ones 32 do, or several groups of 32 have equal ones."""
 
 E4M3_VALUES = tuple(
     (-1 if code & 128 else 1)
@@ -90,6 +149,13 @@ E4M3_VALUES = tuple(
 """By code. There is no infinity, and the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of four bits: a sign, two of exponent, one of mantissa. Source: OCP Microscaling Formats (MX) 1.0."""
+_HALF_UE4M3 = tuple(
+    0.0 if code == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 11)
+    for code in range(256)
+)
+"""Halves of the scales of NVFP4 by code, as GGML reads them."""
 
 
 def block(fmt: WeightFormat) -> tuple[int, int]:
@@ -114,8 +180,30 @@ class Floats(StrEnum):
     """fp8, but tables of embeddings and the matrix of logits, which are as stored."""
 
 
-_HELD_IN_4_BITS = (WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.IQ4_NL, WeightFormat.IQ4_XS)
-"""In the memory of the native backend; weights of the other quantised formats have 8 bits there."""
+FOUR_BITS = frozenset(
+    {
+        WeightFormat.Q1_0,
+        WeightFormat.Q2_0,
+        WeightFormat.TQ1_0,
+        WeightFormat.TQ2_0,
+        WeightFormat.Q4_0,
+        WeightFormat.Q4_1,
+        WeightFormat.Q4_K,
+    }
+)
+"""Formats whose integers every backend holds in 4 bits."""
+_OF_TABLES = frozenset(
+    {
+        WeightFormat.IQ1_S,
+        WeightFormat.IQ2_XXS,
+        WeightFormat.IQ3_XXS,
+        WeightFormat.IQ3_S,
+        WeightFormat.IQ4_NL,
+        WeightFormat.IQ4_XS,
+        WeightFormat.MXFP4,
+    }
+)
+"""Formats of sixteen numbers or fewer, of which the native backend holds codes of 4 bits."""
 _HELD_WITH_OFFSETS = (WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K)
 """Formats whose groups of 32 have an offset there as well as a scale."""
 
@@ -135,7 +223,7 @@ def held_bytes(
         if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
             return rows * (num_cols + 4 + (_padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
         return rows * _padded(num_cols, 2) * 2
-    bits = 4 if fmt in _HELD_IN_4_BITS else 8
+    bits = 4 if fmt in FOUR_BITS or (fmt in _OF_TABLES and floats is Floats.BF16) else 8
     groups = num_cols // 32
     offsets = rows * _padded(groups, 2) * 2 if fmt in _HELD_WITH_OFFSETS else 0
     return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
@@ -298,6 +386,48 @@ def _iq4_xs(blocks: U8) -> Parts:
     return np.array(IQ4_VALUES, np.int8)[_halves(blocks[:, 8:].reshape(-1, 8, 16))], scale, None
 
 
+def _in_groups(scale: F32, num: int) -> F32:
+    """A block's scale as that of each of its groups of 32. [num_blocks, 1] -> [num_blocks, num]"""
+    return np.repeat(scale, num, axis=1)
+
+
+def _q1_0(blocks: U8) -> Parts:
+    return _bits(blocks[:, 2:]).view(np.int8) * np.int8(2) - np.int8(1), _in_groups(_f16(blocks, 0), 4), None
+
+
+def _q2_0(blocks: U8) -> Parts:
+    q = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
+    return q.view(np.int8) - np.int8(1), _in_groups(_f16(blocks, 0), 2), None
+
+
+def _digits(packed: U8, num: int) -> U8:
+    """The first digits of base 3 of each byte, less the last digits. [num_blocks, n] -> [num_blocks, num * n]"""
+    rests = packed[:, None] * np.array([1, 3, 9, 27, 81], np.uint8)[:num, None]
+    return (rests.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
+
+
+def _tq1_0(blocks: U8) -> Parts:
+    q = np.concatenate([_digits(blocks[:, :32], 5), _digits(blocks[:, 32:48], 5), _digits(blocks[:, 48:52], 4)], axis=1)
+    return q.view(np.int8) - np.int8(1), _in_groups(_f16(blocks, 52), 8), None
+
+
+def _tq2_0(blocks: U8) -> Parts:
+    return _pairs_k(blocks[:, :64]).view(np.int8) - np.int8(1), _in_groups(_f16(blocks, 64), 8), None
+
+
+def _mxfp4(blocks: U8) -> Parts:
+    return (
+        np.array(E2M1_TWICE, np.int8)[_halves(blocks[:, 1:])],
+        np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128),
+        None,
+    )
+
+
+def _nvfp4(blocks: U8) -> Parts:
+    scales = np.array(_HALF_UE4M3, np.float32)[blocks[:, :4]]
+    return np.array(E2M1_TWICE, np.int8)[_halves(blocks[:, 4:].reshape(-1, 4, 8))], scales, None
+
+
 _DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = {
     WeightFormat.Q4_0: _q4_0,
     WeightFormat.Q4_1: _q4_1,
@@ -311,5 +441,18 @@ _DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = {
     WeightFormat.Q6_K: _q6_k,
     WeightFormat.IQ4_NL: _iq4_nl,
     WeightFormat.IQ4_XS: _iq4_xs,
+    WeightFormat.Q1_0: _q1_0,
+    WeightFormat.Q2_0: _q2_0,
+    WeightFormat.TQ1_0: _tq1_0,
+    WeightFormat.TQ2_0: _tq2_0,
+    WeightFormat.IQ1_S: codebooks.iq1_s,
+    WeightFormat.IQ1_M: codebooks.iq1_m,
+    WeightFormat.IQ2_XXS: codebooks.iq2_xxs,
+    WeightFormat.IQ2_XS: codebooks.iq2_xs,
+    WeightFormat.IQ2_S: codebooks.iq2_s,
+    WeightFormat.IQ3_XXS: codebooks.iq3_xxs,
+    WeightFormat.IQ3_S: codebooks.iq3_s,
+    WeightFormat.MXFP4: _mxfp4,
+    WeightFormat.NVFP4: _nvfp4,
 }
 """Blocks [num_blocks, bytes] -> their parts."""

@@ -1,6 +1,6 @@
 """Loads a GGUF file as a `LoadedModel`: the settings and the tokenizer in its metadata, and the names of its tensors.
 
-`models.load` calls it. Bytes are parsed by `gguf_file`, and numbers converted by `gguf_tensors`.
+`models.load` calls it. Bytes are parsed by `gguf_file`, and tensors become weights in `gguf_tensors`.
 Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from penstock.models.architectures import Architecture
 from penstock.models.assembly import find_pieces, put_together, shape_of
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
-from penstock.models.gguf_tensors import conversion_notes, load_tensor, loaded_bytes, looked_up_bytes, matrix_shape
+from penstock.models.gguf_tensors import load_tensor, loaded_bytes, matrix_shape
 from penstock.models.weights import Generation, LoadedModel, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
@@ -88,7 +88,7 @@ def load_gguf(
     check_vocab: Callable[[GgufVocab], None] | None = None,
     served_len: int | None = None,
 ) -> LoadedModel:
-    """The model of a GGUF file; weights of a kept format stay memory-mapped.
+    """The model of a GGUF file, or of a split one by its first file; matrices stay memory-mapped.
 
     `name` defaults to the file's stem, and `served_len`, the tokens of the longest text, to the model's.
 
@@ -121,8 +121,7 @@ def load_gguf(
             check_vocab(vocab)
         except ModelError as error:
             raise ModelError(f"{path}: {error.message}", remedy=error.remedy) from error
-    notes = conversion_notes(entries.values())
-    _announce(path, entries, notes, floats)
+    _warn_of_growth(path, entries, floats)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -138,7 +137,6 @@ def load_gguf(
         eos_token_ids=eos_token_ids,
         path=path,
         generation=_read_generation(file),
-        notes=notes,
     )
 
 
@@ -146,17 +144,14 @@ def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> int:
     """As `LoadedModel.num_weight_bytes`, but for `floats`."""
     held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
     if "output" in entries:
-        held["embed"] = looked_up_bytes(entries["embed"])
+        held["embed"] = 0  # its rows are read in the file
     return sum(held.values())
 
 
-def _announce(path: Path, entries: Mapping[str, TensorEntry], notes: Iterable[str], floats: Floats) -> None:
-    """Log what will be converted, before, as it may take a while, and what grows."""
-    for note in notes:
-        _log.info("%s: %s", path.name, note)
+def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], floats: Floats) -> None:
     num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), _held_bytes(entries, floats)
     if num_held > _NOTABLE_GROWTH * num_stored:
-        words = "%s: %d MiB of weights become %d MiB in memory, where they have 8 bits or 16; Q4 and Q8 types stay as small"
+        words = "%s: %d MiB of weights become %d MiB in memory, where each has 4 bits, 8 or 16: docs/kernels.md has the types"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 
 
@@ -186,10 +181,6 @@ def _find_architecture(file: GgufFile) -> Architecture:
             remedy="Penstock does not serve adapters yet: merge it into its model (llama-export-lora) and serve the result.",
         )
     name = architectures.our_name(file.require("general.architecture", str), architectures.GGUF_NAMES, file.path)
-    if (file.get("split.count", int) or 0) > 1:
-        raise ModelError(
-            f"{file.path}: this is one part of a split model.", remedy="Merge the parts with `llama-gguf-split --merge`."
-        )
     return architectures.find(name)
 
 

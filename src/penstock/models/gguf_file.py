@@ -1,5 +1,8 @@
 """The GGUF container: metadata and a directory of tensors, memory-mapped. Called by `models.gguf`; gives no meaning to either.
 
+A model may be split into several files. The first has its metadata, each says its number and how many there are, and where they
+lie their names say, never their content.
+
 The `gguf` package's own reader needs over a second for a vocabulary of 49,152 entries, since it makes NumPy arrays
 of each length and each string; this one needs some 0.05 s. Every count and length is checked against the bytes
 that are left before anything is read or allocated, so a corrupt file ends in a ModelError. Read are versions 2 and
@@ -12,13 +15,14 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.catalog import split_files
 from penstock.models.formats import WeightFormat, block
 from penstock.types.errors import ModelError
 
@@ -35,11 +39,25 @@ FORMATS: Mapping[int, WeightFormat] = {
     12: WeightFormat.Q4_K,
     13: WeightFormat.Q5_K,
     14: WeightFormat.Q6_K,
+    16: WeightFormat.IQ2_XXS,
+    17: WeightFormat.IQ2_XS,
+    18: WeightFormat.IQ3_XXS,
+    19: WeightFormat.IQ1_S,
     20: WeightFormat.IQ4_NL,
+    21: WeightFormat.IQ3_S,
+    22: WeightFormat.IQ2_S,
     23: WeightFormat.IQ4_XS,
+    29: WeightFormat.IQ1_M,
     30: WeightFormat.BF16,
+    34: WeightFormat.TQ1_0,
+    35: WeightFormat.TQ2_0,
+    39: WeightFormat.MXFP4,
+    40: WeightFormat.NVFP4,
+    41: WeightFormat.Q1_0,
+    42: WeightFormat.Q2_0,
 }
-"""GGML's numbers of the tensor types that are kept as they are; the `gguf` package knows the others."""
+"""GGML's numbers of the types that weights have (`ggml_type` in ggml.h). Its others are integers, doubles, types that exist
+while a model computes, and layouts for one processor, which llama.cpp has given up."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -73,26 +91,35 @@ class TensorEntry:
     """Where a tensor lies. `shape` is row-major: its last number counts what is contiguous."""
 
     name: str
-    type_id: int
-    """GGML's number."""
+    format: WeightFormat
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file; a multiple of 8."""
     num_bytes: int
+    part: int = 0
+    """Number of its file, from 0; of a model that is split, one of several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """A parsed header and the mapped bytes behind it. The mapping lives as long as an array made from it."""
+    """A parsed header and the mapped bytes behind it. The mapping lives as long as an array made from it.
+
+    A split model has the metadata of its first file and the tensors of all.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
-    _bytes: NDArray[np.uint8]
+    _parts: tuple[NDArray[np.uint8], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its files."""
+        return sum(part.nbytes for part in self._parts)
 
     def tensor_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
         """The tensor's bytes, uint8 [num_bytes], not copied."""
-        return self._bytes[entry.offset : entry.offset + entry.num_bytes]
+        return self._parts[entry.part][entry.offset : entry.offset + entry.num_bytes]
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
         """A metadata value of a type, or `default` if the key is absent. Raises ModelError if it is of another type."""
@@ -125,12 +152,47 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map a file and parse its header. Raises ModelError if it can't be read or is corrupt."""
+    """Map a file, or all files of a split model by the first one, and parse their headers.
+
+    Raises ModelError if one can't be read or is corrupt, or if they are not the parts of one model.
+    """
+    first = _open_part(path)
+    count, number = first.get("split.count", int) or 1, first.get("split.no", int) or 0
+    if count == 1:
+        return first
+    files = split_files(path)
+    if number != 0 or len(files) != count:
+        raise ModelError(
+            f"{path}: this is part {number + 1} of a model that is split into {count}.",
+            remedy=f"Name the first part, whose name ends in -00001-of-{count:05}.gguf, with the others beside it; "
+            "or merge them with `llama-gguf-split --merge`.",
+        )
+    return _joined([first, *(_open_part(file) for file in files[1:])])
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    tensors: dict[str, TensorEntry] = {}
+    for number, part in enumerate(parts):
+        if (part.get("split.no", int), part.get("split.count", int)) != (number, len(parts)):
+            raise part.error(f"this is not part {number + 1} of {len(parts)}, as its name says")
+        for name, entry in part.tensors.items():
+            if name in tensors:
+                raise part.error(f"the tensor {name!r} is in part {tensors[name].part + 1} as well")
+            tensors[name] = replace(entry, part=number)
+    first = parts[0]
+    if first.get("split.tensors.count", int, len(tensors)) != len(tensors):
+        raise first.error(f"the parts have {len(tensors)} tensors, not {first.metadata['split.tensors.count']}")
+    return GgufFile(first.path, first.metadata, tensors, tuple(part._parts[0] for part in parts))
+
+
+def _open_part(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file.", remedy="Check the path.") from error
+        raise ModelError(
+            f"{path}: there is no such file.", remedy="Check the path; a split model needs all its files."
+        ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
     try:
@@ -160,7 +222,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufFile:
         metadata[key] = cursor.value(cursor.u32())
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     tensors = _place(entries, cursor.position, _alignment(metadata), len(data))
-    return GgufFile(path, metadata, tensors, np.frombuffer(data, dtype=np.uint8))
+    return GgufFile(path, metadata, tensors, (np.frombuffer(data, dtype=np.uint8),))
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:
@@ -177,26 +239,17 @@ def _read_entry(cursor: _Cursor) -> TensorEntry:
     if not 1 <= num_dims <= 4:
         raise MalformedError(f"the tensor {name!r} has {num_dims} dimensions")
     shape = tuple(reversed([cursor.u64() for _ in range(num_dims)]))
-    type_id = cursor.u32()
-    block_cols, block_bytes = _block(type_id, name)
+    fmt = _format(cursor.u32(), name)
+    block_cols, block_bytes = block(fmt)
     if shape[-1] % block_cols:
         raise MalformedError(f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type")
-    return TensorEntry(name, type_id, shape, cursor.u64(), math.prod(shape) // block_cols * block_bytes)
+    return TensorEntry(name, fmt, shape, cursor.u64(), math.prod(shape) // block_cols * block_bytes)
 
 
-def _block(type_id: int, name: str) -> tuple[int, int]:
-    if type_id in FORMATS:
-        return block(FORMATS[type_id])
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # not at the top: 0.1 s that most files don't need
-
-    try:
-        block_cols, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
-    except (ValueError, KeyError) as error:
-        cause = (
-            f"the tensor {name!r} is of a type, number {type_id}, that the installed version of the package gguf does not know"
-        )
-        raise UnsupportedError(cause) from error
-    return int(block_cols), int(block_bytes)
+def _format(type_id: int, name: str) -> WeightFormat:
+    if type_id not in FORMATS:
+        raise UnsupportedError(f"the tensor {name!r} is of type number {type_id}, which is no known type of weights")
+    return FORMATS[type_id]
 
 
 def _place(entries: list[TensorEntry], header_end: int, alignment: int, file_bytes: int) -> dict[str, TensorEntry]:
@@ -212,7 +265,7 @@ def _place(entries: list[TensorEntry], header_end: int, alignment: int, file_byt
         if offset + entry.num_bytes > file_bytes:
             end = offset + entry.num_bytes
             raise MalformedError(f"the tensor {entry.name!r} ends at byte {end}, but the file has only {file_bytes}")
-        placed[entry.name] = TensorEntry(entry.name, entry.type_id, entry.shape, offset, entry.num_bytes)
+        placed[entry.name] = TensorEntry(entry.name, entry.format, entry.shape, offset, entry.num_bytes)
     return placed
 
 

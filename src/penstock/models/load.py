@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.models.catalog import ModelSource, SourceKind
+from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
 from penstock.models.generation import obeying
 from penstock.models.weights import LoadedModel
@@ -57,12 +57,15 @@ SAMPLE_BYTES = 1 << 16
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
-    """32 bytes of a file, or of the files directly in a folder. Raises OSError if they can't be read.
+    """32 bytes of a file, of all files of a split one, or of those directly in a folder. Raises OSError if they can't be read.
 
     `has_times`: with the times of their last change, which tell a change that no sample hits, and differ between copies.
     """
     digest = blake2b(digest_size=32)
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    else:
+        files = [path, *(file for file in split_files(path)[1:] if file.is_file())]
     for file in files:
         status = file.stat()
         digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns if has_times else ''}\0".encode())

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, resolve
+from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, resolve, split_files
 from penstock.types.errors import DownloadError
 
 _CHUNK_BYTES = 1 << 20
@@ -387,7 +387,8 @@ def fetch_hub(source: ModelSource) -> None:
     root = source.path.parents[len(source.hub.file.split("/")) - 1] if source.hub.file else source.path
     try:
         if source.hub.file:
-            huggingface_hub.hf_hub_download(source.hub.repo, source.hub.file, local_dir=root)
+            for file in split_files(source.path):
+                huggingface_hub.hf_hub_download(source.hub.repo, file.relative_to(root).as_posix(), local_dir=root)
         else:
             huggingface_hub.snapshot_download(source.hub.repo, local_dir=root, allow_patterns=list(_HUB_FILES))
     except Exception as error:  # the library raises errors of its own, of its HTTP client and of the system

@@ -87,8 +87,8 @@ class Rows(Protocol):
 class WeightTensor:
     """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel.
 
-    A matrix that the file has in another format or order is converted when it is read. A backend that reads `parts` never has
-    a matrix in memory twice.
+    Rows that the file has in another order are put in order when they are read. A backend that reads `parts` never has a matrix
+    in memory twice.
     """
 
     name: str
@@ -96,14 +96,12 @@ class WeightTensor:
     num_cols: int
     format: WeightFormat
     stored: NDArray[np.generic] | Rows | Stacked
-    """Rows in this format, or what `convert` makes them of. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
+    """Rows in this format. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
     F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
     """Scales of F8_E4M3, which has no meaning without; None for other formats."""
     order: NDArray[np.intp] | None = None
     """Row i is `stored[order[i]]`; None: `stored[i]`."""
-    convert: Callable[[NDArray[np.generic]], NDArray[np.uint8]] | None = None
-    """Some stored rows -> the same in this format, which is a quantised one."""
 
     @property
     def data(self) -> NDArray[np.generic]:
@@ -112,20 +110,9 @@ class WeightTensor:
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
         """Some rows in this format; a view of the file, if it has them so."""
-        convert, order = self.convert, self.order
         if isinstance(self.stored, Stacked):
             return self.stored.rows(begin, end)
-        if convert is None:
-            return self.stored[begin:end] if order is None else self.stored[order[begin:end]]
-
-        stored = self.stored
-
-        def converted(part: slice) -> NDArray[np.uint8]:
-            rows = slice(begin + part.start, begin + part.stop)
-            return convert(stored[rows if order is None else order[rows]])
-
-        out = np.empty((end - begin, stored_bytes(self.format, 1, self.num_cols)), np.uint8)
-        return convert_rows(converted, out, self.num_cols)
+        return self.stored[begin:end] if self.order is None else self.stored[self.order[begin:end]]
 
     def parts(self, multiple: int) -> Iterator[tuple[int, int]]:
         """Rows [begin, end) that cover the matrix in order, of a bounded number of values; each begin is a multiple of that."""
@@ -156,7 +143,7 @@ class WeightTensor:
     @property
     def is_mapped(self) -> bool:
         """Whether the data are of a mapped file: then they take no memory but the system's, which it can have back."""
-        is_as_stored = self.convert is None and self.order is None and isinstance(self.stored, np.ndarray)
+        is_as_stored = self.order is None and isinstance(self.stored, np.ndarray)
         return is_as_stored and self._file() is not None
 
     def _file(self) -> mmap.mmap | None:

@@ -15,7 +15,7 @@ from penstock.models.formats import BLOCKS, WeightFormat, grouped_integers
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 
-FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K"}
+FOUR_BITS = {"Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "Q4_0", "Q4_1", "Q4_K", "Q2_K", "Q3_K"}
 HAS_OFFSET = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 
 

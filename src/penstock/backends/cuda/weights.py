@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backends.cuda import float8
-from penstock.models.formats import BLOCKS, GroupedIntegers, WeightFormat, grouped_integers
+from penstock.models import formats
+from penstock.models.formats import BLOCKS, GROUP_OF_16, GroupedIntegers, WeightFormat, grouped_integers
 from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
 
@@ -33,7 +34,7 @@ TILE_ROWS = 128
 STEP_COLS = 64
 QUARTER_COLS = 16
 """Columns of a step, which the matrix unit multiplies at a time."""
-FOUR_BITS = frozenset({WeightFormat.Q4_0, WeightFormat.Q4_1, WeightFormat.Q4_K, WeightFormat.Q2_K, WeightFormat.Q3_K})
+FOUR_BITS = formats.FOUR_BITS | {WeightFormat.Q2_K, WeightFormat.Q3_K}
 """Formats whose integers fit into 4 bits; those of all other quantised ones fit into 8."""
 SIGNED_ZERO = 8
 """Number added to signed integers of 4 bits, as they are stored."""
@@ -146,8 +147,7 @@ class _Kind(Enum):
 def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, int]:
     """Kind, bits of a value and columns of a group."""
     if tensor.format in BLOCKS:
-        group = 16 if tensor.format in (WeightFormat.Q2_K, WeightFormat.Q3_K, WeightFormat.Q6_K) else 32
-        return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, group
+        return _Kind.INTEGERS, 4 if tensor.format in FOUR_BITS else 8, 16 if tensor.format in GROUP_OF_16 else 32
     if tensor.scales is not None:
         return _Kind.FLOAT8, 8, FLOAT8_GROUP if tensor.scales.values.shape[1] > 1 else 0
     return (_Kind.FLOAT8, 8, 0) if round_to_fp8 else (_Kind.DENSE, 16, 0)
