@@ -187,7 +187,6 @@ def measure(
         return [run(REFERENCE, 0).execute_ns for _ in range(NUM_TO_WARM)][-1]
 
     order = list(enumerate(shapes))
-    references_ns.append(reference_ns())
     for round_no in range(num_rounds + 1):
         rng.shuffle(order)
         for group, shape in order:
