@@ -73,7 +73,7 @@ def coldness_after(coldness: float, duration_ns: float) -> float:
 
 
 def cold_share(coldness: float, num_tokens: int) -> float:
-    """What a step of so many tokens pays of `CostModel.cold_ns`."""
+    """The share of `CostModel.cold_ns` that a step of so many tokens pays."""
     return coldness * min(1.0, COLD_TOKENS / num_tokens)
 
 
