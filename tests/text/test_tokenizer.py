@@ -278,6 +278,7 @@ def test_llama_3_takes_a_whole_part_from_the_vocabulary_without_merging(byte_lev
         ({"tokens": [], "token_types": []}, "no tokens"),
         ({"token_types": [1]}, "1 token types"),
         ({"merges": ["nospace"]}, "two pieces"),
+        ({"merges": []}, "no merges that would make them"),
         ({"merges": ["x notthere"]}, "do not fit"),
         ({"bos_token_id": 10**6}, "bos token is 1000000"),
         ({"eos_token_id": -1}, "eos token is -1"),

@@ -95,7 +95,7 @@ def _gguf_facts(path: Path) -> ModelFacts:
 def _directory_facts(path: Path) -> ModelFacts:
     from penstock.models.hf import open_weights
     from penstock.models.hf_config import read_json
-    from penstock.models.hf_text import read_chat_templates
+    from penstock.models.hf_text import TOKENIZERS, read_chat_templates
 
     values = read_json(path / "config.json").values
     inner = values.get("text_config")
@@ -114,7 +114,7 @@ def _directory_facts(path: Path) -> ModelFacts:
         formats=_formats((tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in tensors.values()),
         num_layers=_count(values, "num_hidden_layers"),
         max_model_len=_count(values, "max_position_embeddings"),
-        vocabulary=next((name for name in ("tokenizer.json", "tekken.json", "tokenizer.model") if (path / name).is_file()), ""),
+        vocabulary=next((name for name in TOKENIZERS if (path / name).is_file()), ""),
         num_tokens=_count(values, "vocab_size"),
         chat_templates=read_chat_templates(path),
     )

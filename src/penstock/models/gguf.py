@@ -63,6 +63,8 @@ _ENDS = frozenset(
         "<|calls|>",
         "<|flush|>",
         "<EOT>",
+        "[EOT]",
+        "<turn|>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<eos>",
         "</s>",

@@ -11,17 +11,20 @@ from pathlib import Path
 from penstock.models.hf_config import JsonFile, read_json
 from penstock.types.errors import ModelError
 
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
+"""Files that a tokenizer can be read from, the most exact first."""
 _DEFAULT = "default"
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The file of a directory's tokenizer. Raises ModelError."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(
-            f"{path}: there is no tokenizer.json.", remedy="Save the tokenizer in its fast form beside the weights."
-        )
-    return file
+    """The file of a directory's tokenizer: the first of `TOKENIZERS` that is there. Raises ModelError."""
+    for name in TOKENIZERS:
+        if (path / name).is_file():
+            return path / name
+    raise ModelError(
+        f"{path}: there is no {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}.",
+        remedy="Save the tokenizer in its fast form beside the weights.",
+    )
 
 
 def read_chat_templates(path: Path) -> Mapping[str, str]:

@@ -257,7 +257,7 @@ class LoadedModel:
     """By canonical name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}`,
     biases `layers.{i}.{q,k,v}_bias`. q and k rows are in the half-split rope layout."""
     tokenizer_source: Path | GgufVocab
-    """Argument of `text.tokenizer.load_tokenizer`: the Path of a tokenizer.json, or a vocabulary from a GGUF file."""
+    """Argument of `text.tokenizer.load_tokenizer`: the Path of a tokenizer's file, or a vocabulary from a GGUF file."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a reply, as far as files name them by id; `Tokenizer.eos_token_ids` has all."""

@@ -66,6 +66,10 @@ def check_vocab(vocab: GgufVocab) -> None:
         raise _contradiction("has no tokens")
     if len(vocab.token_types) not in (0, num_tokens):
         raise _contradiction(f"has {num_tokens} tokens but {len(vocab.token_types)} token types")
+    if vocab.model == "gpt2" and not vocab.merges and not _has_ranks(vocab):
+        types = vocab.token_types or [NORMAL] * num_tokens
+        if any(len(token) > 1 and kind == NORMAL for token, kind in zip(vocab.tokens, types, strict=True)):
+            raise _contradiction("has tokens of several characters, and no merges that would make them")
     needs_scores = vocab.model == "llama" and not vocab.merges
     if needs_scores and len(vocab.scores) != num_tokens:
         raise _contradiction(f"has {num_tokens} tokens but {len(vocab.scores)} scores")
@@ -84,6 +88,11 @@ def _contradiction(cause: str) -> ModelError:
     return ModelError(f"The vocabulary {cause}.", remedy="Fetch the file again; if it stays so, its converter is at fault.")
 
 
+def _has_ranks(vocab: GgufVocab) -> bool:
+    """Merges are not listed: a pair becomes one token in the order of the tokens' scores, as in a tekken.json."""
+    return not vocab.merges and len(vocab.scores) == len(vocab.tokens) and any(vocab.scores)
+
+
 def _pre_name(vocab: GgufVocab) -> str:
     """The name of the recipe; a vocabulary of the kind `gemma4` has no other, whatever its file says."""
     return "gemma4" if vocab.model == "gemma4" else vocab.pre
@@ -92,7 +101,8 @@ def _pre_name(vocab: GgufVocab) -> str:
 def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
     """Text is cut as the recipe says, and merged within its parts."""
     options = _unknown_options(vocab) if recipe.is_raw else {}
-    model = _bpe(vocab, _split_merges(vocab.merges), ignore_merges=recipe.ignore_merges, **options)
+    merges = merges_from_scores(_joinable(vocab)) if _has_ranks(vocab) else _split_merges(vocab.merges)
+    model = _bpe(vocab, merges, ignore_merges=recipe.ignore_merges, **options)
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = make_pre_tokenizer(recipe)
     normalizer = make_normalizer(recipe)

@@ -28,14 +28,19 @@ def load_tokenizer(
     eos_token_ids: Sequence[int] = (),
     special_tokens: SpecialTokens = MappingProxyType({}),
 ) -> Tokenizer:
-    """A tokenizer from a tokenizer.json or from a GGUF file's vocabulary. Raises `ModelError`.
+    """A tokenizer from a tokenizer.json, a tokenizer.model or a tekken.json, or from a GGUF file's vocabulary. Raises
+    `ModelError`.
 
     `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
     comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it.
     """
-    if isinstance(source, GgufVocab):
+    if isinstance(source, GgufVocab) or source.name != "tokenizer.json":
         from penstock.text.gguf_vocab import build_backend
 
+        if isinstance(source, Path):
+            from penstock.text.tokenizer_files import read_vocab
+
+            source = read_vocab(source)
         backend = build_backend(source)
     else:
         from penstock.text.tokenizer_json import load_backend
