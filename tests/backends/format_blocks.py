@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,3 +77,20 @@ def random_blocks(
     if fmt is WeightFormat.NVFP4:
         blocks[:, :4] = rng.integers(0 if zeros else 1, 40, (len(blocks), 4))
     return blocks.reshape(rows, -1)
+
+
+SPOILABLE = [fmt for fmt in BLOCKS if fmt not in (WeightFormat.MXFP4, WeightFormat.NVFP4)]
+"""Formats that can hold a scale that is no finite number."""
+
+
+def spoiled(raw: NDArray[np.uint8], fmt: WeightFormat, broken: float) -> Iterator[NDArray[np.uint8]]:
+    """Copies of a row, each with another scale that is no finite number."""
+    scale = np.array([broken], np.float16)
+    for at in F16_AT[fmt]:
+        row = raw.copy()
+        row[at : at + 2] = scale.view(np.uint8)
+        yield row
+    if fmt is WeightFormat.IQ1_M:
+        blocks = raw.copy().reshape(-1, BLOCKS[fmt][1])
+        put_iq1_m_scales(blocks[:1], scale)
+        yield blocks.reshape(-1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backends.format_blocks import F16_AT, put_iq1_m_scales, random_blocks
+from backends.format_blocks import SPOILABLE, random_blocks, spoiled
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import RowOpKind, SourceFormat
@@ -163,23 +161,6 @@ def test_of_two_scales_that_become_one_the_larger_stays_exact_and_equal_ones_do(
     equal = scales[:, 0] == scales[:, 1]
     assert 0 < equal.sum() < len(equal)
     assert (error[equal].max(1) <= rounded[equal]).all()
-
-
-SPOILABLE = [fmt for fmt in BLOCKS if fmt not in (WeightFormat.MXFP4, WeightFormat.NVFP4)]
-"""Formats that can hold a scale that is no finite number."""
-
-
-def spoiled(raw: NDArray[np.uint8], fmt: WeightFormat, broken: float) -> Iterator[NDArray[np.uint8]]:
-    """Copies of a row, each with another scale that is no finite number."""
-    scale = np.array([broken], np.float16)
-    for at in F16_AT[fmt]:
-        row = raw.copy()
-        row[at : at + 2] = scale.view(np.uint8)
-        yield row
-    if fmt is WeightFormat.IQ1_M:
-        blocks = raw.copy().reshape(-1, BLOCKS[fmt][1])
-        put_iq1_m_scales(blocks[:1], scale)
-        yield blocks.reshape(-1)
 
 
 @pytest.mark.parametrize("fmt", SPOILABLE)

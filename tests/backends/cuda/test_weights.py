@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from backends.format_blocks import F16_AT, random_blocks
+from backends.format_blocks import SPOILABLE, random_blocks, spoiled
 from interpreted import DEVICE
 from penstock.backends.cuda.kernels import dequantise
 from penstock.backends.cuda.weights import CENTRES, DenseMatrix, Matrix, QuantisedMatrix, load_matrices
@@ -117,12 +117,11 @@ def test_formats_with_offsets_have_a_centre(fmt: WeightFormat) -> None:
     assert (fmt in CENTRES) == (fmt.name in HAS_OFFSET)
 
 
-@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("fmt", SPOILABLE)
 def test_a_scale_that_is_no_number_is_refused(fmt: WeightFormat) -> None:
     tensor = quantised(fmt, 20, 2)
     for broken in (np.inf, np.nan):
         damaged = tensor.data.copy()
-        damaged[19, :] = 255
-        damaged[19, F16_AT[fmt][0] : F16_AT[fmt][0] + 2] = np.array([broken], np.float16).view(np.uint8)
+        damaged[19] = next(spoiled(np.full_like(damaged[19], 255), fmt, broken))
         with pytest.raises(ModelError, match="no finite number"):
             load(WeightTensor("w", 20, tensor.num_cols, fmt, damaged))
