@@ -209,6 +209,30 @@ def lower_fp8(codes: np.ndarray, row_scales: np.ndarray, engine: Recorder) -> No
     lower(program, weights, cast(Engine, engine), num_positions=64)
 
 
+def test_every_byte_of_a_packed_matrix_is_told_when_it_is_packed() -> None:
+    told: list[int] = []
+
+    class Packs(Recorder):
+        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int) -> int:
+            return 0
+
+        def pack_rows(self, matrix: int, first_row: int, data: np.ndarray) -> None:
+            assert sum(told) == first_row * 128
+
+    rows = (1 << 23) // 32 + 40  # two parts
+    program = Program(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=16,
+        vocab_size=rows,
+        buffers=(("x", 32), ("y", rows)),
+        ops=(Embed("x", "w"), Linear("y", "x", "w")),
+    )
+    weight = WeightTensor("w", rows, 32, WeightFormat.F32, np.zeros((rows, 32), np.float32))
+    lower(program, {"w": weight}, cast(Engine, Packs()), num_positions=64, on_packed=told.append)
+    assert (len(told), sum(told)) == (2, weight.num_bytes)
+
+
 def test_fp8_is_widened_with_its_scales() -> None:
     """It is packed as bf16, and so are its bytes counted."""
     given: list[tuple[SourceFormat, np.ndarray]] = []

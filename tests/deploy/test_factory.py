@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import time
@@ -13,15 +14,18 @@ from typing import Any
 
 import pytest
 
+from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
-from penstock.deploy.executor import EXECUTORS
+from penstock.deploy.executor import EXECUTORS, loading_bar
 from penstock.deploy.factory import build_core, start_model
 from penstock.deploy.policies import SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
 from penstock.engine.thread import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
+from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
+from penstock.models.gguf import load_gguf
 from penstock.obs.prometheus import expose
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.gates import Dynamic, Static
@@ -73,6 +77,34 @@ def test_a_runtime_is_whole(gguf: Path, backend: Backend) -> None:
         assert (runtime.metrics.num_weight_bytes > 0) == (backend == "native")
     finally:
         assert runtime.close(30.0)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_terminal_sees_how_far_loading_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool, is_terminal: bool
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setattr("penstock.deploy.executor.BAR_DELAY_S", 0.0)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the test
+    model = load_gguf(write_gguf(tmp_path / "my.gguf", TinyLlama(is_tied=is_tied)))
+    with loading_bar(model) as on_packed:
+        assert (on_packed is not None) == is_terminal
+        if on_packed is not None:
+            NativeExecutor(
+                model,
+                describe(model.spec),
+                num_blocks=2,
+                block_size=16,
+                max_rows=1,
+                max_step_tokens=1,
+                max_model_len=16,
+                on_packed=lambda num_bytes: (on_packed(num_bytes), on_packed.__self__.refresh()),
+            )
+    assert ("Loading my: 100%" in shown.getvalue()) == is_terminal
+    assert is_terminal or not shown.getvalue()
 
 
 def test_the_log_says_how_many_requests_the_cache_holds(gguf: Path, caplog: pytest.LogCaptureFixture) -> None:

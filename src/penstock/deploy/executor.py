@@ -5,7 +5,9 @@ The factory calls it. The only steps that run here are those of a GPU's profile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -32,6 +34,7 @@ EXECUTORS: Mapping[str, str] = {
 
 MEASURED_BLOCKS = 2
 """Blocks of a GPU's executor before its KV cache has been planned."""
+BAR_DELAY_S = 1.0
 CAPTURE_SECONDS = 10.0
 """Time for graphs at a start. The rest are captured when a step needs them."""
 
@@ -47,7 +50,27 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Call
         return _make_as_measured(config, model, kv)
     if config.backend.backend == Backend.REFERENCE:
         return _make(config, model, kv.max_model_len, kv.num_blocks)
-    return _make(config, model, kv.max_model_len, kv.num_blocks, team=team_of(num_threads(config.backend)))
+    with loading_bar(model) as on_packed:
+        team = team_of(num_threads(config.backend))
+        return _make(config, model, kv.max_model_len, kv.num_blocks, team=team, on_packed=on_packed)
+
+
+@contextmanager
+def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
+    """A progress bar that wants to be told of bytes, on a terminal alone, once loading takes longer than `BAR_DELAY_S`."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    matrices = [tensor for tensor in model.weights.values() if tensor.num_rows > 1]
+    if not model.spec.tie_word_embeddings:
+        matrices.remove(model.weights["embed"])  # its rows are read in the file
+    total = sum(tensor.num_bytes for tensor in matrices)
+    with tqdm(
+        desc=f"Loading {model.name}", total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False, delay=BAR_DELAY_S
+    ) as bar:
+        yield bar.update
 
 
 def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tuple[KvPlan, Executor | None]:

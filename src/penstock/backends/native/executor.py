@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class NativeExecutor:
     `num_threads`, where 0 is one per usable core. `variant` forces an instruction set (`penstock env` lists them).
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
     that the kernels can't work with (`block_size` must be a multiple of 16). `poison` is for tests: stale KV becomes NaN.
+    `on_packed` is told of weights as `lower` does it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class NativeExecutor:
         num_threads: int = 0,
         variant: str = "",
         poison: bool = False,
+        on_packed: Callable[[int], object] | None = None,
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._vocab_size = program.vocab_size
@@ -63,7 +65,7 @@ class NativeExecutor:
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
         )
-        lower(program, model.weights, self._engine, num_positions=max_model_len)
+        lower(program, model.weights, self._engine, num_positions=max_model_len, on_packed=on_packed)
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,

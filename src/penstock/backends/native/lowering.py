@@ -14,7 +14,7 @@ It goes through the operations in two passes, and looks weights up on the way:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -64,13 +64,22 @@ PANEL = 16
 NONE = -1
 
 
-def lower(program: Program, weights: Mapping[str, WeightTensor], engine: Engine, *, num_positions: int) -> None:
+def lower(
+    program: Program,
+    weights: Mapping[str, WeightTensor],
+    engine: Engine,
+    *,
+    num_positions: int,
+    on_packed: Callable[[int], object] | None = None,
+) -> None:
     """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
+
+    `on_packed` is told the bytes of each part of a matrix, as in the file, when it has been taken over.
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
     check_program(program)
-    known = _Weights(program, weights, engine)
+    known = _Weights(program, weights, engine, on_packed)
     emitter = _Emitter(program, known, engine, num_positions)
     for group in fuse(program.ops, known):
         emitter.emit(group)
@@ -433,9 +442,16 @@ class _Emitter:
 class _Weights:
     """The program's weights: their formats, and their ids once the engine has them."""
 
-    def __init__(self, program: Program, weights: Mapping[str, WeightTensor], engine: Engine) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, WeightTensor],
+        engine: Engine,
+        on_packed: Callable[[int], object] | None,
+    ) -> None:
         self._weights = weights
         self._engine = engine
+        self._on_packed = on_packed
         self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
@@ -465,6 +481,8 @@ class _Weights:
             for begin, end in tensor.parts(PANEL):
                 self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end))
                 tensor.forget(begin, end)
+                if self._on_packed is not None:
+                    self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
         return matrix
 
     def table(self, name: str) -> int:
