@@ -46,6 +46,7 @@ answer() {
   "$VENV/bin/python" -m tests.parity.make_golden "$1" --output "$ANSWERS" ${PROMPTS:+--prompts "$PROMPTS"} "${windows[@]}"
 }
 
+.venv/bin/python -m tests.parity.vocabularies
 [[ -e $MODEL ]] || .venv/bin/penstock pull "$MODEL"
 path=$(.venv/bin/python -c 'import sys; from tests.parity.executors import find_model; print(find_model(sys.argv[1]).path)' "$MODEL")
 if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/manifest.json ]]; then

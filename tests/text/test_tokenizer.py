@@ -274,7 +274,7 @@ def test_llama_3_takes_a_whole_part_from_the_vocabulary_without_merging(byte_lev
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "'bert'"),
+        ({"model": "rwkv"}, "'rwkv'"),
         ({"tokens": [], "token_types": []}, "no tokens"),
         ({"token_types": [1]}, "1 token types"),
         ({"merges": ["nospace"]}, "two pieces"),

@@ -139,7 +139,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         load_tokenizer(path)
 
 
-@pytest.mark.parametrize(("decoder", "name"), [(decoders.WordPiece(), "WordPiece"), (None, "nothing")])
+@pytest.mark.parametrize(("decoder", "name"), [(decoders.CTC(), "CTC"), (None, "nothing")])
 def test_a_decoder_whose_bytes_are_unknown_is_refused(tmp_path, byte_level_vocab, decoder, name):
     encoder = build_backend(byte_level_vocab()).encoder
     if decoder is not None:

@@ -77,6 +77,7 @@ of a repository.
 """
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
 """Tokens of gpt-oss and of Solar, beside which `<|end|>` ends a message, and not the reply."""
+_CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -304,8 +305,11 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
     if not 0 < len(tokens) <= vocab_size:
         raise file.error(f"the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     _refuse_unsupported(file, model)
-    is_sentencepiece = model == "llama"
+    is_sentencepiece, is_bert = model == "llama", model == "bert"
     ids = _ids(file, len(tokens), "bos", "eos", "unknown")
+    if is_bert:  # a text stands between these two
+        named = {"cls": "bos", "seperator": "eos"}
+        ids = {named[name]: token_id for name, token_id in _ids(file, len(tokens), *named).items()} | ids
     return GgufVocab(
         model=model,
         pre=pre,
@@ -317,10 +321,15 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
         eos_token_id=ids.get("eos"),
         unknown_token_id=ids.get("unknown"),
         padding_token_id=_padding_id(file, len(tokens)),
-        add_bos_token=_flag(file, "add_bos_token", default="bos" in ids and (is_sentencepiece or pre in _PRE_WITH_BOS)),
-        add_eos_token=_flag(file, "add_eos_token", default=False),
+        add_bos_token=_flag(
+            file, "add_bos_token", default="bos" in ids and (is_sentencepiece or is_bert or pre in _PRE_WITH_BOS)
+        ),
+        add_eos_token=_flag(file, "add_eos_token", default="eos" in ids and model in ("bert", "t5")),
         add_space_prefix=_flag(file, "add_space_prefix", default=is_sentencepiece),
         remove_extra_whitespaces=_flag(file, "remove_extra_whitespaces", default=False),
+        charsmap=bytes([value & 0xFF for value in file.get_list(_CHARSMAP, int)]),
+        lowercase=_flag(file, "normalizer.lowercase", default=True),
+        strip_accents=_flag(file, "normalizer.strip_accents", default=True),
     )
 
 
@@ -353,8 +362,9 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
     """Keys that change which tokens a text has."""
-    if num := len(file.get_list("tokenizer.ggml.precompiled_charsmap", int)):
-        raise checks.unsupported(file.path, f"tokenizer.ggml.precompiled_charsmap has {num} entries", "only an empty one is")
+    num = len(file.get_list(_CHARSMAP, int))
+    if num and model != "t5":
+        raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only an empty one is, but for the model 't5'")
     if model == "gpt2" and _flag(file, "remove_extra_whitespaces", default=False):
         setting = "tokenizer.ggml.remove_extra_whitespaces is true in a 'gpt2' vocabulary"
         raise checks.unsupported(file.path, setting, "it has a meaning in SentencePiece vocabularies")

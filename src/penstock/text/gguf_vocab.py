@@ -1,7 +1,7 @@
 """Builds a `Backend` from a GGUF file's vocabulary. Called by `load_tokenizer`; reads no files.
 
 `tokenizer.ggml.model` names the kind: `gpt2` is BPE with the file's merges, mostly byte-level, and so is `gemma4`; `llama` is
-SentencePiece BPE.
+SentencePiece BPE, `t5` SentencePiece unigram and `bert` WordPiece.
 
 How a byte-level vocabulary's text is cut before merging has a name in the file. The names, and which of them cut alike,
 are those of llama.cpp (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). A recipe is what the model's own
@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
-from penstock.text.vocabulary import SPACE_MARK, Backend, Spelling, byte_of_piece
+from penstock.text.charsmap import check_charsmap
+from penstock.text.vocabulary import SPACE_MARK, Backend, Expansion, Spelling, byte_of_piece
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
-MODELS = ("gpt2", "llama", "gemma4")
+MODELS = ("gpt2", "llama", "gemma4", "t5", "bert")
 """Values of `tokenizer.ggml.model`."""
+_CUT = ("gpt2", "gemma4")
+"""Those whose text is cut by a recipe before it is merged."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 
@@ -29,8 +32,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 def build_backend(vocab: GgufVocab) -> Backend:
     """Raises `ModelError` if the vocabulary is of another kind or contradicts itself."""
     check_vocab(vocab)
-    recipe = None if vocab.model == "llama" else recipe_for(_pre_name(vocab))
-    encoder = _sentencepiece_encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
+    recipe = recipe_for(_pre_name(vocab)) if vocab.model in _CUT else None
+    encoder = _encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
     special = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab)}
     user_defined = [token_id for token_id in _ids_of_type(vocab, USER_DEFINED) if token_id not in special]
     encoder.add_special_tokens(_added(vocab, sorted(special), special=True))
@@ -39,16 +42,17 @@ def build_backend(vocab: GgufVocab) -> Backend:
     return Backend(
         encoder=encoder,
         vocab_size=len(vocab.tokens),
-        piece=_piece_lookup(encoder, vocab.tokens),
+        piece=_piece_lookup(encoder, vocab),
         spelling=Spelling.SENTENCEPIECE if recipe is None or recipe.is_raw else Spelling.BYTE_LEVEL,
         literal_ids=frozenset([*special, *user_defined]),
         special_ids=frozenset(special),
         silent_ids=frozenset(_ids_of_type(vocab, UNUSED)) - special,
-        starts_with_space=recipe is None and vocab.add_space_prefix,
+        starts_with_space=recipe is None and (vocab.add_space_prefix or vocab.model == "bert"),
         bos_token_id=vocab.bos_token_id,
         eos_token_ids=() if vocab.eos_token_id is None else (vocab.eos_token_id,),
         unknown_token_id=vocab.unknown_token_id,
         padding_token_id=vocab.padding_token_id,
+        expansion=_expansion(vocab),
     )
 
 
@@ -59,8 +63,9 @@ def check_vocab(vocab: GgufVocab) -> None:
             f"tokenizer.ggml.model is {vocab.model!r}; supported are {', '.join(map(repr, MODELS))}.",
             remedy="Use the model's Hugging Face directory, if it has a tokenizer.json.",
         )
-    if vocab.model != "llama":
+    if vocab.model in _CUT:
         recipe_for(_pre_name(vocab))
+    _expansion(vocab)
     num_tokens = len(vocab.tokens)
     if num_tokens == 0:
         raise _contradiction("has no tokens")
@@ -70,7 +75,7 @@ def check_vocab(vocab: GgufVocab) -> None:
         types = vocab.token_types or [NORMAL] * num_tokens
         if any(len(token) > 1 and kind == NORMAL for token, kind in zip(vocab.tokens, types, strict=True)):
             raise _contradiction("has tokens of several characters, and no merges that would make them")
-    needs_scores = vocab.model == "llama" and not vocab.merges
+    needs_scores = vocab.model == "t5" or (vocab.model == "llama" and not vocab.merges)
     if needs_scores and len(vocab.scores) != num_tokens:
         raise _contradiction(f"has {num_tokens} tokens but {len(vocab.scores)} scores")
     for name, token_id, is_needed in (
@@ -78,6 +83,8 @@ def check_vocab(vocab: GgufVocab) -> None:
         ("eos", vocab.eos_token_id, vocab.add_eos_token),
         ("unknown", vocab.unknown_token_id, False),
     ):
+        if name == "unknown" and token_id is None and vocab.model in ("t5", "bert"):
+            raise _contradiction("names no unknown token, which a text needs that its pieces do not cover")
         if token_id is None and is_needed:
             raise _contradiction(f"asks for its {name} token in front of or behind a text, but names none")
         if token_id is not None and not 0 <= token_id < num_tokens:
@@ -117,6 +124,45 @@ def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
     return encoder
+
+
+def _encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
+    return {"llama": _sentencepiece_encoder, "t5": _unigram_encoder, "bert": _wordpiece_encoder}[vocab.model](vocab)
+
+
+def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
+    """Pieces with the largest sum of scores. User-defined ones are found beforehand, as added tokens."""
+    pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
+    has_bytes = bool(_unknown_options(vocab)["byte_fallback"])
+    try:
+        model = models.Unigram(pieces, vocab.unknown_token_id, has_bytes)
+    except Exception as error:  # the library raises bare Exception
+        raise _contradiction(f"makes no unigram model: {error}") from error
+    encoder = tokenizers.Tokenizer(model)
+    steps = list(_sentencepiece_steps(vocab))
+    encoder.normalizer = normalizers.Sequence([normalizers.Precompiled(vocab.charsmap), *steps] if vocab.charsmap else steps)
+    return encoder
+
+
+def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
+    """The longest pieces from the left of each word. A GGUF file marks those that begin a word; the library, the others."""
+    added = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab), vocab.unknown_token_id}
+    pieces: dict[str, int] = {}
+    for token_id, token in enumerate(vocab.tokens):
+        inner = token if token_id in added else f"##{token}"
+        pieces[token[1:] if token.startswith(SPACE_MARK) else inner] = token_id
+    unknown = vocab.tokens[vocab.unknown_token_id or 0]
+    encoder = tokenizers.Tokenizer(models.WordPiece(pieces, unk_token=unknown, max_input_chars_per_word=100))
+    encoder.normalizer = normalizers.BertNormalizer(strip_accents=vocab.strip_accents, lowercase=vocab.lowercase)
+    encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return encoder
+
+
+def _expansion(vocab: GgufVocab) -> Expansion | None:
+    """How much longer a text can become before it is cut. Raises `ModelError` for a damaged charsmap."""
+    if vocab.model == "bert":
+        return Expansion(3, 0)
+    return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
@@ -187,11 +233,12 @@ def _add_ends(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> None:
         encoder.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
-def _piece_lookup(encoder: tokenizers.Tokenizer, tokens: Sequence[str]) -> Callable[[int], str | None]:
+def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:
     """From the encoder, which has the pieces already (150,000 strings of ours take 25 MB), unless some are twice there: it has
-    one id of each then."""
-    num_tokens = len(tokens)
-    find: Callable[[int], str | None] = encoder.id_to_token if encoder.get_vocab_size() == num_tokens else tokens.__getitem__
+    one id of each then. A WordPiece encoder spells them in another way."""
+    tokens, num_tokens = vocab.tokens, len(vocab.tokens)
+    has_same = vocab.model != "bert" and encoder.get_vocab_size() == num_tokens
+    find: Callable[[int], str | None] = encoder.id_to_token if has_same else tokens.__getitem__
 
     def piece(token_id: int) -> str | None:
         return find(token_id) if 0 <= token_id < num_tokens else None

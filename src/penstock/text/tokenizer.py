@@ -34,7 +34,7 @@ def load_tokenizer(
     `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
     comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it.
     """
-    if isinstance(source, GgufVocab) or source.name != "tokenizer.json":
+    if isinstance(source, GgufVocab) or source.suffix == ".model" or source.name == "tekken.json":
         from penstock.text.gguf_vocab import build_backend
 
         if isinstance(source, Path):

@@ -98,9 +98,9 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
     if not tokens:
         raise ValueError("it has no pieces")
     kind = trainer.get(3, _UNIGRAM)
-    if kind != _BPE:
-        raise _unsupported(path, "it is a unigram model" if kind == _UNIGRAM else f"it is a model of type {kind}")
-    if charsmap:
+    if kind not in (_UNIGRAM, _BPE):
+        raise _unsupported(path, f"it is a model of type {kind}")
+    if charsmap and kind == _BPE:
         raise _unsupported(path, "it replaces characters (precompiled_charsmap)")
     if trainer.get(24, 0):
         raise _unsupported(path, "it has spaces as suffixes (treat_whitespace_as_suffix)")
@@ -112,7 +112,7 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
         for name, field, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2))
     }
     return GgufVocab(
-        model="llama",
+        model="llama" if kind == _BPE else "t5",
         pre="",
         tokens=tokens,
         token_types=types,
@@ -125,6 +125,7 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
         add_eos_token=config.get("add_eos_token") is True and ends["eos"] is not None,
         add_space_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
+        charsmap=charsmap,
     )
 
 

@@ -169,13 +169,17 @@ def _spelling(steps: list[dict[str, Any]], path: Path) -> Spelling:
         return Spelling.BYTE_LEVEL
     if kinds & {"ByteFallback", "Metaspace"}:
         return Spelling.SENTENCEPIECE
+    if "WordPiece" in kinds:
+        return Spelling.WORDPIECE
     raise ModelError(
         f"{path} decodes with {', '.join(sorted(kinds)) or 'nothing'}, which is not supported.",
-        remedy="Supported are ByteLevel, ByteFallback and Metaspace decoders.",
+        remedy="Supported are ByteLevel, ByteFallback, Metaspace and WordPiece decoders.",
     )
 
 
 def _strips_a_space(step: dict[str, Any]) -> bool:
+    if step["type"] == "WordPiece":
+        return True
     if step["type"] == "Strip":
         return bool(step.get("content") == " " and step.get("start", 0) > 0)
     return bool(step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")

@@ -1,9 +1,9 @@
 """A vocabulary ready for use: how its pieces spell bytes, and the `tokenizers` object with what it can't tell. Made by a loader
 (`gguf_vocab`, `tokenizer_json`), owned by one `Tokenizer`; never cuts text into pieces.
 
-Two spellings exist. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
+Three spellings exist. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
 character. SentencePiece vocabularies (https://github.com/google/sentencepiece) write text as it is, a space
-as U+2581, and bytes that no piece covers as `<0xAB>`.
+as U+2581, and bytes that no piece covers as `<0xAB>`. WordPiece's write `##` before a piece that continues a word.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MAX_TEXTS = 4096
 class Spelling(Enum):
     BYTE_LEVEL = "byte-level"
     SENTENCEPIECE = "sentencepiece"
+    WORDPIECE = "wordpiece"
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -53,6 +54,8 @@ def piece_decoder(spelling: Spelling) -> Callable[[str], bytes]:
     """A function from a piece to the bytes that it spells."""
     if spelling is Spelling.SENTENCEPIECE:
         return _sentencepiece_bytes
+    if spelling is Spelling.WORDPIECE:
+        return lambda piece: (piece[2:] if piece.startswith("##") else f" {piece}").encode()
     alphabet = byte_level_alphabet()
 
     def byte_level_bytes(piece: str) -> bytes:

@@ -15,7 +15,7 @@ class GgufVocab:
     """The `tokenizer.ggml.*` keys. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
     model: str
-    """`gpt2` (byte-level BPE) or `llama` (SentencePiece-style)."""
+    """`gpt2` and `gemma4` (BPE), `llama` (SentencePiece BPE), `t5` (SentencePiece unigram) or `bert` (WordPiece)."""
     pre: str
     """Name of the pre-tokeniser, e.g. `smollm`, `llama-bpe`, `qwen2`; empty if the file names none."""
     tokens: Sequence[str]
@@ -33,3 +33,9 @@ class GgufVocab:
     """SentencePiece only: a space goes before a text, and before what follows a special token."""
     remove_extra_whitespaces: bool = False
     """SentencePiece only: spaces at both ends of a text go, and of several in a row one stays."""
+    charsmap: bytes = b""
+    """Unigram only: SentencePiece's compiled rules for replacing characters; empty if there are none."""
+    lowercase: bool = True
+    """WordPiece only."""
+    strip_accents: bool = True
+    """WordPiece only."""
