@@ -107,6 +107,24 @@ def test_template_of_the_tokenizer_config(tmp_path, template):
     assert load_hf_directory(directory).chat_template == "old"
 
 
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        ({}, None),
+        ({"add_bos_token": True}, (True, False)),
+        ({"add_bos_token": False, "add_eos_token": True}, (False, True)),
+        ({"add_eos_token": None}, (False, False)),
+    ],
+)
+def test_the_tokenizer_s_settings_say_what_stands_around_a_text(tmp_path, config, ends):
+    directory = write_hf(tmp_path, TINY)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_hf_directory(directory).ends == ends
+    (directory / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": "yes"}))
+    with pytest.raises(ModelError, match="add_bos_token is 'yes'"):
+        load_hf_directory(directory)
+
+
 def test_templates_have_names(tmp_path):
     """Files of their own take the place of what tokenizer_config.json has, as in transformers."""
     directory = write_hf(tmp_path, TINY)

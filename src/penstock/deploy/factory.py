@@ -446,6 +446,7 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
         bos_token_id=model.bos_token_id,
         eos_token_ids=model.eos_token_ids,
         special_tokens=model.special_tokens,
+        ends=model.ends,
     )
     named = model.chat_templates
     if template is None and set(named) - {"default"}:

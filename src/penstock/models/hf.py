@@ -14,7 +14,7 @@ from penstock.models.assembly import Piece, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
 from penstock.models.hf_quantised import read_quantisation
-from penstock.models.hf_text import find_tokenizer, read_chat_templates
+from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_ends
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
@@ -99,6 +99,7 @@ def load_hf_directory(
         eos_token_ids=eos_token_ids,
         path=path,
         special_tokens=special_tokens,
+        ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
         notes=notes,
     )

@@ -27,6 +27,19 @@ def find_tokenizer(path: Path) -> Path:
     )
 
 
+def read_ends(path: Path) -> tuple[bool, bool] | None:
+    """`add_bos_token` and `add_eos_token` of tokenizer_config.json; None if it has neither. Raises ModelError.
+
+    As transformers 5 does (`TokenizersBackend`), which makes the tokenizer anew by them where one is named.
+    """
+    config = read_json(path / "tokenizer_config.json", is_optional=True)
+    names = ("add_bos_token", "add_eos_token")
+    if not any(name in config.values for name in names):
+        return None
+    has_bos, has_eos = (config.get(name, bool) or False for name in names)
+    return has_bos, has_eos
+
+
 def read_chat_templates(path: Path) -> Mapping[str, str]:
     """The templates of a directory by name; without a name of its own one is `default`. Raises ModelError.
 

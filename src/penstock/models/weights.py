@@ -266,6 +266,8 @@ class LoadedModel:
     """By name; the one that is taken unless another is asked for is `default`."""
     special_tokens: SpecialTokens = field(default_factory=dict)
     """Those that files name by text."""
+    ends: tuple[bool, bool] | None = None
+    """Whether bos and eos are put around a text (`add_bos_token`, `add_eos_token`); None: as the tokenizer's file says."""
     generation: Generation | None = None
     """None: the files have no such settings."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.text.charsmap import check_charsmap
-from penstock.text.vocabulary import SPACE_MARK, Backend, Expansion, Spelling, byte_of_piece
+from penstock.text.vocabulary import SPACE_MARK, Backend, Expansion, Spelling, byte_of_piece, put_ends
 from penstock.types.errors import ModelError
 from penstock.types.vocab import GgufVocab
 
@@ -38,7 +38,11 @@ def build_backend(vocab: GgufVocab) -> Backend:
     user_defined = [token_id for token_id in _ids_of_type(vocab, USER_DEFINED) if token_id not in special]
     encoder.add_special_tokens(_added(vocab, sorted(special), special=True))
     encoder.add_tokens(_added(vocab, user_defined, special=False))
-    _add_ends(encoder, vocab)
+    put_ends(
+        encoder,
+        bos_token_id=vocab.bos_token_id if vocab.add_bos_token else None,
+        eos_token_id=vocab.eos_token_id if vocab.add_eos_token else None,
+    )
     return Backend(
         encoder=encoder,
         vocab_size=len(vocab.tokens),
@@ -217,20 +221,6 @@ def _end_ids(vocab: GgufVocab) -> list[int]:
 
 def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[AddedToken]:
     return [AddedToken(vocab.tokens[token_id], normalized=False, special=special) for token_id in ids if vocab.tokens[token_id]]
-
-
-def _add_ends(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> None:
-    """The tokens that `add_special_tokens` adds. The template refers to the tokens by alias: their own text could be template
-    syntax."""
-    template, tokens = ["$A"], []
-    if vocab.add_bos_token and vocab.bos_token_id is not None:
-        template.insert(0, "bos")
-        tokens.append({"id": "bos", "ids": [vocab.bos_token_id], "tokens": [vocab.tokens[vocab.bos_token_id]]})
-    if vocab.add_eos_token and vocab.eos_token_id is not None:
-        template.append("eos")
-        tokens.append({"id": "eos", "ids": [vocab.eos_token_id], "tokens": [vocab.tokens[vocab.eos_token_id]]})
-    if tokens:
-        encoder.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:

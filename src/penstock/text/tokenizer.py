@@ -27,12 +27,14 @@ def load_tokenizer(
     bos_token_id: int | None = None,
     eos_token_ids: Sequence[int] = (),
     special_tokens: SpecialTokens = MappingProxyType({}),
+    ends: tuple[bool, bool] | None = None,
 ) -> Tokenizer:
     """A tokenizer from a tokenizer.json, a tokenizer.model or a tekken.json, or from a GGUF file's vocabulary. Raises
     `ModelError`.
 
     `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
-    comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it.
+    comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it. `ends`
+    are `add_bos_token` and `add_eos_token` of a tokenizer_config.json, which go before what a tokenizer.json says.
     """
     if isinstance(source, GgufVocab) or source.suffix == ".model" or source.name == "tekken.json":
         from penstock.text.gguf_vocab import build_backend
@@ -46,7 +48,9 @@ def load_tokenizer(
         from penstock.text.tokenizer_json import load_backend
 
         end = special_tokens.get("eos_token")
-        backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None)
+        if ends is not None and special_tokens.get("bos_token", "") is None:  # the files say that there is none
+            ends = (False, ends[1])
+        backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None, ends=ends)
     return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import tokenizers
 
-from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling
+from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, Expansion, Spelling, put_ends
 from penstock.types.errors import ModelError
 
 _log = logging.getLogger(__name__)
@@ -27,10 +27,13 @@ MAX_PARTS = 64
 MAX_ENDS = 1024
 
 
-def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None) -> Backend:
+def load_backend(
+    path: Path, *, bos_token_id: int | None, eos_token: str | None, ends: tuple[bool, bool] | None = None
+) -> Backend:
     """The file doesn't name its bos and eos tokens, so the caller does. Raises `ModelError`.
 
-    Truncation and padding that the file may ask for are switched off: they would change prompts silently.
+    Truncation and padding that the file may ask for are switched off: they would change prompts silently. `ends`: whether
+    bos and eos are put around a text, whatever the file says; None: as it says.
     """
     encoder, expansion = _read(path)
     encoder.no_truncation()
@@ -40,14 +43,17 @@ def load_backend(path: Path, *, bos_token_id: int | None, eos_token: str | None)
     eos_token_id = None if eos_token is None else encoder.token_to_id(eos_token)
     if eos_token is not None and eos_token_id is None:
         _log.warning("%s: there is no token %r, which tokenizer_config.json calls the eos_token", path, eos_token)
-    ends = [token_id for token_id in (bos_token_id, eos_token_id) if token_id is not None]
+    if ends is not None:
+        has_bos, has_eos = ends
+        put_ends(encoder, bos_token_id=bos_token_id if has_bos else None, eos_token_id=eos_token_id if has_eos else None)
+    special = [token_id for token_id in (bos_token_id, eos_token_id) if token_id is not None]
     return Backend(
         encoder=encoder,
         vocab_size=encoder.get_vocab_size(with_added_tokens=True),
         piece=_piece_lookup(encoder),
         spelling=_spelling(steps, path),
         literal_ids=frozenset(added),
-        special_ids=frozenset([*(token_id for token_id, token in added.items() if token.special), *ends]),
+        special_ids=frozenset([*(token_id for token_id, token in added.items() if token.special), *special]),
         silent_ids=frozenset(),
         starts_with_space=any(_strips_a_space(step) for step in steps),
         bos_token_id=bos_token_id,

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import tokenizers
+from tokenizers import processors
 
 SPACE_MARK = "\u2581"
 MAX_TEXTS = 4096
@@ -70,6 +71,20 @@ def piece_decoder(spelling: Spelling) -> Callable[[str], bytes]:
 def _sentencepiece_bytes(piece: str) -> bytes:
     byte = byte_of_piece(piece)
     return piece.replace(SPACE_MARK, " ").encode() if byte is None else bytes((byte,))
+
+
+def put_ends(encoder: tokenizers.Tokenizer, *, bos_token_id: int | None, eos_token_id: int | None) -> None:
+    """Have `add_special_tokens` put these tokens around a text, and no others; None: none.
+
+    The template refers to the tokens by alias: their own text could be template syntax.
+    """
+    ids = {name: token_id for name, token_id in (("bos", bos_token_id), ("eos", eos_token_id)) if token_id is not None}
+    encoder.post_processor = processors.TemplateProcessing(
+        single=[name for name in ("bos", "$A", "eos") if name == "$A" or name in ids],
+        special_tokens=[
+            {"id": name, "ids": [token_id], "tokens": [encoder.id_to_token(token_id) or name]} for name, token_id in ids.items()
+        ],
+    )
 
 
 class ByteTable:
