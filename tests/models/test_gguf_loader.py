@@ -268,9 +268,9 @@ def test_rope_scaling_agrees_with_the_hugging_face_directory(tmp_path, scaling):
     assert gguf != pytest.approx(plain)
 
 
-def test_sliding_window_limits_the_context(tmp_path):
+def test_a_sliding_window_is_that_of_all_layers(tmp_path):
     model = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra={"llama.attention.sliding_window": 100}))
-    assert model.spec.max_model_len == 100
+    assert {layer.attention.window for layer in model.spec.layers} == {100}
 
 
 REFUSED = {
@@ -353,8 +353,8 @@ def test_missing_parts(tiny, dropped, cause):
 
 def test_unknown_tensor_is_refused(tiny):
     extra = np.zeros(64, dtype=np.float32)
-    path = edit(tiny, lambda writer: writer.add_tensor("blk.0.attn_q_norm.weight", extra))
-    with pytest.raises(ModelError, match=r"attn_q_norm\.weight is not part of this architecture"):
+    path = edit(tiny, lambda writer: writer.add_tensor("blk.0.attn_sub_norm.weight", extra))
+    with pytest.raises(ModelError, match=r"attn_sub_norm\.weight is not part of this architecture"):
         load_gguf(path)
 
 

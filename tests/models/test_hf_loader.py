@@ -271,28 +271,29 @@ def test_rope_of_both_releases(tmp_path, kind, old):
     assert len(new.spec.layers[0].attention.rotation.inv_freq) == 8
 
 
-def test_mistral_within_its_window(tmp_path):
+def test_mistral_has_its_window_in_all_layers(tmp_path):
     extra = {"architectures": ["MistralForCausalLM"], "sliding_window": 128}
-    spec = load_hf_directory(write_hf(tmp_path / "window", TINY, extra=extra)).spec
-    assert (spec.architecture, spec.max_model_len) == ("mistral", 128)
-    extra["sliding_window"] = None
-    assert load_hf_directory(write_hf(tmp_path / "whole", TINY, extra=extra)).spec.max_model_len == 256
+    spec = load_hf_directory(write_hf(tmp_path, TINY, extra=extra)).spec
+    assert (spec.architecture, spec.max_model_len) == ("mistral", 256)
+    assert [layer.attention.window for layer in spec.layers] == [128, 128]
 
 
 QWEN = TinyLlama(architecture="qwen2", has_qkv_bias=True)
 
 
 @pytest.mark.parametrize(
-    ("extra", "max_model_len"),
+    ("extra", "windows"),
     [
-        ({"sliding_window": 64}, 256),
-        ({"sliding_window": 64, "use_sliding_window": False}, 256),
-        ({"sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"sliding_window": 64}, [0, 0]),
+        ({"sliding_window": 64, "use_sliding_window": False}, [0, 0]),
+        ({"sliding_window": 64, "use_sliding_window": True}, [0, 0]),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [0, 64]),
     ],
 )
-def test_qwen_has_biases_and_uses_its_window_only_if_told(tmp_path, extra, max_model_len):
+def test_qwen_has_biases_and_uses_its_window_only_if_told(tmp_path, extra, windows):
     spec = load_hf_directory(write_hf(tmp_path, QWEN, extra=extra)).spec
-    assert (spec.architecture, spec.layers[0].attention.has_qkv_bias, spec.max_model_len) == ("qwen2", True, max_model_len)
+    assert (spec.architecture, spec.layers[0].attention.has_qkv_bias) == ("qwen2", True)
+    assert [layer.attention.window for layer in spec.layers] == windows
 
 
 @pytest.mark.parametrize(("tied", "is_tied"), [(True, True), (None, True), (False, False)])

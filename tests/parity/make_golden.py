@@ -151,7 +151,7 @@ def write_manifest(model_path: Path, output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a GGUF file of the type llama or qwen2")
+    parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--windows", type=Path, help="folder with sonnet.txt and sharegpt_1000.jsonl")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="only the first of them: for larger models")

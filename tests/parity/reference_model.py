@@ -1,7 +1,8 @@
-"""Owns the yardstick: transformers' own Llama or Qwen 2 over the exact values of a GGUF file's weights, for the parity scripts.
+"""Owns the yardstick: transformers' own models over the exact values of a GGUF file's weights, for the parity scripts.
 
 Called by `make_golden.py` and `full.py`, which have torch; never imported by tests that run without it. It shares no
-code with the package under test: the file is read through the `gguf` package and the tokenizer is built here again.
+code with the package under test: the files of Llama and Qwen 2 are read through the `gguf` package, and their byte-level
+tokenizers are built here again. Other files, and other tokenizers, are read by transformers itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 _TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
@@ -40,13 +50,15 @@ _QWEN2_PARTS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[
 
 
 class GgufReference:
-    """A GGUF file of the types llama and qwen2 as transformers sees it. Raises ValueError for any other architecture."""
+    """A GGUF file as transformers sees it. Raises ValueError for an architecture whose files nobody reads here."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._reader = GGUFReader(path)
         self.architecture = self._field("general.architecture")
-        if self.architecture not in _MODELS:
-            raise ValueError(f"{path}: the reference is written for {', '.join(_MODELS)}, not {self.architecture!r}")
+        known = (*_MODELS, *GGUF_SUPPORTED_ARCHITECTURES)
+        if self.architecture not in known:
+            raise ValueError(f"{path}: the reference is written for {', '.join(known)}, not {self.architecture!r}")
 
     def config(self) -> LlamaConfig | Qwen2Config:
         num_heads = self._number("attention.head_count")
@@ -70,6 +82,9 @@ class GgufReference:
 
     def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model in eval mode. In bfloat16 every weight is the nearest bfloat16 to its exact value."""
+        if self.architecture not in _MODELS:
+            read = AutoModelForCausalLM.from_pretrained(self._path.parent, gguf_file=self._path.name, dtype=torch.float32)
+            return read.eval().to(dtype)
         config = self.config()
         model = _MODELS[self.architecture][1](config).eval()
         missing = {name for name, _ in model.named_parameters()}  # a tied output has no name of its own
@@ -82,10 +97,14 @@ class GgufReference:
         return model.to(dtype)
 
     def tokenizer(self) -> Tokenizer:
-        """The byte-level BPE of the file. Raises ValueError for another kind of vocabulary."""
-        kind = (self._field("tokenizer.ggml.model"), self._field("tokenizer.ggml.pre"))
+        """The tokenizer of the file."""
+        kind = tuple(
+            self._field(f"tokenizer.ggml.{key}") if f"tokenizer.ggml.{key}" in self._reader.fields else ""
+            for key in ("model", "pre")
+        )
         if kind not in {("gpt2", "smollm"), ("gpt2", "qwen2")}:
-            raise ValueError(f"the reference tokenizer is written for ('gpt2', 'smollm' or 'qwen2'), not {kind}")
+            read = AutoTokenizer.from_pretrained(self._path.parent, gguf_file=self._path.name)
+            return read.backend_tokenizer
         tokens = self._field("tokenizer.ggml.tokens")
         merges = [tuple(merge.split(" ")) for merge in self._field("tokenizer.ggml.merges")]
         tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -107,6 +126,9 @@ class GgufReference:
 
     @property
     def chat_template(self) -> str:
+        """The file's, or one that puts messages one below the other, for a model that was not tuned for chats."""
+        if "tokenizer.chat_template" not in self._reader.fields:
+            return "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
         return str(self._field("tokenizer.chat_template"))
 
     @property

@@ -6,16 +6,16 @@ of a clear step in `compare.py` rests on. It simulates no kernel of ours in part
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-_BF16_CACHE = "sdpa_bf16_cache"
+_BF16_CACHE = "eager_bf16_cache"
 
 
 def fake_int8(values: torch.Tensor, group_size: int, stretch: float = 1.0) -> torch.Tensor:
@@ -31,24 +31,26 @@ def fake_int8(values: torch.Tensor, group_size: int, stretch: float = 1.0) -> to
 def _attend_to_bf16(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> Any:
+    """Calls the eager attention of the model's own file: only that has what the model adds, as caps and sinks."""
     key, value = key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
-    return sdpa_attention_forward(module, query, key, value, *rest, **options)
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, *rest, **options)
 
 
 @contextmanager
-def bf16_cache(model: LlamaForCausalLM) -> Iterator[None]:
+def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does."""
     AttentionInterface.register(_BF16_CACHE, _attend_to_bf16)
-    AttentionMaskInterface.register(_BF16_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(_BF16_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    before = model.config._attn_implementation
     model.set_attn_implementation(_BF16_CACHE)
     try:
         yield
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before)
 
 
 @contextmanager
-def int8_inputs(model: LlamaForCausalLM, group_size: int, stretch: float = 1.0) -> Iterator[None]:
+def int8_inputs(model: PreTrainedModel, group_size: int, stretch: float = 1.0) -> Iterator[None]:
     """The inputs of every Linear, the output matrix included, pass through `fake_int8`."""
     handles = [
         module.register_forward_pre_hook(lambda _, args: (fake_int8(args[0], group_size, stretch),))

@@ -39,7 +39,7 @@ from .tiny_cases import CASES
 MAX_RELATIVE_RMS = {"reference": 1e-3, "native": 0.05}
 """Largest root mean square of the differences, as a share of the logits' standard deviation. Native rounds activations.
 `test_tiny_settings.py` shows what the first of them detects."""
-MAX_TOP_ERROR = 4
+MAX_TOP_ERROR = {KvDtype.BF16: 4, KvDtype.INT8: 8}
 """Largest error of a log-probability among the likeliest, in those root mean squares."""
 RUNS = [("reference", KvDtype.BF16), ("native", KvDtype.BF16), ("native", KvDtype.INT8)]
 BLOCK_SIZE = 16
@@ -124,9 +124,9 @@ def test_logits_are_those_of_transformers(load: LoadCase, name: str, backend: st
 
 def test_what_a_backend_does_not_compute_it_refuses_by_name(load: LoadCase) -> None:
     for name, case in CASES.items():
-        for backend, words in (case.refused_by or {}).items():
+        if (words := (case.refused_by or {}).get("native")) is not None:
             with pytest.raises(ModelError, match=words):
-                make(load(name), backend, KvDtype.BF16, case.num_tokens)
+                make(load(name), "native", KvDtype.BF16, case.num_tokens)
 
 
 @pytest.mark.parametrize(("name", "backend", "kv_dtype"), runs(is_through_core=True))
@@ -153,7 +153,7 @@ def test_the_core_answers_as_transformers_however_it_schedules(
         reckless = make_policies("penstock", reserve="prompt")
         assert bench.run(requests, policies=reckless, num_blocks=num_blocks) == alone[:-1]
         assert sum(request.num_preemptions for request in requests) >= 1
-    check_answers(case, golden_of(name), alone, MAX_TOP_ERROR * MAX_RELATIVE_RMS[backend])
+    check_answers(case, golden_of(name), alone, MAX_TOP_ERROR[kv_dtype] * MAX_RELATIVE_RMS[backend])
 
 
 def check_answers(case: TinyCase, golden: TinyGolden, answers: list[Answer], max_error: float) -> None:

@@ -161,7 +161,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         f"{key}.attention.key_length": head_dim,
         f"{key}.attention.value_length": head_dim,
         f"{key}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{key}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]) if "rope_parameters" in config else 1e4,
+        f"{key}.rope.freq_base": float({**config, **config.get("rope_parameters", {})}["rope_theta"]),
         f"{key}.rope.dimension_count": head_dim,
         **TOKENIZER_METADATA,
         **{f"{key}.{name}": value for name, value in gguf.metadata.items()},

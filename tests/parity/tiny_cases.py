@@ -33,6 +33,7 @@ def settings(model_type: str, hf_class: str, **changes: Any) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": 3000.0},
         "bos_token_id": 1,
         "eos_token_id": 2,
+        "pad_token_id": 0,
     }
     return {key: value for key, value in {**shared, **changes}.items() if value is not None}
 
@@ -40,7 +41,8 @@ def settings(model_type: str, hf_class: str, **changes: Any) -> dict[str, Any]:
 def shapes(config: Mapping[str, Any], **changes: tuple[int, ...] | None) -> Shapes:
     """Tensors of a decoder like Llama. `changes` are some of each layer, by names with `__` for a dot; None drops one."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads, kv_heads = (config[key] * head_dim for key in ("num_attention_heads", "num_key_value_heads"))
     layer: dict[str, tuple[int, ...] | None] = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (heads, hidden),
@@ -71,6 +73,7 @@ def _qkv_bias(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {f"self_attn__{name}_proj__bias": (config[key] * config["head_dim"],) for name, key in widths.items()}
 
 
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _TIED_F32 = _llama(
     vocab_size=264,
     hidden_size=64,
@@ -112,7 +115,45 @@ _ALL_BIASES = {
 }
 _BIASED_CASE = TinyCase(architecture="llama", config=_BIASED_LLAMA, shapes=shapes(_BIASED_LLAMA, **_ALL_BIASES), seed=11)
 _WIDE = _llama(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, intermediate_size=160, tie_word_embeddings=True)
-_MISTRAL = settings("mistral", "MistralForCausalLM")
+_MISTRAL = settings("mistral", "MistralForCausalLM", num_hidden_layers=3, sliding_window=6)
+_MINISTRAL = settings(
+    "ministral", "MinistralForCausalLM", num_hidden_layers=3, sliding_window=6, layer_types=[_GLOBAL, _LOCAL, _LOCAL]
+)
+_MINISTRAL3 = settings(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 3000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.6,
+    },
+)
+_SMOLLM3 = settings(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    num_hidden_layers=4,
+    head_dim=None,
+    tie_word_embeddings=True,
+    no_rope_layers=[1, 0, 1, 0],
+    use_sliding_window=False,
+)
+_GRANITE = settings(
+    "granite",
+    "GraniteForCausalLM",
+    head_dim=None,
+    rms_norm_eps=0.05,
+    embedding_multiplier=3.0,
+    logits_scaling=2.5,
+    residual_multiplier=0.37,
+    attention_multiplier=0.15,
+)
+_OLMO2 = settings("olmo2", "Olmo2ForCausalLM", head_dim=None)
 _QWEN2 = settings("qwen2", "Qwen2ForCausalLM", head_dim=24)
 _WIDE_QWEN2 = settings(
     "qwen2",
@@ -135,30 +176,142 @@ _WINDOWED_QWEN3 = {
 _HEAD_NORMS = {"self_attn__q_norm__weight": (24,), "self_attn__k_norm__weight": (24,)}
 _QWEN3_CASE = TinyCase(architecture="qwen3", config=_QWEN3, shapes=shapes(_QWEN3, **_HEAD_NORMS), seed=20)
 
-_LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
-_WIDE_CASE = TinyCase(
-    architecture="llama",
-    config=_WIDE,
-    shapes=shapes(_WIDE),
-    seed=5,
-    gguf=Gguf(architecture="llama", matrix_type="Q4_1", metadata={}, is_interleaved=True),
+
+def _gemma_norms(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = (config["hidden_size"],)
+    return {"pre_feedforward_layernorm__weight": hidden, "post_feedforward_layernorm__weight": hidden}
+
+
+_GEMMA2 = settings(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    num_hidden_layers=3,
+    hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    rms_norm_eps=0.05,
+    query_pre_attn_scalar=17,
+    sliding_window=6,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
 )
+_GEMMA3 = settings(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    num_hidden_layers=4,
+    hidden_act=None,
+    hidden_activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    rms_norm_eps=0.05,
+    query_pre_attn_scalar=17,
+    sliding_window=6,
+    rope_parameters={
+        _GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0},
+        _LOCAL: {"rope_type": "default", "rope_theta": 200.0},
+    },
+    layer_types=[_LOCAL, _LOCAL, _GLOBAL, _LOCAL],
+)
+_GEMMA3_OLD = {
+    **{key: value for key, value in _GEMMA3.items() if key not in ("rope_parameters", "layer_types")},
+    "rope_theta": 3000.0,
+    "rope_local_base_freq": 200.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window_pattern": 3,
+}
+_GEMMA3_OF_GGUF = {
+    **_GEMMA3_OLD,
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 24,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+}
+_LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
+_LLAMA_GGUF = Gguf(architecture="llama", metadata={}, is_interleaved=True)
+_WIDE_CASE = TinyCase(architecture="llama", config=_WIDE, shapes=shapes(_WIDE), seed=5)
+_MINISTRAL3_CASE = TinyCase(
+    architecture="mistral",
+    config=_MINISTRAL3,
+    shapes=shapes(_MINISTRAL3),
+    seed=12,
+    refused_by={"native": "Rope.growth", "cuda": "Rope.growth"},
+)
+_MINISTRAL3_GGUF = Gguf(
+    architecture="mistral3",
+    is_interleaved=True,
+    metadata={
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_beta_fast": 4.0,
+        "rope.scaling.yarn_beta_slow": 0.5,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+        "attention.temperature_scale": 0.6,
+    },
+)
+_SMOLLM3_CASE = TinyCase(architecture="smollm3", config=_SMOLLM3, shapes=shapes(_SMOLLM3), seed=15)
+_GRANITE_CASE = TinyCase(
+    architecture="granite",
+    config=_GRANITE,
+    shapes=shapes(_GRANITE),
+    seed=16,
+    refused_by={"native": "Add.factor", "cuda": "Add.factor"},
+)
+_GRANITE_GGUF = Gguf(
+    architecture="granite",
+    is_interleaved=True,
+    metadata={"embedding_scale": 3.0, "logit_scale": 2.5, "residual_scale": 0.37, "attention.scale": 0.15},
+)
+_OLMO2_CASE = TinyCase(
+    architecture="olmo2",
+    config=_OLMO2,
+    shapes=shapes(
+        _OLMO2,
+        input_layernorm__weight=None,
+        post_feedforward_layernorm__weight=(72,),
+        self_attn__q_norm__weight=(72,),
+        self_attn__k_norm__weight=(24,),
+    ),
+    seed=17,
+)
+_GEMMA2_CASE = TinyCase(
+    architecture="gemma2",
+    config=_GEMMA2,
+    shapes=shapes(_GEMMA2, **_gemma_norms(_GEMMA2)),
+    seed=20,
+    norm_centre=0.0,
+    refused_by={"native": "Softcap"},
+)
+_GEMMA2_GGUF = Gguf(
+    architecture="gemma2",
+    norm_offset=1.0,
+    metadata={"attention.sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+)
+_GEMMA3_CASE = TinyCase(
+    architecture="gemma3",
+    config=_GEMMA3,
+    shapes=shapes(_GEMMA3, **_gemma_norms(_GEMMA3), **_HEAD_NORMS),
+    seed=21,
+    norm_centre=0.0,
+)
+_GEMMA3_GGUF = Gguf(
+    architecture="gemma3",
+    norm_offset=1.0,
+    metadata={"attention.sliding_window": 6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+)
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
         "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
         "gqa_untied_bf16": replace(_LLAMA_CASE, num_shards=3),
-        "gqa_untied_gguf": replace(
-            _LLAMA_CASE, gguf=Gguf(architecture="llama", metadata={}, is_interleaved=True), golden="gqa_untied_bf16"
-        ),
+        "gqa_untied_gguf": replace(_LLAMA_CASE, gguf=_LLAMA_GGUF, golden="gqa_untied_bf16"),
         "mqa_llama3_scaling": TinyCase(architecture="llama", config=_LLAMA3, shapes=shapes(_LLAMA3), seed=3, num_tokens=150),
         "linear_scaling_legacy_config": TinyCase(
             architecture="llama", config=_LINEAR, shapes=shapes(_LINEAR), seed=4, num_tokens=100
         ),
-        "gguf_q4_1": _WIDE_CASE,
-        "gguf_q4_0": replace(_WIDE_CASE, seed=6, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q4_0")),
-        "gguf_q8_0": replace(_WIDE_CASE, seed=7, gguf=replace(_WIDE_CASE.gguf, matrix_type="Q8_0")),
+        "gguf_q4_1": replace(_WIDE_CASE, gguf=replace(_LLAMA_GGUF, matrix_type="Q4_1")),
+        "gguf_q4_0": replace(_WIDE_CASE, seed=6, gguf=replace(_LLAMA_GGUF, matrix_type="Q4_0")),
+        "gguf_q8_0": replace(_WIDE_CASE, seed=7, gguf=replace(_LLAMA_GGUF, matrix_type="Q8_0")),
         "llama_biases": _BIASED_CASE,
-        "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
         "qwen2": TinyCase(architecture="qwen2", config=_QWEN2, shapes=shapes(_QWEN2, **_qkv_bias(_QWEN2)), seed=8),
         "qwen3": _QWEN3_CASE,
         "qwen3_windows_yarn": TinyCase(
@@ -181,6 +334,41 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             shapes=shapes(_WIDE_QWEN2, **_qkv_bias(_WIDE_QWEN2)),
             seed=9,
             gguf=Gguf(architecture="qwen2", matrix_type="Q8_0", metadata={}),
+        ),
+        "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
+        "ministral": TinyCase(architecture="mistral", config=_MINISTRAL, shapes=shapes(_MINISTRAL), seed=11),
+        "ministral3": _MINISTRAL3_CASE,
+        "ministral3_of_pictures": replace(
+            _MINISTRAL3_CASE,
+            config={**_MINISTRAL3, "sliding_window": None},
+            wrapper={"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": {}},
+            golden="ministral3",
+        ),
+        "ministral3_gguf": replace(_MINISTRAL3_CASE, gguf=_MINISTRAL3_GGUF, golden="ministral3"),
+        "smollm3": _SMOLLM3_CASE,
+        "smollm3_gguf": replace(
+            _SMOLLM3_CASE,
+            config={key: value for key, value in _SMOLLM3.items() if key != "no_rope_layers"},
+            gguf=Gguf(architecture="smollm3", metadata={}, is_interleaved=True),
+        ),
+        "granite": _GRANITE_CASE,
+        "granite_gguf": replace(_GRANITE_CASE, gguf=_GRANITE_GGUF, golden="granite"),
+        "olmo2": _OLMO2_CASE,
+        "olmo2_gguf": replace(_OLMO2_CASE, gguf=Gguf(architecture="olmo2", metadata={}), golden="olmo2"),
+        "gemma2": _GEMMA2_CASE,
+        "gemma2_gguf": replace(_GEMMA2_CASE, config={**_GEMMA2, "query_pre_attn_scalar": 24}, gguf=_GEMMA2_GGUF),
+        "gemma3": _GEMMA3_CASE,
+        "gemma3_old_config": replace(_GEMMA3_CASE, config=_GEMMA3_OLD, golden="gemma3"),
+        "gemma3_of_pictures": replace(
+            _GEMMA3_CASE,
+            wrapper={"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": {}},
+            golden="gemma3",
+        ),
+        "gemma3_gguf": replace(
+            _GEMMA3_CASE,
+            config=_GEMMA3_OF_GGUF,
+            shapes=shapes(_GEMMA3_OF_GGUF, **_gemma_norms(_GEMMA3), **_HEAD_NORMS),
+            gguf=_GEMMA3_GGUF,
         ),
     }
 )

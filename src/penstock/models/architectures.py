@@ -24,24 +24,50 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "gemma2": "penstock.models.gemma:GEMMA2",
+        "gemma3": "penstock.models.gemma:GEMMA3",
+        "granite": "penstock.models.granite:GRANITE",
         "llama": "penstock.models.llama:LLAMA",
-        "mistral": "penstock.models.llama:MISTRAL",
+        "mistral": "penstock.models.mistral:MISTRAL",
+        "olmo2": "penstock.models.olmo2:OLMO2",
         "qwen2": "penstock.models.llama:QWEN2",
         "qwen3": "penstock.models.qwen3:QWEN3",
+        "smollm3": "penstock.models.smollm3:SMOLLM3",
     }
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": "gemma2",
+        "Gemma3ForCausalLM": "gemma3",
+        "Gemma3ForConditionalGeneration": "gemma3",
+        "GraniteForCausalLM": "granite",
         "LlamaForCausalLM": "llama",
+        "MinistralForCausalLM": "mistral",
+        "Ministral3ForCausalLM": "mistral",
+        "Mistral3ForConditionalGeneration": "mistral",
         "MistralForCausalLM": "mistral",
+        "Olmo2ForCausalLM": "olmo2",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
+        "SmolLM3ForCausalLM": "smollm3",
     }
 )
 """`architectures` in a config.json -> our name."""
-GGUF_NAMES: Mapping[str, str] = MappingProxyType({"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"})
+GGUF_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma2": "gemma2",
+        "gemma3": "gemma3",
+        "granite": "granite",
+        "llama": "llama",
+        "mistral3": "mistral",
+        "olmo2": "olmo2",
+        "qwen2": "qwen2",
+        "qwen3": "qwen3",
+        "smollm3": "smollm3",
+    }
+)
 """`general.architecture` in a GGUF file -> our name."""
 
 _MLA = "its attention has latent keys and values, which the KV cache can't hold yet"
@@ -88,6 +114,8 @@ HF_LAYER: Mapping[str, str] = MappingProxyType(
         "self_attn.k_proj.bias": "k_bias",
         "self_attn.v_proj.bias": "v_bias",
         "self_attn.o_proj.bias": "o_bias",
+        "self_attn.q_norm.weight": "q_norm",
+        "self_attn.k_norm.weight": "k_norm",
         "post_attention_layernorm.weight": "mlp_norm",
         "mlp.gate_proj.weight": "gate",
         "mlp.up_proj.weight": "up",
@@ -109,6 +137,9 @@ GGUF_LAYER: Mapping[str, str] = MappingProxyType(
         "attn_k.bias": "k_bias",
         "attn_v.bias": "v_bias",
         "attn_output.bias": "o_bias",
+        "attn_q_norm.weight": "q_norm",
+        "attn_k_norm.weight": "k_norm",
+        "post_attention_norm.weight": "post_attn_norm",
         "ffn_norm.weight": "mlp_norm",
         "ffn_gate.weight": "gate",
         "ffn_up.weight": "up",
@@ -116,6 +147,7 @@ GGUF_LAYER: Mapping[str, str] = MappingProxyType(
         "ffn_gate.bias": "gate_bias",
         "ffn_up.bias": "up_bias",
         "ffn_down.bias": "down_bias",
+        "post_ffw_norm.weight": "post_mlp_norm",
     }
 )
 """End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""

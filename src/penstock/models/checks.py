@@ -68,6 +68,12 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
     if any(layer.attention.window < 0 for layer in spec.layers):
         raise ModelError(f"{path}: a window of attention is below 0.", remedy=REFETCH)
+    attentions = {layer.attention for layer in spec.layers}
+    factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
+    factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
+    if not all(math.isfinite(factor) and factor >= 0.0 for factor in factors):
+        cause = "a factor or cap of the embeddings, the scores, the layers or the logits is not a finite number of 0 or more"
+        raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
     if not all(math.isfinite(number) and number >= 0.0 for number in numbers):

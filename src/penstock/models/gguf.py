@@ -276,6 +276,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_par
         short_factor=() if short is None else _read_factors(file, short, dim // 2),
         long_factor=() if long is None else _read_factors(file, long, dim // 2),
         divisors=() if whole is None else _read_factors(file, whole, dim // 2),
+        query_growth=file.get(f"{key}.attention.temperature_scale", float) or 0.0,
     )
 
 

@@ -5,7 +5,7 @@ Loaders make a `ModelSpec`. The description of its architecture makes a `Program
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -135,6 +135,10 @@ class ModelSpec:
     def with_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
         """The same with the attention of each layer as `change` makes it of the layer's number and its attention."""
         return self.with_layers(lambda i, layer: replace(layer, attention=change(i, layer.attention)))
+
+    def with_windows(self, window: int, is_local: Sequence[bool]) -> ModelSpec:
+        """The same where local layers see the last `window` positions, and the others all. `is_local` has a value per layer."""
+        return self.with_attention(lambda i, attention: replace(attention, window=window if is_local[i] else 0))
 
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""

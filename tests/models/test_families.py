@@ -1,0 +1,123 @@
+"""Defaults of the families of models, and what is refused, where `tests/parity` has no tiny model for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity.tiny import TinyCase, write_case
+from parity.tiny_cases import CASES
+from penstock.models.gguf import load_gguf
+from penstock.models.hf import load_hf_directory, read_hf_spec
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+"""The published config.json, but for the keys of pictures."""
+
+
+def spec_of(directory: Path, config: dict[str, Any]) -> ModelSpec:
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_hf_spec(directory)
+
+
+def changed(case: TinyCase, **changes: Any) -> dict[str, Any]:
+    """The case's config.json with other values; None leaves a key out."""
+    return {key: value for key, value in {**case.config, **changes}.items() if value is not None}
+
+
+def test_a_gemma_3_of_pictures_says_little_of_its_text_model(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, GEMMA_3_4B)
+    local, far = spec.layers[0].attention, spec.layers[5].attention
+    assert (local.num_heads, local.num_kv_heads, local.head_dim, spec.vocab_size) == (8, 4, 256, 262_208)
+    assert [layer.attention.window for layer in spec.layers[:7]] == [1024] * 5 + [0, 1024]
+    assert local.rotation is not None
+    assert far.rotation is not None
+    assert local.rotation.inv_freq[1] == pytest.approx(10_000 ** (-2 / 256))
+    assert far.rotation.inv_freq[1] == pytest.approx(1e6 ** (-2 / 256) / 8)
+    assert (spec.embed_scale, local.scale, spec.logit_softcap) == (2560**0.5, 256**-0.5, 0.0)
+
+
+def test_a_mistral_that_does_not_speak_of_a_window_has_that_of_the_first(tmp_path: Path) -> None:
+    config = changed(CASES["mistral"], sliding_window=None)
+    assert {layer.attention.window for layer in spec_of(tmp_path, config).layers} == {4096}
+    assert {layer.attention.window for layer in spec_of(tmp_path, {**config, "sliding_window": None}).layers} == {0}
+
+
+def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None:
+    """null within `text_config` is a value."""
+    text = {**changed(CASES["mistral"]), "sliding_window": None}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    assert {layer.attention.window for layer in spec_of(tmp_path, config).layers} == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3", {"sliding_window": -1}, "window"),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_scaling"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "cap of"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
+        ("ministral", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("ministral3", {"rope_parameters": None}, "rope_parameters is missing"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        spec_of(tmp_path, changed(CASES[name], **changes))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_factors_of_a_gguf_file_are_finite(tmp_path: Path, value: float) -> None:
+    case = CASES["granite_gguf"]
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "embedding_scale": value})
+    with pytest.raises(ModelError, match="factor"):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+def test_local_layers_of_a_gguf_file_may_be_told_one_by_one(tmp_path: Path) -> None:
+    case = CASES["gemma3_gguf"]
+    assert case.gguf is not None
+    told = [True, False, True, True, False, True, True]
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "attention.sliding_window_pattern": told})
+    spec = load_gguf(write_case(replace(case, gguf=gguf), tmp_path)).spec
+    assert [layer.attention.window > 0 for layer in spec.layers] == told
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "attention.sliding_window_pattern": told[1:]})
+    with pytest.raises(ModelError, match="6 values for 7 layers"):
+        load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+def test_a_tensor_that_a_family_does_not_have_is_refused(tmp_path: Path) -> None:
+    case = CASES["olmo2"]
+    path = write_case(case, tmp_path / "olmo2")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ModelError, match="attn_norm"):
+        load_hf_directory(path)
