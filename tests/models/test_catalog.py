@@ -127,7 +127,10 @@ def test_listing_of_catalogue_and_cache(tmp_path):
     write_hf(tmp_path / "hub" / "org" / "two", TinyLlama())
     write_hf(tmp_path / "hub" / "org" / "incomplete", TinyLlama())
     (tmp_path / "hub" / "org" / "two" / COMPLETE_MARKER).touch()
+    for number in (1, 2):
+        (tmp_path / f"hub/org/one/b-0000{number}-of-00002.gguf").write_bytes(bytes(6_000))
     others = list_models(tmp_path)[len(CATALOG) :]
-    assert [listing.name for listing in others] == [str(tmp_path / "models/mine.gguf"), "hf:org/one:a.gguf", "hf:org/two"]
+    names = [str(tmp_path / "models/mine.gguf"), "hf:org/one:a.gguf", "hf:org/one:b-00001-of-00002.gguf", "hf:org/two"]
+    assert [listing.name for listing in others] == names
     assert all(listing.size_bytes > 10_000 for listing in others)
     assert all(catalog.resolve(listing.name, tmp_path).is_present for listing in others)

@@ -43,6 +43,26 @@ def test_one_file(tmp_path, monkeypatch, file):
     assert load_model(source).name == "m"
 
 
+def test_a_split_file_comes_with_its_other_files(tmp_path, monkeypatch):
+    fetched: list[str] = []
+
+    def hf_hub_download(repo: str, name: str, *, local_dir: Path) -> None:
+        if len(fetched) == 1 and name not in fetched and not is_online:
+            raise OSError("Why")
+        fetched.append(name)
+        (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (local_dir / name).touch()
+
+    install(monkeypatch, hf_hub_download=hf_hub_download)
+    source, is_online = resolve("hf:org/repo:q4/m-00001-of-00003.gguf", tmp_path), False
+    with pytest.raises(DownloadError):
+        ensure_present(source)
+    assert not source.is_present, "one file of three"
+    is_online = True
+    assert ensure_present(source).is_present
+    assert sorted(set(fetched)) == [f"q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
 def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):
     def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         write_hf(local_dir, TinyLlama())
