@@ -298,7 +298,8 @@ void bind_engine(nb::module_& m) {
         .value("ADD", RowOpKind::kAdd)
         .value("GATHER", RowOpKind::kGather)
         .value("LOOKUP", RowOpKind::kLookup)
-        .value("RESIZE_HEADS", RowOpKind::kResizeHeads);
+        .value("RESIZE_HEADS", RowOpKind::kResizeHeads)
+        .value("GATHER_COLUMNS", RowOpKind::kGatherColumns);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -331,6 +332,8 @@ void bind_engine(nb::module_& m) {
              "A matrix of which single rows are read: not packed, not copied, kept alive; returns its id for LOOKUP.")
         .def("add_vector",
              [](Engine& self, const Vector<float>& v) { return self.weights().add_vector(v.data(), static_cast<int64_t>(v.size())); })
+        .def("add_order",
+             [](Engine& self, const Vector<int32_t>& v) { return self.weights().add_order(v.data(), static_cast<int64_t>(v.size())); })
         .def("add_rope",
              [](Engine& self, const Vector<float>& inv_freq, float factor) {
                  return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor);

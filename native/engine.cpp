@@ -244,6 +244,13 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
             return;
         }
+        case RowOpKind::kGatherColumns: {
+            const Buffer& out = buffers_[op.out];
+            const float* const x = buffers_[op.x].row(row);
+            const int32_t* const order = weights_.order(op.weight);
+            for (int64_t i = 0; i < out.width; ++i) out.row(row)[i] = x[order[i]];
+            return;
+        }
         case RowOpKind::kResizeHeads: {  // wider heads end in zeros; narrower ones lose their last columns
             const Buffer &x = buffers_[op.x], &out = buffers_[op.out];
             const int64_t from = x.width / op.n, to = out.width / op.n, kept = std::min(from, to);

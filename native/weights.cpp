@@ -61,6 +61,14 @@ int Weights::add_vector(const float* values, int64_t count) {
     return static_cast<int>(vectors_.size()) - 1;
 }
 
+int Weights::add_order(const int32_t* columns, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (columns[i] < 0 || columns[i] >= count) throw std::invalid_argument("an order names a column that is not there");
+    }
+    orders_.emplace_back(columns, columns + count);
+    return static_cast<int>(orders_.size()) - 1;
+}
+
 void Weights::settle() {
     if (settler_.joinable()) return;
     arena_.complete();

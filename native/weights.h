@@ -1,4 +1,5 @@
-// The weights of one model, by id: matrices packed for products, tables of which single rows are read, and vectors.
+// The weights of one model, by id: matrices packed for products, tables of which single rows are read, vectors, and
+// orders of columns.
 //
 // Filled call by call while a model is loaded, then only read. Knows no program.
 
@@ -32,6 +33,8 @@ class Weights {
     int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);
     // Every NaN gets the bits of `NAN`, as in a table: no rounding makes a number of them.
     int add_vector(const float* values, int64_t count);
+    // For each column that a matrix multiplies, the column of a buffer. std::invalid_argument unless all are in [0, count).
+    int add_order(const int32_t* columns, int64_t count);
     // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
     void settle();
 
@@ -42,6 +45,8 @@ class Weights {
     // Null for -1.
     const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
 
+    const int32_t* order(int id) const { return orders_[id].data(); }
+
     int64_t bytes() const { return bytes_; }
     int64_t small_page_bytes() const { return arena_.small_bytes(); }
     void use_small_pages() { arena_.use_small_pages(); }  // for tests
@@ -51,6 +56,7 @@ class Weights {
     std::vector<PackedStorage> matrices_;
     std::vector<Table> tables_;
     std::vector<Floats> vectors_;
+    std::vector<std::vector<int32_t>> orders_;
     int64_t bytes_ = 0;
     std::jthread settler_;  // ends before anything else
 };

@@ -7,6 +7,7 @@ https://github.com/casper-hansen/AutoAWQ, https://github.com/vllm-project/compre
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,8 @@ class Packing:
     """Columns that share a scale; 0: all."""
     is_symmetric: bool = True
     scale_dtype: str = "f16"
+    order: Literal["", "input", "matrix"] = ""
+    """Act-order: groups have scattered columns, the same ones in all matrices of one width, or in each its own."""
     settings: dict[str, Any] = field(default_factory=dict)
     """More of quantization_config."""
 
@@ -68,12 +71,12 @@ class Rounded:
     """[rows, groups], numbers of the type in which they are stored"""
     zeros: Ints
     """[rows, groups]"""
+    groups: Ints
+    """The group of each column."""
 
     @property
     def values(self) -> FloatArray:
-        rows, groups = self.scales.shape
-        parts = self.integers.reshape(rows, groups, -1)
-        return np.asarray((parts - self.zeros[..., None]) * self.scales[..., None], np.float32).reshape(rows, -1)
+        return np.asarray((self.integers - self.zeros[:, self.groups]) * self.scales[:, self.groups], np.float32)
 
 
 def as_stored(values: FloatArray, dtype: str) -> FloatArray:
@@ -84,10 +87,13 @@ def as_stored(values: FloatArray, dtype: str) -> FloatArray:
     return np.frombuffer(data, {"f16": np.float16, "f32": np.float32}[dtype]).astype(np.float32).reshape(values.shape)
 
 
-def round_matrix(values: FloatArray, packing: Packing) -> Rounded:
+def round_matrix(name: str, values: FloatArray, packing: Packing) -> Rounded:
     """To the nearest. Zero points are at least 1, which GPTQ can store."""
     rows, cols = values.shape
-    parts = values.reshape(rows, cols // (packing.group or cols), -1)
+    groups = np.arange(cols) // (packing.group or cols)
+    if packing.order:
+        np.random.default_rng(cols if packing.order == "input" else zlib.crc32(name.encode())).shuffle(groups)
+    parts = values[:, np.argsort(groups)].reshape(rows, cols // (packing.group or cols), -1)
     top = (1 << packing.bits) - 1
     middle = 1 << packing.bits - 1
     if packing.is_symmetric:
@@ -97,8 +103,8 @@ def round_matrix(values: FloatArray, packing: Packing) -> Rounded:
         low, high = np.minimum(parts.min(axis=2), 0), np.maximum(parts.max(axis=2), 0)
         scales = as_stored((high - low) / top, packing.scale_dtype)
         zeros = np.clip(np.round(-low / scales), 1, top).astype(np.int64)
-    integers = np.clip(np.round(parts / scales[..., None]) + zeros[..., None], 0, top).astype(np.int64)
-    return Rounded(integers.reshape(rows, cols), scales, zeros)
+    integers = np.clip(np.round(values / scales[:, groups]) + zeros[:, groups], 0, top).astype(np.int64)
+    return Rounded(integers, scales, zeros, groups)
 
 
 def words(integers: Ints, bits: int, order: tuple[int, ...] | None = None) -> NDArray[np.int32]:
@@ -117,7 +123,7 @@ def integer_tensor(values: NDArray[np.generic]) -> Encoded:
 def packed_tensors(stem: str, rounded: Rounded, packing: Packing) -> dict[str, Encoded]:
     """The tensors of one matrix, by name."""
     bits, zeros = packing.bits, rounded.zeros
-    rows, cols = rounded.integers.shape
+    groups = integer_tensor(rounded.groups.astype(np.int32))
     scales = rounded.scales if packing.layout not in ("gptq", "gptq_v2", "awq") else np.ascontiguousarray(rounded.scales.T)
     stored = (packing.scale_dtype.upper(), scales.shape, encode(scales, packing.scale_dtype))
     if packing.layout in ("gptq", "gptq_v2"):
@@ -126,7 +132,7 @@ def packed_tensors(stem: str, rounded: Rounded, packing: Packing) -> dict[str, E
             f"{stem}.qweight": integer_tensor(words(rounded.integers, bits).T),
             f"{stem}.qzeros": integer_tensor(words(zeros.T - less, bits)),
             f"{stem}.scales": stored,
-            f"{stem}.g_idx": integer_tensor((np.arange(cols) // (packing.group or cols)).astype(np.int32)),
+            f"{stem}.g_idx": groups,
         }
     if packing.layout == "awq":
         return {
@@ -140,7 +146,9 @@ def packed_tensors(stem: str, rounded: Rounded, packing: Packing) -> dict[str, E
         tensors[f"{stem}.weight"] = integer_tensor((rounded.integers - middle).astype(np.int8))
     else:
         tensors[f"{stem}.weight_packed"] = integer_tensor(words(rounded.integers, bits))
-        tensors[f"{stem}.weight_shape"] = integer_tensor(np.array([rows, cols], np.int64))
+        tensors[f"{stem}.weight_shape"] = integer_tensor(np.array(rounded.integers.shape, np.int64))
+        if packing.order:
+            tensors[f"{stem}.weight_g_idx"] = groups
     if not packing.is_symmetric:
         tensors[f"{stem}.weight_zero_point"] = (
             integer_tensor((zeros - middle).astype(np.int8))
@@ -159,7 +167,7 @@ def write_packed_hf(directory: Path, model: TinyLlama, packing: Packing) -> dict
         if ".layers." not in name or values.ndim == 1:
             tensors[name] = ("F32", values.shape, encode(values, "f32"))
             continue
-        rounded = round_matrix(values, packing)
+        rounded = round_matrix(name, values, packing)
         weights[name] = rounded.values
         tensors |= packed_tensors(name.removesuffix(".weight"), rounded, packing)
     write_encoded(directory / "model.safetensors", tensors)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from fp8_models import change_tensors
 from packed_models import Packing, Rounded, change_settings, integer_tensor, words, write_dequantised_hf, write_packed_hf
+from penstock.backends.native._native import Engine
 from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.native.lowering import lower
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.formats import Floats, WeightFormat, held_bytes
 from penstock.models.hf import load_hf_directory
-from penstock.models.weights import LoadedModel
+from penstock.models.hf_config import JsonFile
+from penstock.models.hf_quantised import put_together, read_quantisation
+from penstock.models.packed_integers import PackedIntegers
+from penstock.models.safetensors_file import open_safetensors
+from penstock.models.weights import Cut, LoadedModel, WeightTensor, stacked
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-from tiny_models import TinyLlama
+from tiny_models import TinyLlama, write_encoded
 
 TINY = TinyLlama(num_layers=1, hidden_size=128, intermediate_size=192, head_dim=24, is_tied=False)
 """q has 96 rows, k and v 48; the columns of `down` make three groups of 64, and of `o` three of 32."""
@@ -37,12 +43,16 @@ PACKINGS = {
     "gptq_v2 with zero points": (Packing("gptq_v2", is_symmetric=False), WeightFormat.Q4_1),
     "gptq of 8 bits": (Packing("gptq", bits=8), WeightFormat.Q8_0),
     "gptq in bf16": (Packing("gptq", scale_dtype="bf16"), WeightFormat.Q4_0),
+    "gptq in act-order": (Packing("gptq", order="input"), WeightFormat.Q4_0),
+    "gptq in act-orders with zero points": (Packing("gptq", order="matrix", is_symmetric=False), WeightFormat.Q4_1),
+    "gptq of 8 bits in act-orders": (Packing("gptq", bits=8, order="matrix"), WeightFormat.Q8_0),
     "awq": (Packing("awq", is_symmetric=False), WeightFormat.Q4_1),
     "awq of whole columns": (Packing("awq", group=0, is_symmetric=False), WeightFormat.Q4_1),
     "awq, symmetric": (Packing("awq"), WeightFormat.Q4_0),
     "pack-quantized": (Packing("pack-quantized", scale_dtype="bf16"), WeightFormat.Q4_0),
     "pack-quantized with zero points": (Packing("pack-quantized", is_symmetric=False), WeightFormat.Q4_1),
     "pack-quantized by rows": (Packing("pack-quantized", group=0), WeightFormat.Q4_0),
+    "pack-quantized in act-order": (Packing("pack-quantized", order="input"), WeightFormat.Q4_0),
     "pack-quantized of 8 bits": (Packing("pack-quantized", bits=8), WeightFormat.Q8_0),
     "int-quantized": (Packing("int-quantized", bits=8, group=0, scale_dtype="f32"), WeightFormat.Q8_0),
     "int-quantized in groups": (Packing("int-quantized", bits=8), WeightFormat.Q8_0),
@@ -71,6 +81,27 @@ def test_matrices_are_scales_times_integers(tmp_path: Path, name: str) -> None:
     assert model.notes == ()
 
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "compressed.npz"
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-zeros", "int4-rows", "int8-packed", "int8"])
+def test_what_compressed_tensors_has_packed_is_what_it_unpacks(tmp_path: Path, name: str) -> None:
+    """The package itself packed these matrices: `tests/parity/make_compressed_golden.py`."""
+    with np.load(GOLDEN) as golden:
+        found = {key.removeprefix(f"{name}/"): golden[key] for key in golden if key.startswith(f"{name}/")}
+    config, values = json.loads(str(found.pop("config"))), found.pop("values")
+    scale = found.pop("weight_scale")
+    tensors = {f"m.{key}": integer_tensor(array) for key, array in found.items()}
+    write_encoded(tmp_path / "m.safetensors", {**tensors, "m.weight_scale": ("BF16", scale.shape, scale.tobytes())})
+    settings = {"quant_method": "compressed-tensors", "format": config["format"], "config_groups": {"a": config}}
+    quantisation = read_quantisation(JsonFile(tmp_path, {"quantization_config": settings}), JsonFile(tmp_path, {}))
+    matrix = put_together(quantisation, open_safetensors(tmp_path / "m.safetensors")).tensors["m.weight"]
+    assert isinstance(matrix, PackedIntegers)
+    ours = WeightTensor("m", *matrix.shape, matrix.format, matrix).dequantize()
+    step = float((scale.astype(np.uint32) << 16).view(np.float32).max())
+    assert np.abs(ours - values).max() <= (step / 128 if name == "int4-zeros" else 0)
+
+
 def logits(model: LoadedModel, backend: type[ReferenceExecutor | NativeExecutor]) -> np.ndarray:
     executor = backend(
         model,
@@ -93,6 +124,56 @@ def test_a_model_computes_what_it_computes_dequantised(tmp_path: Path, name: str
     for backend, most in ((ReferenceExecutor, 5e-3), (NativeExecutor, 0.05)):  # measured: 0.0023 and 0.024
         difference = logits(packed, backend) - wanted
         assert np.sqrt((difference**2).mean()) < most * wanted.std()
+
+
+def test_an_order_of_columns_is_obeyed_or_refused(tmp_path: Path) -> None:
+    """A reader of raw rows that knows no order would multiply other columns: another backend, for one."""
+    write_packed_hf(tmp_path, TINY, Packing("gptq", order="matrix"))
+    model = load_hf_directory(tmp_path)
+    with pytest.raises(ModelError, match="act-order"):
+        model.weights["layers.0.up"].rows(0, 1)
+    with pytest.raises(ModelError, match="act-order"):
+        model.weights["layers.0.up"].data  # noqa: B018
+    embed = replace(model.weights["layers.0.q"], name="embed", num_rows=96)
+    for is_tied in (False, True):
+        spec = replace(model.spec, vocab_size=96, tie_word_embeddings=is_tied)
+        weights = {**model.weights, "embed": embed, "output": replace(model.weights["output"], num_rows=96)}
+        with pytest.raises(ModelError, match="act-order"):
+            logits(replace(model, spec=spec, weights=weights), NativeExecutor)
+
+
+def test_matrices_of_one_order_of_columns_may_be_put_together(tmp_path: Path) -> None:
+    write_packed_hf(tmp_path, TINY, Packing("gptq", order="matrix"))
+    weights = load_hf_directory(tmp_path).weights
+    up, gate = weights["layers.0.up"], weights["layers.0.gate"]
+    whole = stacked("both", [Cut(up, 3, 20), Cut(up, 60, 8, 2)])
+    assert np.array_equal(whole.dequantize(), up.dequantize()[[*range(3, 23), *range(60, 76, 2)]])
+    with pytest.raises(ModelError, match="different ways"):
+        stacked("both", [Cut(up, 0, 20), Cut(gate, 0, 20)])
+
+
+class CountingEngine:
+    """An engine that only counts its buffers and activations."""
+
+    def __init__(self) -> None:
+        self.num_buffers = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_buffers += name in ("add_buffer", "add_activation")
+        return lambda *args, **kwargs: 0
+
+
+def test_orders_of_columns_take_no_memory_in_every_layer(tmp_path: Path) -> None:
+    """Their buffers are those of the layer before."""
+    counts = []
+    for num_layers in (2, 4):
+        model = TinyLlama(num_layers=num_layers)
+        write_packed_hf(tmp_path / f"{num_layers}", model, Packing("gptq", order="matrix"))
+        engine = CountingEngine()
+        loaded = load_hf_directory(tmp_path / f"{num_layers}")
+        lower(architectures.describe(loaded.spec), loaded.weights, cast(Engine, engine), num_positions=8)
+        counts.append(engine.num_buffers)
+    assert counts[0] == counts[1]
 
 
 def test_memory_is_that_of_the_bits(tmp_path: Path) -> None:
@@ -244,20 +325,20 @@ def halves(*shape: int, value: float = 1.0) -> Any:
         (Packing("gptq"), "scales", halves(4, 192, value=np.inf), "no finite number"),
         (Packing("gptq"), "scales", halves(4, 192, value=np.nan), "no finite number"),
         (Packing("gptq"), "scales", halves(0, 192), "none of 0"),
-        (Packing("gptq"), "scales", halves(5, 192), "group that is none of|out of order|columns in 5 groups"),
+        (Packing("gptq"), "scales", halves(5, 192), "different numbers of columns"),
         (Packing("gptq"), "scales", halves(4, 96), "96 x 4 scales"),
         (Packing("gptq"), "scales", halves(4, 192, 1), "the shape"),
         (Packing("gptq"), "scales", integer_tensor(np.ones((4, 192), np.int32)), "I32 are not supported"),
         (Packing("gptq"), "qweight", halves(16, 192), "packed integers is of type F16"),
         (Packing("gptq"), "qweight", integer_tensor(np.ones((16, 192, 1), np.int32)), "no matrix"),
-        (Packing("gptq"), "qweight", integer_tensor(np.ones((8, 192), np.int32)), "g_idx has the shape"),
+        (Packing("gptq"), "qweight", integer_tensor(np.ones((8, 192), np.int32)), "groups of .* have the shape"),
         (Packing("gptq"), "qzeros", integer_tensor(np.ones((4, 12), np.int32)), "zero points"),
         (Packing("gptq"), "qzeros", integer_tensor(np.ones((3, 24), np.int32)), "zero points"),
         (Packing("gptq"), "qzeros", integer_tensor(np.full((4, 24), -1, np.int32)), "ran over"),
         (Packing("gptq"), "g_idx", integer_tensor(np.full(128, 4, np.int32)), "none of 4"),
         (Packing("gptq"), "g_idx", integer_tensor(np.full(128, -1, np.int32)), "none of 4"),
-        (Packing("gptq"), "g_idx", integer_tensor(np.zeros(64, np.int32)), "g_idx has the shape"),
-        (Packing("gptq"), "g_idx", integer_tensor((np.arange(128) // 32)[::-1].astype(np.int32)), "desc_act"),
+        (Packing("gptq"), "g_idx", integer_tensor(np.zeros(64, np.int32)), "have the shape"),
+        (Packing("gptq"), "g_idx", integer_tensor(np.zeros(128, np.int32)), "different numbers of columns"),
         (Packing("gptq", bits=8), "qzeros", integer_tensor(np.full((4, 48), 3, np.int32)), "8 bits and zero points"),
         (Packing("awq", is_symmetric=False), "scales", halves(16, 192), "16 groups"),
         (Packing("awq", is_symmetric=False), "scales", halves(2, 192), "zero points"),
@@ -266,7 +347,7 @@ def halves(*shape: int, value: float = 1.0) -> Any:
         (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([2**62, 128], np.int64)), "weight_shape is"),
         (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([192, -128], np.int64)), "-128 columns"),
         (Packing("pack-quantized"), "weight_shape", integer_tensor(np.array([192, 2**62], np.int64)), "columns"),
-        (Packing("pack-quantized"), "weight_g_idx", integer_tensor(np.zeros(128, np.int32)), "actorder"),
+        (Packing("pack-quantized"), "weight_g_idx", integer_tensor(np.zeros(128, np.int32)), "different numbers of columns"),
         (Packing("pack-quantized"), "weight_scale", halves(192, 2), "unlike the settings"),
         (Packing("pack-quantized"), "weight", halves(192, 128), "there twice"),
         (Packing("int-quantized", bits=8), "weight_scale", None, "has no"),
@@ -303,5 +384,5 @@ def test_words_are_the_papers() -> None:
     assert [f"{word:08x}" for word in words(first, 4).view(np.uint32)[0]] == ["87654321"]
     assert [f"{word:08x}" for word in words(first, 4, (0, 2, 4, 6, 1, 3, 5, 7)).view(np.uint32)[0]] == ["86427531"]
     assert [f"{word:08x}" for word in words(first, 8).view(np.uint32)[0]] == ["04030201", "08070605"]
-    rounded = Rounded(np.array([[0, 15]]), np.array([[0.5]], np.float32), np.array([[3]]))
+    rounded = Rounded(np.array([[0, 15]]), np.array([[0.5]], np.float32), np.array([[3]]), np.array([0, 0]))
     assert rounded.values.tolist() == [[-1.5, 6.0]]

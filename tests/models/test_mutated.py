@@ -104,7 +104,7 @@ def load_directory(directory: Path) -> Callable[[], LoadedModel]:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "gptq": lambda path: write_packed_hf(path, TINY, Packing("gptq", is_symmetric=False)),
+    "gptq": lambda path: write_packed_hf(path, TINY, Packing("gptq", is_symmetric=False, order="matrix")),
     "awq": lambda path: write_packed_hf(path, TINY, Packing("awq", is_symmetric=False)),
     "pack-quantized": lambda path: write_packed_hf(path, TINY, Packing("pack-quantized", is_symmetric=False)),
     "int-quantized": lambda path: write_packed_hf(path, TINY, Packing("int-quantized", bits=8)),

@@ -234,7 +234,7 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
 def _weight(name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
     num_rows, num_cols = (1, *tensor.shape)[-2:]
     if isinstance(tensor, PackedIntegers):
-        return WeightTensor(name, num_rows, num_cols, tensor.format, tensor)
+        return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, column_order=tensor.column_order)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
     if len(tensor.shape) == 1:

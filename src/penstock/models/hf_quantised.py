@@ -268,9 +268,7 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
     words, bits = parts.matrix(".qweight", "I32"), quantisation.bits
     integers = Integers(words.T, bits)
     scales, scale_format = _scales(parts, ".scales")
-    order = parts.find(".g_idx")
-    if order is not None:
-        _check_order(parts, order, integers.shape[1], len(scales))
+    groups = parts.find(".g_idx")
     return packed_integers(
         parts.name,
         parts.tensors[parts.name].path,
@@ -279,22 +277,24 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
         (scales.T, scale_format),
         Integers(parts.matrix(".qzeros", "I32").T, bits, is_of_columns=True),
         zero_shift=quantisation.zero_shift,
+        order=None if groups is None else _column_order(parts, groups, integers.shape[1], len(scales)),
     )
 
 
-def _check_order(parts: _Parts, order: StoredTensor, num_cols: int, num_groups: int) -> None:
-    """Raises ModelError unless consecutive columns share a group."""
-    groups = order.integers("I32", "I64").astype(np.int64)
+def _column_order(parts: _Parts, stored: StoredTensor, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
+    """The columns in the order of their groups, of which `stored` has one for each column; None if they are in it (act-order).
+
+    Raises ModelError unless all groups have as many columns.
+    """
+    groups = stored.integers("I32", "I64").astype(np.int64)
     if groups.shape != (num_cols,):
-        raise parts.error(f"{parts.stem}.g_idx has the shape {groups.shape}, and the matrix {num_cols} columns")
+        raise parts.error(f"the groups of {parts.stem} have the shape {groups.shape}, and the matrix {num_cols} columns")
     if ((groups < 0) | (groups >= num_groups)).any():
-        raise parts.error(f"{parts.stem}.g_idx names a group that is none of {num_groups}")
-    if num_groups and num_cols % num_groups == 0 and np.array_equal(groups, np.arange(num_cols) // (num_cols // num_groups)):
-        return
-    raise ModelError(
-        f"{order.path}: {parts.stem}.g_idx gives its columns to groups out of order (desc_act), which is not supported.",
-        remedy="Use a checkpoint without desc_act (act-order), or the bf16 original.",
-    )
+        raise parts.error(f"a column of {parts.stem} is in a group that is none of {num_groups}")
+    if not num_cols or (np.bincount(groups, minlength=num_groups) * num_groups != num_cols).any():
+        raise parts.error(f"the {num_groups} groups of {parts.stem} have different numbers of columns")
+    order = np.argsort(groups, kind="stable")
+    return None if np.array_equal(order, np.arange(num_cols)) else order
 
 
 def _awq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
@@ -321,11 +321,7 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
         if len(shape) != 2 or shape[0] != len(integers.words):
             raise parts.error(f"{parts.stem}.weight_shape is {shape}, and there are {len(integers.words)} rows")
         num_rows, num_cols = shape
-    if parts.find(".weight_g_idx") is not None:
-        raise ModelError(
-            f"{path}: {parts.stem}.weight_g_idx gives its columns to groups out of order (actorder), which is not supported.",
-            remedy="Use a checkpoint without actorder 'group', or the bf16 original.",
-        )
+    groups = parts.find(".weight_g_idx")
     scales, scale_format = _scales(parts, ".weight_scale")
     if scales.size == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), (num_rows, 1))
@@ -337,7 +333,8 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
         if points.ndim != 2:
             raise parts.error(f"{parts.stem}.weight_zero_point has the shape {points.shape}, which is no matrix's")
         zeros = Integers(points, integers.bits, is_of_columns=True)
-    return packed_integers(parts.name, path, num_cols, integers, (scales, scale_format), zeros)
+    order = None if groups is None else _column_order(parts, groups, num_cols, scales.shape[1])
+    return packed_integers(parts.name, path, num_cols, integers, (scales, scale_format), zeros, order=order)
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:

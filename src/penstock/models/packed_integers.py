@@ -97,11 +97,18 @@ class PackedIntegers:
     _zeros: Integers | None
     """[num_rows, num_groups]; None: all are the middle of the range."""
     _zero_shift: int
+    _order: Index | None
+    """Columns of the file in the order of their groups; None: they are in it."""
 
     @property
     def num_groups(self) -> int:
         """Groups of columns that share a scale."""
         return int(self._scales.shape[1])
+
+    @property
+    def column_order(self) -> Index | None:
+        """Column j of the rows is column `column_order[j]` of the matrix; None: column j."""
+        return None if self.format is WeightFormat.F32 else self._order
 
     def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
         """Some rows in this format: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
@@ -114,14 +121,16 @@ class PackedIntegers:
 
     def _floats(self, index: Index) -> NDArray[np.generic]:
         scales, zeros = self._scales_of(index), self._zeros_of(index)
-        integers = self._integers.take(index)[:, : self.shape[1]].reshape(*scales.shape, -1)
+        integers = self._integers_of(index).reshape(*scales.shape, -1)
         values: F32 = (integers.astype(np.float32) - zeros[..., None]) * scales[..., None]
-        return values.reshape(len(index), -1)
+        found = np.empty((len(index), self.shape[1]), np.float32)
+        found[:, slice(None) if self._order is None else self._order] = values.reshape(len(index), -1)
+        return found
 
     def _blocks(self, index: Index) -> NDArray[np.generic]:
         num_bytes = BLOCKS[self.format][1]
         scales = self._scales_of(index)
-        groups = self._integers.take(index)[:, : self.shape[1]].reshape(len(index), -1, _GROUP)
+        groups = self._integers_of(index).reshape(len(index), -1, _GROUP)
         blocks = np.empty((*groups.shape[:2], num_bytes), np.uint8)
         repeats = groups.shape[1] // scales.shape[1]
         blocks[..., :2] = _half_bytes(scales, repeats)
@@ -132,6 +141,10 @@ class PackedIntegers:
         if self.format is WeightFormat.Q4_1:
             blocks[..., 2:4] = _half_bytes(-scales * self._zeros_of(index), repeats)
         return blocks.reshape(len(index), -1)
+
+    def _integers_of(self, index: Index) -> U8:
+        """In the order of the groups. [n, num_cols]"""
+        return self._integers.take(index)[:, slice(self.shape[1]) if self._order is None else self._order]
 
     def _scales_of(self, index: Index) -> F32:
         return _widened(self._scales[index], self._scale_format)
@@ -149,11 +162,13 @@ def packed_integers(
     zeros: Integers | None,
     *,
     zero_shift: int = 0,
+    order: Index | None = None,
 ) -> PackedIntegers:
     """The matrix `name` of `num_cols` columns. Reads scales and zero points, and no integers.
 
-    `scales` are [num_rows, num_groups] in F32, F16 or BF16; `zero_shift` is added to stored zero points. Raises ModelError for
-    shapes that do not fit, for a scale that is no finite number, and for what no run-time format holds.
+    `scales` are [num_rows, num_groups] in F32, F16 or BF16; `zero_shift` is added to stored zero points. `order` has the
+    columns of the first group, then those of the next, as many of each; None: they are in order. Raises ModelError for shapes
+    that do not fit, for a scale that is no finite number, and for what no run-time format holds.
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
@@ -195,7 +210,9 @@ def packed_integers(
         fmt = WeightFormat.Q8_0
     else:
         fmt = WeightFormat.Q4_0 if zeros is None else WeightFormat.Q4_1
-    return PackedIntegers(path, (num_rows, num_cols), fmt, integers.words, integers, values, scale_format, zeros, zero_shift)
+    return PackedIntegers(
+        path, (num_rows, num_cols), fmt, integers.words, integers, values, scale_format, zeros, zero_shift, order
+    )
 
 
 def _widened(values: NDArray[np.generic], fmt: WeightFormat) -> F32:

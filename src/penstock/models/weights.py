@@ -102,6 +102,8 @@ class WeightTensor:
     """Scales of F8_E4M3, which has no meaning without; None for other formats."""
     order: NDArray[np.intp] | None = None
     """Row i is `stored[order[i]]`; None: `stored[i]`."""
+    column_order: NDArray[np.intp] | None = None
+    """Column j of `ordered_rows` is column `column_order[j]` of the matrix (act-order of GPTQ); None: column j."""
 
     @property
     def data(self) -> NDArray[np.generic]:
@@ -109,7 +111,16 @@ class WeightTensor:
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Some rows in this format; a view of the file, if it has them so."""
+        """Some rows in this format; a view of the file, if it has them so. Raises ModelError if they have a `column_order`."""
+        if self.column_order is not None:
+            raise ModelError(
+                f"the columns of {self.name} are in another order (act-order), which is not supported here.",
+                remedy="Use --backend native, where products obey it, or a checkpoint without act-order (desc_act).",
+            )
+        return self.ordered_rows(begin, end)
+
+    def ordered_rows(self, begin: int, end: int) -> NDArray[np.generic]:
+        """As `rows`, for callers that obey the `column_order`."""
         if isinstance(self.stored, Stacked):
             return self.stored.rows(begin, end)
         return self.stored[begin:end] if self.order is None else self.stored[self.order[begin:end]]
@@ -160,7 +171,7 @@ class WeightTensor:
         """The values of some rows, float32 [rows, num_cols]; exact for every format here, but for the product of fp8 and its
         scale."""
         stop = self.num_rows if end is None else end
-        data = self.rows(begin, stop)
+        data = self.ordered_rows(begin, stop)
 
         def values(part: slice) -> NDArray[np.float32]:
             found = dequantize(data[part], self.format, self.num_cols)
@@ -172,7 +183,12 @@ class WeightTensor:
                     found *= scales
             return found
 
-        return convert_rows(values, np.empty((stop - begin, self.num_cols), np.float32), self.num_cols)
+        found = convert_rows(values, np.empty((stop - begin, self.num_cols), np.float32), self.num_cols)
+        if self.column_order is None:
+            return found
+        whole = np.empty_like(found)
+        whole[:, self.column_order] = found
+        return whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,9 +201,9 @@ class Cut:
     step: int = 1
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Rows [begin, end) of these, in the matrix's format."""
+        """Rows [begin, end) of these, in the matrix's format and its order of columns."""
         first = self.first + begin * self.step
-        return self.tensor.rows(first, first + (end - begin - 1) * self.step + 1)[:: self.step]
+        return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1)[:: self.step]
 
     def scales(self) -> NDArray[np.float32]:
         """The scales of F8_E4M3, for each row. [num_rows, blocks of columns]"""
@@ -222,16 +238,21 @@ class Stacked:
 
 
 def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
-    """One matrix of rows of others. Raises ModelError if their formats differ, or the blocks of their scales."""
+    """One matrix of rows of others. Raises ModelError if their formats, the blocks of their scales or their columns differ."""
     first = cuts[0].tensor
     kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
-    if len(kinds) > 1:
+    if len(kinds) > 1 or not all(np.array_equal(_columns(cut.tensor), _columns(first)) for cut in cuts):
         raise ModelError(f"the parts of {name} are stored in different ways.", remedy="Use the bf16 original.")
     scales = None
     if first.scales is not None:
         scales = BlockScales(np.concatenate([cut.scales() for cut in cuts]), 1, first.scales.block_cols)
     num_rows = sum(cut.num_rows for cut in cuts)
-    return WeightTensor(name, num_rows, first.num_cols, first.format, Stacked(tuple(cuts)), scales)
+    whole = Stacked(tuple(cuts))
+    return WeightTensor(name, num_rows, first.num_cols, first.format, whole, scales, column_order=first.column_order)
+
+
+def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
+    return np.arange(tensor.num_cols) if tensor.column_order is None else tensor.column_order
 
 
 def held_floats(name: str, floats: Floats) -> Floats:

@@ -176,6 +176,7 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     plain = all(op.bias is None and op.residual is None for op in (gate, up))
     fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
     same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format
+    same = same and weights.order(gate.weight) == weights.order(up.weight)
     unread = all(not _is_read(ops, name, at + 3) for name in {gate.out, up.out} - {act.out})
     return Gated(gate, up, act) if fits and same and unread else None
 
@@ -210,6 +211,7 @@ def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights
     return all(
         isinstance(op, Linear | Logits)
         and weights.is_quantised(op.weight)
+        and weights.order(op.weight) is None
         and not (isinstance(op, Linear) and op.residual == name)
         for op in _uses(ops, name, at)
     )
@@ -253,9 +255,10 @@ class _Emitter:
         self._engine = engine
         self._ropes: dict[tuple[tuple[float, ...], float], int] = {}
         self._buffers: dict[str, int] = {}
-        self._converted: dict[tuple[str, bool], int] = {}
-        """(buffer, quantised) -> the activation that holds its present value."""
-        self._activations: dict[tuple[str, bool], int] = {}
+        self._converted: dict[str, dict[tuple[bool, bytes | None], int]] = {}
+        """Buffer -> (quantised, order of columns) -> the activation that holds its present value."""
+        self._activations: dict[tuple[str, bool, int], int] = {}
+        """By buffer, whether quantised, and the number of such orders that its value has before: other layers reuse it."""
         self._pending: list[RowOp] = []
         """Row operations not yet given out, to be one instruction."""
         self._on_samples = False
@@ -312,9 +315,9 @@ class _Emitter:
     def _emit_quantised_norm(self, op: RMSNorm) -> None:
         x, vector = self._buffer(op.x), self._weights.vector(op.weight)
         self._forget(op.out)
-        activation = self._new_activation(op.out, quantised=True)
+        activation = self._new_activation(op.out, True, 0)
         self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
-        self._converted[op.out, True] = activation
+        self._converted[op.out] = {(True, None): activation}
 
     def _emit_embed(self, op: Embed) -> None:
         """Rows come from the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
@@ -338,29 +341,31 @@ class _Emitter:
         self._pending.append(RowOp(kind, out=out, x=x, y=y, weight=weight, n=n, head_dim=head_dim, value=value))
 
     def _emit_products(self, ops: Sequence[Linear]) -> None:
-        inputs = [self._activation(op.x, self._weights.is_quantised(op.weight)) for op in ops]
+        inputs = [self._activation(op.x, op.weight) for op in ops]
         self.flush()
         self._engine.add_linear([self._linear(op, x) for op, x in zip(ops, inputs, strict=True)], self._on_samples)
 
     def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
         bias = NONE if op.bias is None else self._weights.vector(op.bias)
         residual = NONE if op.residual is None else self._buffer(op.residual)
-        return self._weights.matrix(op.weight), activation, self._written(op.out), bias, residual
+        return self._weights.matrix(op.weight, is_ordered=True), activation, self._written(op.out), bias, residual
 
     def _emit_logits(self, op: Logits) -> None:
-        activation = self._activation(op.x, self._weights.is_quantised(op.weight))
+        activation = self._activation(op.x, op.weight)
         self.flush()
         out = self._written(op.out)
-        self._engine.add_linear([(self._weights.matrix(op.weight), activation, out, NONE, NONE)], self._on_samples)
+        self._engine.add_linear(
+            [(self._weights.matrix(op.weight, is_ordered=True), activation, out, NONE, NONE)], self._on_samples
+        )
         self._engine.set_logits(out)
 
     def _emit_gated(self, group: Gated) -> None:
         gate, up, act = group.gate, group.up, group.act
-        activation = self._activation(gate.x, self._weights.is_quantised(gate.weight))
+        activation = self._activation(gate.x, gate.weight)
         self.flush()
         out = self._written(act.out)
-        matrices = self._weights.matrix(gate.weight), self._weights.matrix(up.weight)
-        self._engine.add_gated(*matrices, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples)
+        matrix, other = (self._weights.matrix(op.weight, is_ordered=True) for op in (gate, up))
+        self._engine.add_gated(matrix, other, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples)
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
@@ -417,23 +422,33 @@ class _Emitter:
         return self._buffer(name)
 
     def _forget(self, name: str) -> None:
-        for quantised in (True, False):
-            self._converted.pop((name, quantised), None)
+        self._converted.pop(name, None)
 
-    def _activation(self, name: str, quantised: bool) -> int:
-        """The converted form of a value, converting it now if need be."""
-        if (name, quantised) not in self._converted:
-            activation = self._new_activation(name, quantised=quantised)
-            kind = RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16
-            self._row(kind, out=activation, x=self._buffer(name))
-            self._converted[name, quantised] = activation
-        return self._converted[name, quantised]
+    def _activation(self, name: str, weight: str) -> int:
+        """The form of a value that a weight multiplies, converting it now if need be."""
+        is_quantised, order = form = self._weights.is_quantised(weight), self._weights.order(weight)
+        forms = self._converted.setdefault(name, {})
+        if form not in forms:
+            x, number = self._buffer(name), 0
+            if order is not None:
+                x, number = self._in_order(name, order), sum(other is not None for _, other in forms) + 1
+            forms[form] = self._new_activation(name, is_quantised, number)
+            self._row(RowOpKind.QUANTIZE if is_quantised else RowOpKind.TO_BF16, out=forms[form], x=x)
+        return forms[form]
 
-    def _new_activation(self, name: str, *, quantised: bool) -> int:
-        key = (name, quantised)
+    def _new_activation(self, name: str, is_quantised: bool, number: int) -> int:
+        key = (name, is_quantised, number)
         if key not in self._activations:
-            self._activations[key] = self._engine.add_activation(self._widths[name], quantised, self._on_samples)
+            self._activations[key] = self._engine.add_activation(self._widths[name], is_quantised, self._on_samples)
         return self._activations[key]
+
+    def _in_order(self, name: str, order: bytes) -> int:
+        """A buffer with the columns of another in this order, to be converted at once: all orders share it."""
+        ordered = f"{name}, in order"
+        self._widths[ordered] = self._widths[name]
+        x, out = self._buffer(name), self._buffer(ordered)
+        self._row(RowOpKind.GATHER_COLUMNS, out=out, x=x, weight=self._weights.order_id(order))
+        return out
 
 
 # Weights
@@ -455,6 +470,7 @@ class _Weights:
         self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
+        self._orders: dict[bytes, int] = {}
 
     def tensor(self, name: str) -> WeightTensor:
         if name not in self._weights:
@@ -468,8 +484,24 @@ class _Weights:
         """Whether a product needs it."""
         return name in self._multiplied
 
-    def matrix(self, name: str) -> int:
-        """The id of a packed matrix."""
+    def order(self, name: str) -> bytes | None:
+        """The order of a matrix's columns, as int32, if it is not that of the value that it multiplies."""
+        order = self.tensor(name).column_order
+        return None if order is None else order.astype(np.int32).tobytes()
+
+    def order_id(self, order: bytes) -> int:
+        """The id of an order of columns."""
+        if order not in self._orders:
+            self._orders[order] = self._engine.add_order(np.frombuffer(order, np.int32))
+        return self._orders[order]
+
+    def matrix(self, name: str, *, is_ordered: bool = False) -> int:
+        """The id of a packed matrix. Raises ModelError for one with an order of columns, unless that is obeyed."""
+        if not is_ordered and self.order(name) is not None:
+            raise ModelError(
+                f"the columns of {name!r} are in another order (act-order), which is not supported for this matrix.",
+                remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
+            )
         if name not in self._matrices:
             self._matrices[name] = self._packed(self.tensor(name))
         return self._matrices[name]
@@ -479,7 +511,7 @@ class _Weights:
         with _told_of(tensor):
             matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
             for begin, end in tensor.parts(PANEL):
-                self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end))
+                self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end, is_ordered=True))
                 tensor.forget(begin, end)
                 if self._on_packed is not None:
                     self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
@@ -505,10 +537,10 @@ def _source_format(tensor: WeightTensor) -> SourceFormat:
     return SourceFormat.F32 if tensor.format is WeightFormat.F8_E4M3 else SOURCE_FORMATS[tensor.format]
 
 
-def _bytes(tensor: WeightTensor, begin: int, end: int) -> NDArray[np.uint8]:
+def _bytes(tensor: WeightTensor, begin: int, end: int, *, is_ordered: bool = False) -> NDArray[np.uint8]:
     """Some rows as the engine takes them. uint8 [end - begin, bytes]"""
     if tensor.format is not WeightFormat.F8_E4M3:
-        return np.ascontiguousarray(tensor.rows(begin, end)).view(np.uint8)
+        return np.ascontiguousarray((tensor.ordered_rows if is_ordered else tensor.rows)(begin, end)).view(np.uint8)
     values = tensor.dequantize(begin, end)
     if not np.isfinite(values).all():  # what the engine is given as floats it takes as they are
         raise ModelError(f"the matrix {tensor.name!r} has a weight that is no finite number.", remedy="Fetch the model again.")
