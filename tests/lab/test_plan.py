@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from penstock.lab.arrivals import constant, mean_rate, poisson
+from penstock.lab.cluster import Cluster
 from penstock.lab.cost_model import CostModel, Residuals
 from penstock.lab.figures import parse_slos
 from penstock.lab.hardware import Hardware
@@ -37,7 +38,7 @@ from penstock.lab.plan import (
     search,
 )
 from penstock.lab.plan_report import as_json, comparison, plots, report
-from penstock.lab.simulation import Simulation
+from penstock.lab.simulation import Outcome, Simulation
 from penstock.lab.sizing import ModelSize, Speeds, batch_point, fullest_batch, lengths_of, roofline
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
@@ -423,6 +424,40 @@ def test_many_replicas_are_simulated_by_one_group_of_them() -> None:
     assert fleet.held is not None
     assert fleet.held.rate == pytest.approx(99 * found.rate / fleet.num_groups)
     assert math.gcd(fleet.num_groups, 300) == 1, "or a group has the same requests each time"
+
+
+def test_all_groups_together_have_no_more_replicas_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number of replicas makes a prompt shorter than a millisecond."""
+    monkeypatch.setattr("penstock.lab.plan.MOST_REPLICAS", 64)
+    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    tried: list[int] = []
+
+    def run(cluster: Cluster, jobs: Workload) -> Outcome:
+        tried.append(cluster.num_replicas)
+        return real_run(cluster, jobs)
+
+    real_run = Cluster.run
+    monkeypatch.setattr(Cluster, "run", run)
+    rate = 40 * found.saturated_rate
+    fleet = find_fleet(server, jobs, slos, rate, found)
+    assert fleet is not None
+    assert fleet.num_groups > 1
+    assert find_fleet(server, jobs, parse_slos(["ttft=1ms"]), rate, found) is None
+    assert max(tried) * fleet.num_groups <= 64
+
+
+def test_the_tokens_of_a_run_of_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.lab.plan.MOST_FLEET_TOKENS", 1_200)
+    monkeypatch.setattr("penstock.lab.plan.MOST_TOKENS", 600)
+    server, slos = candidate(), parse_slos(["ttft=100ms"])
+    jobs = workload(120, prompt=300, output=5, instants=[2_000_000_000 * (i // 6) for i in range(120)])
+    found = search(server, jobs, slos, goal=0.99, seed=0)
+    assert found.best is None, "a burst is too long for one server at any rate"
+    fleet = find_fleet(server, jobs, slos, 12.0, found)
+    assert fleet is not None
+    assert fleet.held is not None
+    assert fleet.held.num_requests == 240, "30 s would be 360 requests of 5 tokens"
 
 
 def test_a_rate_beyond_all_replicas_is_an_error() -> None:

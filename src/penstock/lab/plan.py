@@ -76,8 +76,8 @@ MOST_REQUESTS, MOST_TOKENS, MOST_STEPS = 1_000, 40_000, 5_000
 SATURATED = 0.95
 """Share of the saturated rate above which queues of a longer run would be longer."""
 MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
-"""A run of several replicas repeats the workload up to so many requests. Where it has more output tokens than that, the run is
-of one group of the replicas: some seconds."""
+"""A run of several replicas repeats the workload up to so many requests, and so many output tokens, or `MOST_TOKENS` for each
+replica that it takes to keep up, if those are more. Where it has more than `MOST_FLEET_TOKENS`, it is of one group of them."""
 LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 1_024
 """Replicas of such a group, as if they had no more to do than keep up; and of all groups together, at most."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
@@ -551,7 +551,7 @@ def find_fleet(
         )
         return make_trial(cluster.run(jobs), share, slos, goal)
 
-    fewest = fewest_replicas(attempt, least)
+    fewest = fewest_replicas(attempt, least, MOST_REPLICAS // num_groups)
     if fewest is None:
         return None
     num_in_group, held, failed = fewest
@@ -575,10 +575,11 @@ def _dealt(workload: Workload, rate: float, found: Search, least_run_s: float) -
     wanted_s = max(least_run_s, MIN_SPANS * tried.mean_e2e_s if tried else 0.0)
     if found.best is not None:
         wanted_s = min(wanted_s, count / found.best.rate)
-    times = max(1, min(round(wanted_s * rate / count), MOST_FLEET_REQUESTS // len(workload.jobs)))
-    num_tokens, least = times * sum(job.num_output_tokens for job in workload.jobs), rate / found.saturated_rate
+    num_tokens, least = sum(job.num_output_tokens for job in workload.jobs), rate / found.saturated_rate
+    most_tokens = max(MOST_FLEET_TOKENS, math.ceil(least) * MOST_TOKENS)
+    times = max(1, min(round(wanted_s * rate / count), MOST_FLEET_REQUESTS // len(workload.jobs), most_tokens // num_tokens))
     most = max(1, int(least / LEAST_GROUP))
-    near = min(most, max(1, math.ceil(least / MOST_GROUP), num_tokens // MOST_FLEET_TOKENS))
+    near = min(most, max(1, math.ceil(least / MOST_GROUP), times * num_tokens // MOST_FLEET_TOKENS))
     # With a common divisor a group would be sent the same requests in each repeat.
     numbers = (*range(near, most + 1), *range(near, 0, -1))
     num_groups = next(number for number in numbers if times == 1 or math.gcd(number, count) == 1)
