@@ -37,9 +37,9 @@ CHUNK_CONTEXTS = (0, 1000)
 NUM_MIXES = 24
 """Steps of decodes and chunks, with contexts drawn at random."""
 REFERENCE = StepShape(((1, 128),), 1)
-"""The step that runs before each that is measured. Where it takes longer than usual, others use the machine."""
+"""The step that runs between those that are measured. Where it takes longer than usual, others use the machine."""
 NUM_TO_WARM = 10
-"""Reference steps after a step of another shape until one of them tells how fast the machine is."""
+"""Reference steps in a row, besides the one right after a shape, of which the last tells how fast the machine is."""
 STRETCH = 100
 """Steps in a row that are taken of a long recording."""
 
