@@ -379,7 +379,7 @@ void bind_engine(nb::module_& m) {
                  const StepTimes t = self.times();
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
-             "(rows, linear, attention, sampling) nanoseconds of the last step, in the mean of all threads; the rest they waited.")
+             "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over all threads. For the rest of it they waited.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")

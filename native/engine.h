@@ -23,7 +23,7 @@
 
 namespace penstock {
 
-// Time by the kind of task, in the mean of all threads. What is missing of the whole step they waited for each other.
+// Times by the kind of task: the mean over all threads. For the rest of the step the threads waited for each other.
 struct StepTimes {
     int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
 };

@@ -23,8 +23,9 @@ namespace penstock {
 class Work {
   public:
     virtual void run_task(int stage, int task, int member) = 0;
-    // For times without waits: a member calls the first one before its first task of a stage, and the second one after its last, while the
-    // stage still goes on. Since it can't know which is the last, that is after each when fewer tasks are left than there are members.
+    // For times without waits. A member calls `begun` before its first task of a stage. It calls `ended` after a task that may be its last,
+    // while that stage still goes on: after each one, when fewer tasks are left than there are members. A member whose core is taken away
+    // before that, while others take all that was left, has not called `ended`: its time in that stage is lost.
     virtual void begun(int member) { static_cast<void>(member); }
     virtual void ended(int stage, int member) { static_cast<void>(stage), static_cast<void>(member); }
 
