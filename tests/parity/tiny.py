@@ -130,15 +130,10 @@ def write_case(case: TinyCase, directory: Path) -> Path:
     config, weights = case.config, case.weights()
     if case.wrapper is not None:
         config = {**case.wrapper, "text_config": {**config, "architectures": None}}
-        weights = {name: values for old, values in weights.items() for name in [wrapped_name(old)]}
+        weights = {f"language_model.{name}": values for name, values in weights.items()}  # as nearly all files have them
         weights["vision_tower.patch.weight"] = np.ones((3, 5), np.float32)
         weights["multi_modal_projector.linear.weight"] = np.ones((5, 3), np.float32)
     return write_hf_files(directory, config, weights, case.vocab_size, dtype=case.dtype, num_shards=case.num_shards)
-
-
-def wrapped_name(name: str) -> str:
-    """A tensor's name in a model of text and pictures: release 4 of transformers wrote it, and nearly all files have it."""
-    return f"language_model.{name}"
 
 
 def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
