@@ -94,6 +94,15 @@ void add_attention(Engine& self, int q, int out, int layer, int num_heads, float
     self.add_instruction(std::move(instruction));
 }
 
+int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
+                int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
+                float share_factor, bool samples) {
+    const ExpertsLayer layer{num_experts, num_chosen, width,      x,          input,
+                             router,      router_bias, selection_bias, inner, outer,
+                             inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor};
+    return self.add_experts(layer, samples ? Domain::kSamples : Domain::kTokens);
+}
+
 struct Arrays {
     Vector<int32_t> row_slots, query_start_loc, context_lens, token_ids, positions;
     Vector<int64_t> slot_mapping;
@@ -299,7 +308,8 @@ void bind_engine(nb::module_& m) {
         .value("GATHER", RowOpKind::kGather)
         .value("LOOKUP", RowOpKind::kLookup)
         .value("RESIZE_HEADS", RowOpKind::kResizeHeads)
-        .value("GATHER_COLUMNS", RowOpKind::kGatherColumns);
+        .value("GATHER_COLUMNS", RowOpKind::kGatherColumns)
+        .value("SUM_EXPERTS", RowOpKind::kSumExperts);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -347,6 +357,10 @@ void bind_engine(nb::module_& m) {
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
+        .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
+             "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
+             "is_renormalised"_a, "share_factor"_a, "samples"_a,
+             "A mixture of experts but for the sum, SUM_EXPERTS of the id that it returns. The fields are those of instructions.h.")
         .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
         .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")

@@ -48,6 +48,7 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::
       team_(std::move(team)),
       kv_(shape, kernels_),
       planner_(shape, kernels_, program_, weights_, kv_.layer_block_bytes(), team_->size()),
+      experts_(kernels_, weights_, team_->size()),
       logits_(shape, kernels_, team_->size()),
       member_times_(team_->size()),
       attention_scratch_(team_->size()) {
@@ -69,31 +70,26 @@ int Engine::add_buffer(int width, bool per_sample) {
 }
 
 int Engine::add_activation(int cols, bool quantised, bool per_sample) {
-    const int64_t rows = rows_of(per_sample), groups = cols / kGroup;
-    OwnedActivation a;
-    a.view.cols = cols;
-    const auto allocate = [&a](auto*& field, int64_t count) {
-        a.memory.push_back(allocate_aligned(count * static_cast<int64_t>(sizeof(*field)), false));
-        field = reinterpret_cast<std::remove_reference_t<decltype(field)>>(a.memory.back().get());
-    };
-    if (quantised) {
-        allocate(a.view.q, rows * cols);
-        allocate(a.view.exponent, rows * groups);
-        allocate(a.view.zero_sum, rows * groups);
-        allocate(a.view.sum, rows * ((groups + 1) & ~int64_t{1}));
-        a.view.outliers_per_row = outliers_of(cols);
-        allocate(a.view.outlier, rows * a.view.outliers_per_row);
-        allocate(a.view.outlier_rest, rows * a.view.outliers_per_row);
-    } else {
-        allocate(a.view.bf16, rows * ((cols + 1) / 2) * 2);
-    }
-    activations_.push_back(std::move(a));
+    activations_.emplace_back(rows_of(per_sample), cols, quantised);
     return static_cast<int>(activations_.size()) - 1;
 }
 
 void Engine::add_instruction(Instruction instruction) {
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
+}
+
+int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
+    const int id = experts_.add(layer, rows_of(domain == Domain::kSamples));
+    const auto add = [&](ExpertsPart part) {
+        add_instruction({InstructionKind::kExperts, domain, {}, {}, {}, {}, {part, id, layer}});
+    };
+    add(ExpertsPart::kScore);
+    RowOp choose{RowOpKind::kChooseExperts};
+    choose.weight = id;
+    add_instruction({InstructionKind::kRows, domain, {choose}, {}, {}, {}});
+    for (const ExpertsPart part : {ExpertsPart::kGather, ExpertsPart::kInner, ExpertsPart::kActivate, ExpertsPart::kOuter}) add(part);
+    return id;
 }
 
 void Engine::set_logits(int buffer) {
@@ -145,6 +141,10 @@ void Engine::run_task(int index, int task, int member) {
             return run_linear(*instruction, index, task);
         case InstructionKind::kGated: return run_gated(instruction->gated, index, task);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
+        case InstructionKind::kExperts: {
+            const ExpertsOp& op = instruction->experts;
+            return experts_.run(op, buffers_[op.layer.x].data(), activations_[op.layer.input].view, stage, task, member);
+        }
     }
 }
 
@@ -167,7 +167,8 @@ void Engine::ended(int index, int member) {
     switch (instruction->kind) {
         case InstructionKind::kRows: times.rows += elapsed; break;
         case InstructionKind::kLinear:
-        case InstructionKind::kGated: times.linear += elapsed; break;
+        case InstructionKind::kGated:
+        case InstructionKind::kExperts: times.linear += elapsed; break;
         case InstructionKind::kAttention: times.attention += elapsed; break;
     }
 }
@@ -260,6 +261,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
                 std::fill(resized + kept, resized + to, 0.0f);
             }
             return;
+        }
+        case RowOpKind::kChooseExperts: return experts_.choose(op.weight, row);
+        case RowOpKind::kSumExperts: {
+            const Buffer& out = buffers_[op.out];
+            return experts_.sum(op.weight, row, out.row(row), static_cast<int>(out.width));
         }
         case RowOpKind::kQuantize:
         case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);

@@ -13,10 +13,12 @@
 #include <string>
 #include <vector>
 
+#include "experts.h"
 #include "floats.h"
 #include "instructions.h"
 #include "kv_cache.h"
 #include "logits.h"
+#include "owned_activation.h"
 #include "step_planner.h"
 #include "team.h"
 #include "weights.h"
@@ -46,6 +48,8 @@ class Engine final : private Work {
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample);
     void add_instruction(Instruction instruction);
+    // All instructions of a layer of experts but the last one: kSumExperts, for which the id is.
+    int add_experts(const ExpertsLayer& layer, Domain domain);
     // After the last instruction.
     void set_logits(int buffer);
     // The weights are complete: threads of low priority see to their pages, and to those of the KV cache.
@@ -73,10 +77,6 @@ class Engine final : private Work {
         Memory memory;
         float* data() const { return reinterpret_cast<float*>(memory.get()); }
         float* row(int64_t i) const { return data() + i * width; }
-    };
-    struct OwnedActivation {
-        Activation view;
-        std::vector<Memory> memory;
     };
     struct Rope {
         std::vector<float> inv_freq;
@@ -114,6 +114,7 @@ class Engine final : private Work {
     std::vector<OwnedActivation> activations_;
     std::vector<Instruction> program_;
     StepPlanner planner_;
+    Experts experts_;
     Logits logits_;
     int logits_buffer_ = -1;
 

@@ -12,10 +12,14 @@ namespace penstock {
 
 constexpr int kRowBlock = 96;      // rows of a product's task: their activations stay in the second-level cache
 constexpr int kRowsTogether = 16;  // rows that go through one row operation after another: they stay in the first-level cache
+constexpr int kExpertsTogether = 16;  // whose scores of a row are one piece of work
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-enum class RowOpKind : int32_t { kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns };
+enum class RowOpKind : int32_t {
+    kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
+    kChooseExperts, kSumExperts,
+};
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
 struct RowOp {
@@ -24,7 +28,7 @@ struct RowOp {
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer
     // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kQuantize: of the norm before, or -1; kKvWrite: what keys share, or -1), rope
-    // (kAngles, kRope), order (kGatherColumns)
+    // (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
     int32_t weight = -1;
     int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated)
     int32_t head_dim = 0;  // kRope
@@ -56,7 +60,34 @@ struct AttentionOp {
     bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
 };
 
-enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention };
+// A layer's mixture of experts. A matrix has those of all experts, one below the other, each in whole panels: `inner` the gate's rows of
+// an expert and then up's, `outer` those of the down projection. Their biases lie likewise.
+struct ExpertsLayer {
+    int32_t num_experts = 0, num_chosen = 0;
+    int32_t width = 0;                      // of an expert: what the down projection reads
+    int32_t x = -1;                         // buffer
+    int32_t input = -1;                     // activation: x in the form that `inner` wants
+    int32_t router = -1;                    // vector [num_experts, columns of x]
+    int32_t router_bias = -1;               // vector [num_experts]: of the router's products
+    int32_t selection_bias = -1;            // likewise: of the scores, and only the choice sees it
+    int32_t inner = -1, outer = -1;         // matrices
+    int32_t inner_bias = -1, outer_bias = -1;
+    ActivationKind activation = ActivationKind::kSilu;
+    bool is_sigmoid = false;                // what makes scores of the router's products: else softmax
+    bool is_renormalised = true;            // a token's shares are divided by their sum
+    float share_factor = 1.0f;              // of the shares, after that
+};
+
+// Its stages (experts.h), but for those that are operations on rows.
+enum class ExpertsPart : int32_t { kScore, kGather, kInner, kActivate, kOuter };
+
+struct ExpertsOp {
+    ExpertsPart part = ExpertsPart::kScore;
+    int32_t id = -1;  // of the layer
+    ExpertsLayer layer{};
+};
+
+enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts };
 enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instruction runs
 
 struct Instruction {
@@ -66,6 +97,7 @@ struct Instruction {
     std::vector<LinearOp> linears;
     GatedOp gated;
     AttentionOp attention;
+    ExpertsOp experts{};
 };
 
 // Arrays of one step, owned by the caller. R rows, T tokens, S rows of logits.

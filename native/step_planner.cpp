@@ -56,6 +56,11 @@ void StepPlanner::count_last_instruction() {
     } else if (instruction.kind == InstructionKind::kAttention) {
         costs_.of_position += 2 * kAttentionCost * instruction.attention.num_heads * shape_.head_dim;
     }
+    if (instruction.kind == InstructionKind::kExperts) {
+        has_experts_ = true;
+        const ExpertsOp& op = instruction.experts;
+        if (op.part == ExpertsPart::kInner) costs_.weight_bytes += weights_.packed(op.layer.inner).bytes + weights_.packed(op.layer.outer).bytes;
+    }
     fetching_.add_instruction(instruction, fetching);
     num_own_ = static_cast<int>(program_.size());
 }
@@ -86,10 +91,11 @@ Fetching::Share StepPlanner::fetched_by(int stage, int task) const {
 
 bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
 
-// As many as pay and can be of about equal cost; one strand if several would not.
+// As many as pay and can be of about equal cost; one strand if several would not. Experts are read by one strand: with half of the rows
+// each, two would read nearly all of them twice.
 void StepPlanner::plan_strands() {
     plan_.strands.clear();
-    const int most = std::min({num_members_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+    const int most = has_experts_ ? 1 : std::min({num_members_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (most > 1) add_up_costs();
     for (int wanted = most; wanted > 1 && plan_.strands.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
@@ -246,7 +252,29 @@ Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instructi
         const int grain = grain_of_rows(rows, members);
         return {ceil_div(rows, grain), grain, 1, first, end, members};
     }
+    if (instruction.kind == InstructionKind::kExperts) return plan_experts(instruction.experts, first, end, members);
     return plan_product(instruction, first, end, members);
+}
+
+// Which experts the rows will choose is not known yet: a product has as many tasks as share the panels of any of them.
+Stage StepPlanner::plan_experts(const ExpertsOp& op, int first, int end, int members) const {
+    const ExpertsLayer& layer = op.layer;
+    const int rows = end - first, pairs = rows * layer.num_chosen, wanted = kTasksPerMember * members;
+    switch (op.part) {
+        case ExpertsPart::kScore: {
+            const int pieces = rows * ceil_div(layer.num_experts, kExpertsTogether), grain = grain_of(pieces, wanted);
+            return {ceil_div(pieces, grain), grain, 1, first, end, members};
+        }
+        case ExpertsPart::kInner:
+        case ExpertsPart::kOuter: {
+            const int panels = weights_.matrix(op.part == ExpertsPart::kInner ? layer.inner : layer.outer).panels / layer.num_experts;
+            return {static_cast<int>(std::min(int64_t{pairs} * panels, int64_t{wanted})), 1, 1, first, end, members};
+        }
+        default: {
+            const int grain = grain_of_rows(pairs, members);
+            return {ceil_div(pairs, grain), grain, 1, first, end, members};
+        }
+    }
 }
 
 Stage StepPlanner::plan_product(const Instruction& instruction, int first, int end, int members) const {

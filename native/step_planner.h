@@ -131,6 +131,7 @@ class StepPlanner {
     void plan_stages();
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
+    Stage plan_experts(const ExpertsOp& op, int first, int end, int members) const;
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -138,6 +139,7 @@ class StepPlanner {
     const Weights& weights_;
     int num_members_;
     int num_own_ = 0;
+    bool has_experts_ = false;
     Costs costs_;
     Fetching fetching_;
 

@@ -164,6 +164,10 @@ struct KernelTable {
                           const float* centre);
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
     void (*add_row)(float* out, const float* a, const float* b, int cols);
+    // out[i] = x . w[i], of `rows` rows of w [rows, cols]
+    void (*dot_rows)(float* out, const float* x, const float* w, int rows, int cols);
+    // out = the sum of shares[i] * x[places[i]], in order; x is [., ld], of which `cols` columns count
+    void (*weighted_sum)(float* out, const float* x, int64_t ld, const int32_t* places, const float* shares, int count, int cols);
 
     // how many panels side by side are fastest for so many rows
     int (*tile_panels)(int rows);

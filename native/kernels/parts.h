@@ -14,6 +14,8 @@ void rope_row(float* x, const float* cos, const float* sin, int num_heads, int h
 void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre);
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
 void add_row(float* out, const float* a, const float* b, int cols);
+void dot_rows(float* out, const float* x, const float* w, int rows, int cols);
+void weighted_sum(float* out, const float* x, int64_t ld, const int32_t* places, const float* shares, int count, int cols);
 int tile_panels(int rows);
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
           const UpcomingKv& upcoming);

@@ -16,20 +16,19 @@ PENSTOCK_INLINE void for_lanes(int n, F f) {
     if (i < n) f(i, n - i);
 }
 
-// Four sums side by side: one alone would wait for each multiply-add before the next. In the order of quantize.cpp.
-PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
+// x . y. Four sums side by side: one alone would wait for each multiply-add before the next. In the order of quantize.cpp.
+PENSTOCK_INLINE float dot(const float* x, const float* y, int n) {
     vf part[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     int i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
         for (int p = 0; p < 4; ++p) {
-            const vf v = load(x + i + p * kLanes);
-            part[p] = fma(v, v, part[p]);
+            part[p] = fma(load(x + i + p * kLanes), load(y + i + p * kLanes), part[p]);
         }
     }
     for (int p = 0; p < 4; ++p, i += kLanes) {
         if (i >= n) break;
-        const vf v = load_some(x + i, n - i < kLanes ? n - i : kLanes);
-        part[p] = fma(v, v, part[p]);
+        const int count = n - i < kLanes ? n - i : kLanes;
+        part[p] = fma(load_some(x + i, count), load_some(y + i, count), part[p]);
     }
     return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
 }
@@ -39,7 +38,7 @@ PENSTOCK_INLINE float sum_of_squares(const float* x, int n) {
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps) {
     for (int base = 0; base < cols; base += group) {
         const float* xg = x + base;
-        const vf inverse = set1(1.0f / sqrtf(sum_of_squares(xg, group) / static_cast<float>(group) + eps));
+        const vf inverse = set1(1.0f / sqrtf(dot(xg, xg, group) / static_cast<float>(group) + eps));
         for_lanes(group, [&](int i, int count) PENSTOCK_LAMBDA {
             store_some(out + base + i, mul(mul(load_some(xg + i, count), inverse), load_some(weight + i, count)), count);
         });
@@ -79,6 +78,18 @@ void gated_row(float* out, const float* gate, const float* up, int cols, Activat
 void add_row(float* out, const float* a, const float* b, int cols) {
     for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
         store_some(out + i, add(load_some(a + i, count), load_some(b + i, count)), count);
+    });
+}
+
+void dot_rows(float* out, const float* x, const float* w, int rows, int cols) {
+    for (int i = 0; i < rows; ++i, w += cols) out[i] = dot(x, w, cols);
+}
+
+void weighted_sum(float* out, const float* x, int64_t ld, const int32_t* places, const float* shares, int count, int cols) {
+    for_lanes(cols, [&](int i, int some) PENSTOCK_LAMBDA {
+        vf sum = mul(load_some(x + places[0] * ld + i, some), set1(shares[0]));
+        for (int j = 1; j < count; ++j) sum = fma(load_some(x + places[j] * ld + i, some), set1(shares[j]), sum);
+        store_some(out + i, sum, some);
     });
 }
 

@@ -301,7 +301,7 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
     ("op", "complaint"),
     [
         (States("x"), "can't end a program in States"),
-        (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "silu"), "can't compute Experts"),
+        (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "relu2"), "can't compute Experts with relu2"),
         (MeanRows("y", "x"), "can't compute MeanRows"),
         (Softcap("x", 30.0), "can't compute Softcap"),
         (EmbedPositions("x", "x", "w", 32), "can't compute EmbedPositions"),

@@ -6,18 +6,21 @@ Alone or beside 31 others, whole or in chunks, from the prefix cache or computed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from answer_bench import Answer, Bench, answer_of
+from parity.tiny import write_case
+from parity.tiny_cases import CASES as CASES_OF_PARITY
 from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
+from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.text.tokenizer import load_tokenizer
@@ -57,17 +60,29 @@ def tiny_model_bench(variant: str, directory: Path) -> Bench:
     return make_bench(load_gguf(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
 
 
+def experts_bench(variant: str, directory: Path) -> Bench:
+    """Mixtures of 7 experts of 40 columns, 3 of them for each token."""
+    case = CASES_OF_PARITY["mixtral"]
+    path = write_case(replace(case, config={**case.config, "max_position_embeddings": 640}), directory / "experts")
+    rng = np.random.default_rng(1)
+    prompts = [tuple(int(t) for t in rng.integers(0, case.vocab_size, 1 + 13 * i)) for i in range(NUM_REQUESTS)]
+    return make_bench(load_hf_directory(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
+
+
 VARIANTS: list[str] = info()["variants"]
 CASES = [
     pytest.param(("default", VARIANTS[0]), marks=pytest.mark.model, id=f"default-{VARIANTS[0]}"),
     *(pytest.param(("tiny", v), id=f"tiny-{v}") for v in VARIANTS),
+    pytest.param(("experts", VARIANTS[0]), id=f"experts-{VARIANTS[0]}"),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     kind, variant = request.param
-    return default_model_bench(variant) if kind == "default" else tiny_model_bench(variant, tmp_path_factory.mktemp("tiny"))
+    if kind == "default":
+        return default_model_bench(variant)
+    return (experts_bench if kind == "experts" else tiny_model_bench)(variant, tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class TinyCase:
     """config.json of a model of text and pictures, whose `text_config` is `config` and whose tensors have other names."""
     gguf: Gguf | None = None
     """If given, the file is a GGUF instead."""
+    experts: str = ""
+    """If given, each expert's matrices are tensors of their own, whose names have its number and that of the matrix here."""
     golden: str = ""
     """The case that has the same values, so that its golden answers are this one's, too; "" if it has its own."""
     num_tokens: int = 40
@@ -128,12 +131,27 @@ def write_case(case: TinyCase, directory: Path) -> Path:
     if case.gguf is not None:
         return _write_gguf(case, case.gguf, directory / "tiny.gguf")
     config, weights = case.config, case.weights()
+    if case.experts:
+        weights = {name: values for old, cube in weights.items() for name, values in _of_each_expert(case.experts, old, cube)}
     if case.wrapper is not None:
         config = {**case.wrapper, "text_config": {**config, "architectures": None}}
         weights = {f"language_model.{name}": values for name, values in weights.items()}  # as nearly all files have them
         weights["vision_tower.patch.weight"] = np.ones((3, 5), np.float32)
         weights["multi_modal_projector.linear.weight"] = np.ones((5, 3), np.float32)
     return write_hf_files(directory, config, weights, case.vocab_size, dtype=case.dtype, num_shards=case.num_shards)
+
+
+def _of_each_expert(names: str, name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
+    """A tensor as releases of transformers before the fifth have it: a cube is a matrix or two for each expert."""
+    if values.ndim < 3:
+        yield name.replace("mlp.gate.", "block_sparse_moe.gate.") if names.startswith("block_sparse_moe") else name, values
+        return
+    ours = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
+    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if names.startswith("block_sparse_moe") else {}
+    for expert, matrix in enumerate(values):
+        for part, rows in zip(ours, np.split(matrix, len(ours)), strict=True):
+            at = name.split(".mlp.")[0]
+            yield f"{at}.{names.format(expert, theirs.get(part, part))}", np.ascontiguousarray(rows)
 
 
 def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
@@ -162,7 +180,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         **{f"{key}.{name}": value for name, value in gguf.metadata.items()},
     }
     tensors = {name: np.asarray(values, np.float32) for name, values in (gguf.vectors or {}).items()}
-    for name, values in case.weights().items():
+    weights = {new: part for name, values in case.weights().items() for new, part in _experts_in_gguf(name, values)}
+    for name, values in weights.items():
         if name.endswith("norm.weight"):
             values = values + np.float32(gguf.norm_offset)
         heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
@@ -172,6 +191,17 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
     return write_gguf_file(path, key, metadata, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
+
+
+def _experts_in_gguf(name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
+    """A tensor by the name that llama.cpp's table has for it; of experts the gate and the up projection are two."""
+    found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)", name)
+    if found is None:
+        yield name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer."), values
+        return
+    parts = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+    for part, rows in zip(parts, np.split(values, len(parts), axis=1), strict=True):
+        yield f"{found[1]}mlp.experts.{part}.weight", np.ascontiguousarray(rows)
 
 
 def case_token_ids(case: TinyCase) -> list[int]:

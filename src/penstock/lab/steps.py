@@ -142,9 +142,10 @@ class StepRunner:
 
     def _admit(self, shape: StepShape, names: Sequence[str], samples: Sequence[int], step_id: int) -> Iterator[AdmitRow]:
         first, size = 1, self._executor.capacity.block_size
-        for name, row, num_samples in zip(names, shape.rows, samples, strict=True):
+        for place, (name, row, num_samples) in enumerate(zip(names, shape.rows, samples, strict=True)):
             length, num_blocks = sum(row) + (not num_samples), _num_blocks(row, size)  # without a sample, the prompt goes on
-            tokens = tuple((1000 + step_id * 31 + idx * 7) % self._vocab_size for idx in range(length))
+            # Tokens of their own: a mixture of experts sends equal ones to the same experts.
+            tokens = tuple((1000 + step_id * 31 + place * 613 + idx * 7) % self._vocab_size for idx in range(length))
             blocks = tuple(range(first, first + num_blocks))
             first += num_blocks
             yield AdmitRow(name, tokens, length, blocks, row[1], SamplingParams(temperature=0.0))

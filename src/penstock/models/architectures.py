@@ -33,6 +33,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen2": "penstock.models.llama:QWEN2",
         "qwen3": "penstock.models.qwen3:QWEN3",
         "smollm3": "penstock.models.smollm3:SMOLLM3",
+        "mixtral": "penstock.models.moe:MIXTRAL",
+        "qwen3_moe": "penstock.models.moe:QWEN3_MOE",
+        "olmoe": "penstock.models.moe:OLMOE",
+        "granite_moe": "penstock.models.moe:GRANITE_MOE",
     }
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
@@ -52,6 +56,10 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
         "SmolLM3ForCausalLM": "smollm3",
+        "MixtralForCausalLM": "mixtral",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "OlmoeForCausalLM": "olmoe",
+        "GraniteMoeForCausalLM": "granite_moe",
     }
 )
 """`architectures` in a config.json -> our name."""
@@ -66,6 +74,9 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "qwen2": "qwen2",
         "qwen3": "qwen3",
         "smollm3": "smollm3",
+        "olmoe": "olmoe",
+        "qwen3moe": "qwen3_moe",
+        "granitemoe": "granite_moe",
     }
 )
 """`general.architecture` in a GGUF file -> our name."""

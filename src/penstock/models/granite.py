@@ -25,19 +25,20 @@ def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**dict.fromkeys(_FACTORS, 1.0), **values}
 
 
-def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     embed, scores, residual, logits = (config.positive(key) for key in _FACTORS)
     return _with(llama.of_hf(config, spec), embed=embed, scores=scores, residual=residual, logits=logits)
 
 
-def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Factors that a file lacks are 1, but for that of the scores, which is then as usual."""
-    if file.get("granite.rope.scaling.finetuned", bool) is False:
+    name = file.require("general.architecture", str)
+    if file.get(f"{name}.rope.scaling.finetuned", bool) is False:
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
     embed, residual, logits = (
-        file.get(f"granite.{key}", float) or 1.0 for key in ("embedding_scale", "residual_scale", "logit_scale")
+        file.get(f"{name}.{key}", float) or 1.0 for key in ("embedding_scale", "residual_scale", "logit_scale")
     )
-    scores = file.get("granite.attention.scale", float) or None
+    scores = file.get(f"{name}.attention.scale", float) or None
     return _with(llama.of_gguf(file, spec), embed=embed, scores=scores, residual=residual, logits=logits)
 
 
@@ -49,8 +50,8 @@ def _with(spec: ModelSpec, *, embed: float, scores: float | None, residual: floa
 
 GRANITE = Architecture(
     describe=llama.describe,
-    of_hf=_of_hf,
-    of_gguf=_of_gguf,
+    of_hf=of_hf,
+    of_gguf=of_gguf,
     hf_values=_values,
     is_interleaved_in_gguf=True,
 )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.models.architectures import Architecture
+from penstock.models.architectures import GGUF_LAYER, Architecture
 from penstock.models.decoder import Decoder
+from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf
 from penstock.models.hf_config import JsonFile, with_windows
 from penstock.models.program import Program
-from penstock.types.errors import ModelError
 from penstock.types.model_spec import GatedMlp, ModelSpec
 
 if TYPE_CHECKING:
@@ -52,11 +52,14 @@ def of_qwen_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """A window is that of all layers."""
     key = file.require("general.architecture", str)
-    if file.get(f"{key}.expert_count", int):
-        raise ModelError(f"{file.path}: mixtures of experts are not supported.", remedy="Use a dense model.")
+    if file.get(f"{key}.expert_count", int):  # Mixtral
+        spec = experts_of_gguf(file, spec)
     return spec.with_windows(file.get(f"{key}.attention.sliding_window", int) or 0, [True] * spec.num_layers)
 
 
-LLAMA = Architecture(describe=describe, of_hf=of_hf, of_gguf=of_gguf, is_interleaved_in_gguf=True)
+LLAMA = Architecture(
+    describe=describe, of_hf=of_hf, of_gguf=of_gguf, gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS}, is_interleaved_in_gguf=True
+)
+"""GGUF files call Mixtral by this name, too."""
 QWEN2 = Architecture(describe=describe, of_hf=of_qwen_hf, of_gguf=of_gguf)
 """Qwen 2 and 2.5 have biases on q, k and v, which a spec knows from the weights."""

@@ -125,11 +125,15 @@ class WeightTensor:
             return self.stored.rows(begin, end)
         return self.stored[begin:end] if self.order is None else self.stored[self.order[begin:end]]
 
-    def parts(self, multiple: int) -> Iterator[tuple[int, int]]:
-        """Rows [begin, end) that cover the matrix in order, of a bounded number of values; each begin is a multiple of that."""
+    def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Rows [begin, end) that cover those of [first, end) in order, of a bounded number of values.
+
+        All but the last part have a multiple of that many rows.
+        """
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
-        for begin in range(0, self.num_rows, step):
-            yield begin, min(begin + step, self.num_rows)
+        stop = self.num_rows if end is None else end
+        for begin in range(first, stop, step):
+            yield begin, min(begin + step, stop)
 
     @property
     def num_bytes(self) -> int:

@@ -106,6 +106,7 @@ class RowOpKind(Enum):
     LOOKUP = 10
     RESIZE_HEADS = 11
     GATHER_COLUMNS = 12
+    SUM_EXPERTS = 14
 
 class RowOp:
     def __init__(
@@ -160,6 +161,27 @@ class Engine:
     def block_bytes(self) -> int: ...
     def read_block(self, block: int, out: NDArray[np.uint8]) -> None: ...
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None: ...
+    def add_experts(
+        self,
+        *,
+        num_experts: int,
+        num_chosen: int,
+        width: int,
+        x: int,
+        input: int,
+        router: int,
+        router_bias: int,
+        selection_bias: int,
+        inner: int,
+        outer: int,
+        inner_bias: int,
+        outer_bias: int,
+        activation: int,
+        is_sigmoid: bool,
+        is_renormalised: bool,
+        share_factor: float,
+        samples: bool,
+    ) -> int: ...
     def settle(self) -> None: ...
     def use_small_pages(self) -> None: ...
     @property

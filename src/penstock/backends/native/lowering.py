@@ -27,6 +27,7 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -55,7 +56,10 @@ COMPUTED = frozenset(
         *("Embed", "Embed.scale", "RMSNorm", "RMSNorm.group", "Linear", "Linear.bias", "Linear.residual"),
         *("Rope", "Rope.attention_factor", "KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("Attention", "Attention.window", "Attention.softcap", "Add", "GatherRows", "Logits"),
-        *("GatedActivation", *(f"GatedActivation with {kind}" for kind in ACTIVATION_KINDS)),
+        *(f"{op} with {name}" for op in ("GatedActivation", "Experts") for name in ACTIVATION_KINDS),
+        *("GatedActivation", "Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
+        *("Experts.router_bias", "Experts.selection_bias"),
+        *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
     }
 )
 """The `features` of operations that this backend computes."""
@@ -274,6 +278,8 @@ class _Emitter:
                 self._emit_quantised_norm(group.op)
             case Attend():
                 self._emit_attention(group)
+            case Experts():
+                self._emit_experts(group)
             case Logits():
                 self._emit_logits(group)
             case _:
@@ -346,7 +352,7 @@ class _Emitter:
         self._engine.add_linear([self._linear(op, x) for op, x in zip(ops, inputs, strict=True)], self._on_samples)
 
     def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
-        bias = NONE if op.bias is None else self._weights.vector(op.bias)
+        bias = self._weights.vector_or_none(op.bias)
         residual = NONE if op.residual is None else self._buffer(op.residual)
         return self._weights.matrix(op.weight, is_ordered=True), activation, self._written(op.out), bias, residual
 
@@ -366,6 +372,31 @@ class _Emitter:
         out = self._written(act.out)
         matrix, other = (self._weights.matrix(op.weight, is_ordered=True) for op in (gate, up))
         self._engine.add_gated(matrix, other, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples)
+
+    def _emit_experts(self, op: Experts) -> None:
+        weights, num_experts = self._weights, op.num_experts
+        x, activation = self._buffer(op.x), self._activation(op.x, op.gate)
+        self.flush()
+        layer = self._engine.add_experts(
+            num_experts=num_experts,
+            num_chosen=op.num_experts_per_token,
+            width=op.intermediate_size,
+            x=x,
+            input=activation,
+            router=weights.vector(op.router),
+            router_bias=weights.vector_or_none(op.router_bias),
+            selection_bias=weights.vector_or_none(op.selection_bias),
+            inner=weights.experts((op.gate, op.up), num_experts),
+            outer=weights.experts((op.down,), num_experts),
+            inner_bias=weights.expert_biases((op.gate_bias, op.up_bias), num_experts),
+            outer_bias=weights.expert_biases((op.down_bias,), num_experts),
+            activation=ACTIVATION_KINDS[op.activation],
+            is_sigmoid=op.scoring == "sigmoid",
+            is_renormalised=op.is_renormalised,
+            share_factor=op.share_factor,
+            samples=self._on_samples,
+        )
+        self._row(RowOpKind.SUM_EXPERTS, out=self._written(op.out), weight=layer)
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
@@ -517,6 +548,39 @@ class _Weights:
                     self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
         return matrix
 
+    def experts(self, names: Sequence[str], num_experts: int) -> int:
+        """The id of a matrix with each expert's rows of the first weight, then of the next one, each in whole panels."""
+        tensors = [self.tensor(name) for name in names]
+        first, sizes = tensors[0], [tensor.num_rows // num_experts for tensor in tensors]
+        if any(tensor.format is not first.format for tensor in tensors):
+            formats = " and ".join(tensor.format.name for tensor in tensors)
+            raise ModelError(
+                f"{' and '.join(names)} are of the formats {formats}: the native backend computes experts of one alone.",
+                remedy="Use a file with both in the same format, or --backend reference.",
+            )
+        matrix = self._engine.add_matrix(
+            _source_format(first), num_experts * sum(_in_panels(size) for size in sizes), first.num_cols
+        )
+        at = 0
+        for expert in range(num_experts):
+            for tensor, size in zip(tensors, sizes, strict=True):
+                with _told_of(tensor):
+                    for begin, end in tensor.parts(PANEL, expert * size, (expert + 1) * size):
+                        rows = _bytes(tensor, begin, end)
+                        missing = _in_panels(len(rows)) - len(rows)
+                        self._engine.pack_rows(matrix, at, np.pad(rows, ((0, missing), (0, 0))) if missing else rows)
+                        tensor.forget(begin, end)
+                        at += len(rows) + missing
+        return matrix
+
+    def expert_biases(self, names: Sequence[str | None], num_experts: int) -> int:
+        """The id of the biases of a matrix of `experts`, of the weights with these names; NONE if they have no names."""
+        if None in names:
+            return NONE
+        biases = [self.tensor(name).dequantize().reshape(num_experts, -1) for name in names if name is not None]
+        in_panels = [np.pad(bias, ((0, 0), (0, _in_panels(bias.shape[1]) - bias.shape[1]))) for bias in biases]
+        return self._engine.add_vector(np.concatenate(in_panels, axis=1).reshape(-1))
+
     def table(self, name: str) -> int:
         """The id of a matrix of which single rows are read: it stays in the file."""
         tensor = self.tensor(name)
@@ -526,10 +590,18 @@ class _Weights:
                 tensor.forget()
             return self._engine.add_table(_source_format(tensor), tensor.num_rows, tensor.num_cols, data)
 
+    def vector_or_none(self, name: str | None) -> int:
+        return NONE if name is None else self.vector(name)
+
     def vector(self, name: str) -> int:
         if name not in self._vectors:
             self._vectors[name] = self._engine.add_vector(self.tensor(name).dequantize().reshape(-1))
         return self._vectors[name]
+
+
+def _in_panels(num_rows: int) -> int:
+    """As many rows or more: whole panels."""
+    return -(-num_rows // PANEL) * PANEL
 
 
 def _source_format(tensor: WeightTensor) -> SourceFormat:

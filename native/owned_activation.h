@@ -1,0 +1,43 @@
+// An activation of a product, with the memory that it lies in.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "packing.h"
+
+namespace penstock {
+
+struct OwnedActivation {
+    Activation view;
+    std::vector<Memory> memory;
+
+    OwnedActivation() = default;
+    OwnedActivation(int64_t rows, int cols, bool quantised) {
+        const int64_t groups = cols / kGroup;
+        view.cols = cols;
+        if (quantised) {
+            view.outliers_per_row = outliers_of(cols);
+            allocate(view.q, rows * cols);
+            allocate(view.exponent, rows * groups);
+            allocate(view.zero_sum, rows * groups);
+            allocate(view.sum, rows * ((groups + 1) & ~int64_t{1}));
+            allocate(view.outlier, rows * view.outliers_per_row);
+            allocate(view.outlier_rest, rows * view.outliers_per_row);
+        } else {
+            allocate(view.bf16, rows * ((cols + 1) / 2) * 2);
+        }
+    }
+
+  private:
+    template <typename T>
+    void allocate(T*& field, int64_t count) {
+        memory.push_back(allocate_aligned(count * static_cast<int64_t>(sizeof(T)), false));
+        field = reinterpret_cast<T*>(memory.back().get());
+    }
+};
+
+}  // namespace penstock

@@ -1,0 +1,142 @@
+"""Mixtures of experts: decoders in which a layer's MLP is many small ones, of which a router chooses a few for each token.
+
+Mixtral is Llama with experts. Qwen 3 MoE and OLMoE have norms of queries and keys besides, and Granite MoE has factors.
+Sources: Mixtral of Experts, arXiv 2401.04088; OLMoE, arXiv 2409.02060; Qwen 3, arXiv 2505.09388; and transformers' models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from penstock.models import granite, llama, qwen3
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
+from penstock.models.decoder import Decoder
+from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, with_experts
+from penstock.models.program import Program
+from penstock.types.model_spec import ExpertsMlp, ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.hf_config import JsonFile
+
+_CUBES: Mapping[str, Parts] = {
+    "experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
+    "experts.down_proj": Parts(("expert_down",)),
+}
+"""The experts' matrices as release 5 of transformers puts them together, by the end of their names."""
+_GATE_UP_DOWN: Mapping[str, str | Parts] = {
+    "mlp.gate.weight": "router",
+    "mlp.experts.*.gate_proj.weight": "expert_gate",
+    "mlp.experts.*.up_proj.weight": "expert_up",
+    "mlp.experts.*.down_proj.weight": "expert_down",
+    **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
+}
+_QK_NORMS = {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}
+_GGUF_LAYER: Mapping[str, str | Parts] = {
+    **GGUF_LAYER,
+    **GGUF_EXPERTS,
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+}
+
+
+def _describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = None) -> Program:
+    """The program of one step."""
+    build = Decoder(spec)
+    x = build.embed()
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms=qk_norms)
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_output(layer, x, attended)
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.logits(build.norm(x, "norm"))
+
+
+def _of_mixtral_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    window = config.get("sliding_window", int) or 0
+    spec = spec.with_attention(lambda _, attention: replace(attention, window=window))
+    return _experts_of_hf(config, spec, num_experts="num_local_experts", width="intermediate_size")
+
+
+def _of_qwen3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Layers that config.json names, and those that are no multiple of a number, keep their dense MLP."""
+    dense = llama.of_qwen_hf(config, spec)
+    step, only = config.get("decoder_sparse_step", int) or 1, config.get("mlp_only_layers", list) or []
+    is_renormalised = config.get("norm_topk_prob", bool) or False
+    mixed = _experts_of_hf(config, dense, width="moe_intermediate_size", is_renormalised=is_renormalised)
+    return mixed.with_layers(lambda i, layer: dense.layers[i] if i in only or (i + 1) % step else layer)
+
+
+def _of_olmoe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    config.only("clip_qkv", None)
+    is_renormalised = config.get("norm_topk_prob", bool) or False
+    return _experts_of_hf(config, spec, width="intermediate_size", is_renormalised=is_renormalised)
+
+
+def _of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return _experts_of_hf(config, granite.of_hf(config, spec), num_experts="num_local_experts", width="intermediate_size")
+
+
+def _experts_of_hf(
+    config: JsonFile, spec: ModelSpec, *, num_experts: str = "num_experts", width: str, is_renormalised: bool = True
+) -> ModelSpec:
+    """The spec with the experts that config.json tells of, by the names of its keys."""
+    mlp = ExpertsMlp(
+        num_experts=config.require(num_experts, int),
+        num_experts_per_token=config.require("num_experts_per_tok", int),
+        intermediate_size=config.require(width, int),
+        is_renormalised=is_renormalised,
+    )
+    return with_experts(spec, mlp, config.path)
+
+
+MIXTRAL = Architecture(
+    describe=_describe,
+    of_hf=_of_mixtral_hf,
+    hf_layer={
+        **HF_LAYER,
+        "block_sparse_moe.gate.weight": "router",
+        "block_sparse_moe.experts.*.w1.weight": "expert_gate",
+        "block_sparse_moe.experts.*.w3.weight": "expert_up",
+        "block_sparse_moe.experts.*.w2.weight": "expert_down",
+        "mlp.gate.weight": "router",
+        **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
+    },
+)
+"""Its GGUF files are called llama."""
+QWEN3_MOE = Architecture(
+    describe=partial(_describe, qk_norms="heads"),
+    of_hf=_of_qwen3_hf,
+    of_gguf=llama.of_gguf,
+    hf_values=qwen3.QWEN3.hf_values,
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_QK_NORMS},
+    gguf_layer=_GGUF_LAYER,
+)
+OLMOE = Architecture(
+    describe=partial(_describe, qk_norms="rows"),
+    of_hf=_of_olmoe_hf,
+    of_gguf=partial(experts_of_gguf, is_renormalised=False),
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_QK_NORMS},
+    gguf_layer=_GGUF_LAYER,
+)
+GRANITE_MOE = Architecture(
+    describe=_describe,
+    of_hf=_of_granite_hf,
+    of_gguf=granite.of_gguf,
+    hf_values=granite.GRANITE.hf_values,
+    hf_layer={
+        **HF_LAYER,
+        "block_sparse_moe.router.layer.weight": "router",
+        "block_sparse_moe.input_linear.weight": Parts(("expert_gate", "expert_up")),
+        "block_sparse_moe.output_linear.weight": Parts(("expert_down",)),
+        "block_sparse_moe.router.weight": "router",
+        **{f"block_sparse_moe.{name}": parts for name, parts in _CUBES.items()},
+    },
+    gguf_layer=_GGUF_LAYER,
+    is_interleaved_in_gguf=True,
+)

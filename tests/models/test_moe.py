@@ -1,0 +1,90 @@
+"""The settings of mixtures of experts, as files tell them: numbers that make no mixture, dense layers, names of older files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity.tiny import TinyCase, write_case
+from parity.tiny_cases import CASES
+from penstock.models import catalog
+from penstock.models.assembly import find_pieces
+from penstock.models.load import load_model
+from penstock.models.moe import GRANITE_MOE
+from penstock.models.weights import LoadedModel
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ExpertsMlp, GatedMlp
+
+
+def load(case: TinyCase, directory: Path) -> LoadedModel:
+    path = write_case(case, directory / "model")
+    return load_model(catalog.resolve(str(path), path))
+
+
+def changed(name: str, **changes: Any) -> TinyCase:
+    """A case with other settings in config.json, or in its GGUF file."""
+    case = CASES[name]
+    if case.gguf is None:
+        return replace(case, config={**case.config, **changes})
+    metadata = {**case.gguf.metadata, **changes}
+    return replace(case, gguf=replace(case.gguf, metadata={key: value for key, value in metadata.items() if value is not None}))
+
+
+@pytest.mark.parametrize(("name", "is_renormalised"), [("mixtral", True), ("qwen3_moe_gguf", True), ("olmoe_gguf", False)])
+def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name: str, is_renormalised: bool) -> None:
+    spec = load(CASES[name], tmp_path).spec
+    mlp = ExpertsMlp(num_experts=7, num_experts_per_token=3, intermediate_size=40, is_renormalised=is_renormalised)
+    assert [layer.mlp for layer in spec.layers] == [mlp, mlp]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("mixtral", {"num_experts_per_tok": 8}, "8 of 7 experts"),
+        ("mixtral", {"num_experts_per_tok": 0}, "0 of 7 experts"),
+        ("mixtral", {"num_local_experts": 8}, "asks for"),
+        ("mixtral", {"num_local_experts": 10**9}, "no mixture"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "no mixture"),
+        ("qwen3_moe", {"num_experts": None}, "num_experts is missing"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("granite_moe", {"logits_scaling": 0.0}, "logits_scaling"),
+        ("mixtral_gguf", {"expert_used_count": 9}, "9 of 7 experts"),
+        ("mixtral_gguf", {"expert_used_count": None}, "expert_used_count"),
+        ("qwen3_moe_gguf", {"expert_shared_count": 1}, "expert_shared_count is 1"),
+        ("granite_moe_gguf", {"residual_scale": -1.0}, "factor or cap"),
+    ],
+)
+def test_what_is_no_mixture_or_more_than_one_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        load(changed(name, **changes), tmp_path)
+
+
+def test_a_layer_without_experts_has_an_mlp(tmp_path: Path) -> None:
+    case = changed("qwen3_moe", mlp_only_layers=[1])
+    dense = {"gate_proj": (100, 72), "up_proj": (100, 72), "down_proj": (72, 100)}
+    shapes = {name: shape for name, shape in case.shapes.items() if not name.startswith("model.layers.1.mlp")}
+    shapes |= {f"model.layers.1.mlp.{name}.weight": shape for name, shape in dense.items()}
+    spec = load(replace(case, shapes=shapes), tmp_path).spec
+    assert [type(layer.mlp) for layer in spec.layers] == [ExpertsMlp, GatedMlp]
+
+
+def test_granite_files_of_older_releases_have_other_names() -> None:
+    """The directory of the case has the newer ones."""
+    at, layer = "model.layers.0.block_sparse_moe.", GRANITE_MOE.hf_layer
+    older = ("router.layer.weight", "input_linear.weight", "output_linear.weight")
+    newer = ("router.weight", "experts.gate_up_proj", "experts.down_proj")
+    found = []
+    for names in (older, newer):
+        block = re.compile(r"model\.layers\.(\d+)\.(.+)")
+        pieces = find_pieces([at + name for name in names], top={}, block=block, layer=layer)
+        found.append(
+            {name: [(names.index(one.tensor.removeprefix(at)), one.part) for one in of] for name, of in pieces.items()}
+        )
+    assert found[0] == found[1]
+    assert set(found[0]) == {f"layers.0.{name}" for name in ("router", "expert_gate", "expert_up", "expert_down")}
