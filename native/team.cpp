@@ -120,7 +120,6 @@ bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
         claim = stage.claim.load(std::memory_order_acquire);
         if (total_of(claim) - next_of(claim) < static_cast<uint32_t>(size_)) work.ended(index, member);
         stage.num_done.fetch_add(1, std::memory_order_release);
-        claim = stage.claim.load(std::memory_order_acquire);
     }
     return epoch_of(claim) == epoch;
 }
