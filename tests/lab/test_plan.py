@@ -463,7 +463,7 @@ def test_the_tokens_of_a_run_of_replicas_are_bounded(monkeypatch: pytest.MonkeyP
 def test_a_rate_beyond_all_replicas_is_an_error() -> None:
     server, jobs, slos = candidate(), workload(100), parse_slos(["ttft=500ms"])
     found = search(server, jobs, slos, goal=0.99, seed=0)
-    with pytest.raises(ConfigError, match="not even 1024 of these servers keep up"):
+    with pytest.raises(ConfigError, match="not even 256 of these servers keep up"):
         find_fleet(server, jobs, slos, 1e12, found)
 
 

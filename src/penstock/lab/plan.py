@@ -78,7 +78,7 @@ SATURATED = 0.95
 MOST_FLEET_REQUESTS, MOST_FLEET_TOKENS = 100_000, 100_000
 """A run of several replicas repeats the workload up to so many requests, and so many output tokens, or `MOST_TOKENS` for each
 replica that it takes to keep up, if those are more. Where it has more than `MOST_FLEET_TOKENS`, it is of one group of them."""
-LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 1_024
+LEAST_GROUP, MOST_GROUP, MOST_REPLICAS = 4, 16, 256
 """Replicas of such a group, as if they had no more to do than keep up; and of all groups together, at most."""
 _FILLS, _MOST_SATURATED_TOKENS = 16, 400_000
 """A saturated server is timed over so many times the requests of a full batch: in fewer, prompts computed at the begin have

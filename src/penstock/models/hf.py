@@ -57,7 +57,9 @@ def load_hf_directory(
     scales = {_text_name(name): scale for name, scale in opened.scales.items()}
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     pieces = find_pieces(tensors, top=architecture.hf_top, block=block, layer=architecture.hf_layer)
-    spec = architecture.of_hf(config, read_spec(config, architecture_name, pieces, served_len=served_len))
+    has_partial_rope = architecture.has_partial_rope
+    read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
+    spec = architecture.of_hf(config, read)
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings:
         pieces.pop("output", None)
@@ -116,7 +118,8 @@ def read_hf_spec(path: Path) -> ModelSpec:
     config = JsonFile(config.path, architecture.hf_values(config.values))
     has_bias = config.get("attention_bias", bool)
     has_bias = architecture_name == "qwen2" if has_bias is None else has_bias
-    spec = read_spec(config, architecture_name, {"output", *(["layers.0.q_bias"] if has_bias else [])})
+    names = {"output", *(["layers.0.q_bias"] if has_bias else [])}
+    spec = read_spec(config, architecture_name, names, has_partial_rope=architecture.has_partial_rope)
     spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")
     return spec

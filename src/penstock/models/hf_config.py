@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from penstock.models import checks, rope
-from penstock.models.architectures import find
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.vocab import SpecialTokens
@@ -99,17 +98,24 @@ def text_part(config: JsonFile) -> JsonFile:
     return JsonFile(config.path, {**outer, **given, **({} if tied is None else {"tie_word_embeddings": tied})})
 
 
-def read_spec(config: JsonFile, architecture: str, names: Container[str], *, served_len: int | None = None) -> ModelSpec:
+def read_spec(
+    config: JsonFile,
+    architecture: str,
+    names: Container[str],
+    *,
+    has_partial_rope: bool,
+    served_len: int | None = None,
+) -> ModelSpec:
     """Reads the keys that most models share into layers that are alike but for their rotations.
 
-    `names` are ours of the weights that are there, and tell of biases. Texts of up to `served_len` tokens will be served, None
+    `names` are ours of the weights that are there, and tell of biases. A rope that turns a part of each head is refused without
+    `has_partial_rope`. Texts of up to `served_len` tokens will be served, None
     for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)
-    may_be_partial = find(architecture).has_partial_rope
-    rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=may_be_partial)
+    rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=has_partial_rope)
     return spec_of_equal_layers(
         architecture=architecture,
         rope_inv_freq=(),
