@@ -83,6 +83,7 @@ void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, i
 
 void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples) {
     Instruction instruction{InstructionKind::kGated, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
+    if (kind > static_cast<int>(ActivationKind::kGeluTanh)) throw std::invalid_argument("products with a gate lack this activation");
     instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind)};
     self.add_instruction(std::move(instruction));
 }
@@ -167,6 +168,7 @@ void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logi
     const int64_t num_slots = int64_t{shape.num_blocks} * shape.block_size;
     check_all(a.token_ids, shape.vocab_size, "token id outside the vocabulary");
     check_all(a.slot_mapping, num_slots, "slot outside the KV cache");
+    check_all(a.positions, self.num_positions(), "position outside the table of positions");
     check_all(logit_tokens, static_cast<int64_t>(tokens), "logits are wanted of a token that is not in the step");
     if (!std::is_sorted(logit_tokens.data(), logit_tokens.data() + logit_tokens.size())) {
         throw std::invalid_argument("logits are not wanted in the order of their tokens");
@@ -309,7 +311,10 @@ void bind_engine(nb::module_& m) {
         .value("LOOKUP", RowOpKind::kLookup)
         .value("RESIZE_HEADS", RowOpKind::kResizeHeads)
         .value("GATHER_COLUMNS", RowOpKind::kGatherColumns)
-        .value("SUM_EXPERTS", RowOpKind::kSumExperts);
+        .value("SUM_EXPERTS", RowOpKind::kSumExperts)
+        .value("LAYER_NORM", RowOpKind::kLayerNorm)
+        .value("ACTIVATE", RowOpKind::kActivate)
+        .value("LOOKUP_POSITION", RowOpKind::kLookupPosition);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -345,9 +350,10 @@ void bind_engine(nb::module_& m) {
         .def("add_order",
              [](Engine& self, const Vector<int32_t>& v) { return self.weights().add_order(v.data(), static_cast<int64_t>(v.size())); })
         .def("add_rope",
-             [](Engine& self, const Vector<float>& inv_freq, float factor) {
-                 return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor);
-             })
+             [](Engine& self, const Vector<float>& inv_freq, float factor, float growth, int growth_len) {
+                 return self.add_rope(inv_freq.data(), static_cast<int>(inv_freq.size()), factor, growth, growth_len);
+             },
+             "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1)
         .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
         .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a)
         .def("add_rows",
@@ -364,7 +370,8 @@ void bind_engine(nb::module_& m) {
         .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
         .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
-        .def("set_logits", &Engine::set_logits, "buffer"_a)
+        .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
+             "Logits are multiplied by `scale`, then capped; `cap` 0 is none.")
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
         .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
              "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,

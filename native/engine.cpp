@@ -55,8 +55,8 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
 }
 
-int Engine::add_rope(const float* inv_freq, int half, float attention_factor) {
-    Rope rope{{inv_freq, inv_freq + half}, attention_factor, {}, {}};
+int Engine::add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len) {
+    Rope rope{{inv_freq, inv_freq + half}, attention_factor, growth, growth_len, {}, {}};
     rope.cos.resize(int64_t{shape_.max_step_tokens} * half);
     rope.sin.resize(int64_t{shape_.max_step_tokens} * half);
     ropes_.push_back(std::move(rope));
@@ -75,6 +75,9 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 }
 
 void Engine::add_instruction(Instruction instruction) {
+    for (const RowOp& op : instruction.rows) {
+        if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows);
+    }
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
 }
@@ -92,12 +95,16 @@ int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
     return id;
 }
 
-void Engine::set_logits(int buffer) {
+void Engine::set_logits(int buffer, float scale, float cap) {
     logits_buffer_ = buffer;
     const bool has_product = !program_.empty() && program_.back().linears.size() == 1 && program_.back().linears[0].out == buffer &&
                              program_.back().linears[0].residual < 0;
     planner_.join_last_instruction(has_product);
-    if (has_product) logits_.expect_product();
+    if (has_product) {
+        logits_.expect_product(scale, cap);
+    } else if (scale != 1.0f || cap != 0.0f) {
+        throw std::invalid_argument("logits that no product makes can't be changed");
+    }
 }
 
 void Engine::settle() {
@@ -192,10 +199,12 @@ void Engine::run_rows(const std::vector<RowOp>& ops, const Stage& stage, int tas
 void Engine::compute_angles(Rope& rope, int64_t row) {
     const size_t half = rope.inv_freq.size();
     const float position = static_cast<float>(input_.positions[row]);
+    const double grown = rope.growth == 0.0f ? 1.0 : 1.0 + rope.growth * std::log1p(input_.positions[row] / rope.growth_len);
+    const float factor = static_cast<float>(rope.factor * grown);
     for (size_t i = 0; i < half; ++i) {
         const float angle = position * rope.inv_freq[i];  // in float32, as the checkpoints' own implementation has it
-        rope.cos[row * half + i] = std::cos(angle) * rope.factor;
-        rope.sin[row * half + i] = std::sin(angle) * rope.factor;
+        rope.cos[row * half + i] = std::cos(angle) * factor;
+        rope.sin[row * half + i] = std::sin(angle) * factor;
     }
 }
 
@@ -217,9 +226,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
     switch (op.kind) {
         case RowOpKind::kEmbed:
             return k.embed_row(buffers_[op.out].row(row), weights_.matrix(op.weight), input_.token_ids[row], op.value);
-        case RowOpKind::kLookup: {
+        case RowOpKind::kLookup:
+        case RowOpKind::kLookupPosition: {
             const Weights::Table& table = weights_.table(op.weight);
-            const uint8_t* const source = table.source + input_.token_ids[row] * table.row_bytes;
+            const int32_t* const index = op.kind == RowOpKind::kLookup ? input_.token_ids : input_.positions;
+            const uint8_t* const source = table.source + index[row] * table.row_bytes;
             return decode_row(table.format, source, table.cols, op.value, buffers_[op.out].row(row));
         }
         case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
@@ -227,6 +238,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             const Buffer& out = buffers_[op.out];
             return k.rms_norm(out.row(row), buffers_[op.x].row(row), weights_.vector(op.weight), static_cast<int>(out.width), op.n,
                               op.value);
+        }
+        case RowOpKind::kLayerNorm: {
+            const Buffer& out = buffers_[op.out];
+            return k.layer_norm(out.row(row), buffers_[op.x].row(row), weights_.vector(op.weight), weights_.vector(op.y),
+                                static_cast<int>(out.width), op.value);
         }
         case RowOpKind::kToBf16: return k.to_bf16_row(activations_[op.out].view, row, buffers_[op.x].row(row));
         case RowOpKind::kRope: {
@@ -237,9 +253,12 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kGated:
             return k.gated_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
                                static_cast<int>(buffers_[op.out].width), static_cast<ActivationKind>(op.n));
+        case RowOpKind::kActivate:
+            return k.activate_row(buffers_[op.out].row(row), buffers_[op.x].row(row), static_cast<int>(buffers_[op.out].width),
+                                  static_cast<ActivationKind>(op.n));
         case RowOpKind::kAdd:
             return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
-                             static_cast<int>(buffers_[op.out].width));
+                             static_cast<int>(buffers_[op.out].width), op.value);
         case RowOpKind::kGather: {
             const Buffer& out = buffers_[op.out];
             std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));

@@ -44,14 +44,16 @@ class Engine final : private Work {
     }
 
     // Each returns the id of what it adds.
-    int add_rope(const float* inv_freq, int half, float attention_factor);
+    // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + position / growth_len).
+    int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len);
     int add_buffer(int width, bool per_sample);
     int add_activation(int cols, bool quantised, bool per_sample);
     void add_instruction(Instruction instruction);
     // All instructions of a layer of experts but the last one: kSumExperts, for which the id is.
     int add_experts(const ExpertsLayer& layer, Domain domain);
-    // After the last instruction.
-    void set_logits(int buffer);
+    // After the last instruction. Logits are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
+    // std::invalid_argument if that would change them and the last instruction is no product that makes them.
+    void set_logits(int buffer, float scale, float cap);
     // The weights are complete: threads of low priority see to their pages, and to those of the KV cache.
     void settle();
 
@@ -60,6 +62,8 @@ class Engine final : private Work {
     void run_step(const StepInput& input);
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }
     const float* logits() const { return buffers_[logits_buffer_].data(); }
+    // Positions of a step are below that many.
+    int32_t num_positions() const { return num_positions_; }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
     StepTimes times() const;  // of the last step
 
@@ -80,7 +84,8 @@ class Engine final : private Work {
     };
     struct Rope {
         std::vector<float> inv_freq;
-        float factor;
+        float factor, growth;
+        int32_t growth_len;
         Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
 
@@ -117,6 +122,7 @@ class Engine final : private Work {
     Experts experts_;
     Logits logits_;
     int logits_buffer_ = -1;
+    int32_t num_positions_ = INT32_MAX;
 
     // State of the step.
     StepInput input_{};

@@ -18,7 +18,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
-    kChooseExperts, kSumExperts,
+    kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -26,13 +26,13 @@ struct RowOp {
     RowOpKind kind;
     int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
     int32_t x = -1;        // buffer
-    int32_t y = -1;        // second buffer
-    // matrix (kEmbed), table (kLookup), vector (kRmsNorm; kQuantize: of the norm before, or -1; kKvWrite: what keys share, or -1), rope
-    // (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
+    int32_t y = -1;        // second buffer; kLayerNorm: vector of the bias, or -1
+    // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
+    // keys share, or -1), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
     int32_t weight = -1;
-    int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated)
+    int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated, kActivate)
     int32_t head_dim = 0;  // kRope
-    float value = 0.0f;    // eps or scale
+    float value = 0.0f;    // eps, scale, or factor of the second buffer (kAdd)
 };
 
 struct LinearOp {

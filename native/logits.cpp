@@ -20,7 +20,9 @@ Logits::Logits(const EngineShape& shape, const KernelTable& kernels, int num_mem
     samples_.reserve(shape.max_rows);
 }
 
-void Logits::expect_product() {
+void Logits::expect_product(float scale, float cap) {
+    scale_ = scale;
+    cap_ = cap;
     for (Floats& scratch : scratch_) scratch.resize(size_t{kRowBlock} * kTogether);
 }
 
@@ -41,11 +43,20 @@ void Logits::end_step() const {
     if (lacks_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
 }
 
+void Logits::change(float* logits, int64_t ld, int num_rows, int count) const {
+    if (scale_ == 1.0f && cap_ == 0.0f) return;
+    for (int row = 0; row < num_rows; ++row) kernels_.cap_row(logits + row * ld, count, scale_, cap_);
+}
+
 void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member) {
     const int first = stage.first_row(task), last = stage.end_row(task);
     const PanelRange range = stage.panels(task, w.panels);
     const auto begin = wants_best_.begin() + first, end = wants_best_.begin() + last;
-    if (std::find(begin, end, 1) == end) return kernels_.gemm(w, x, first, last, range, epilogue, {});
+    if (std::find(begin, end, 1) == end) {
+        kernels_.gemm(w, x, first, last, range, epilogue, {});
+        const int id = range.begin * kPanel;
+        return change(epilogue.out + first * epilogue.ld + id, epilogue.ld, last - first, std::min(range.end * kPanel, w.rows) - id);
+    }
     float* const scratch = scratch_[member].data();
     epilogue.ld = kTogether;
     int piece = task / stage.row_blocks * ceil_div(stage.grain, kPanelsTogether);
@@ -53,6 +64,7 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
         const int stop = std::min(panel + kPanelsTogether, range.end), id = panel * kPanel, count = std::min(stop * kPanel, w.rows) - id;
         epilogue.out = scratch - (int64_t{first} * kTogether + id);
         kernels_.gemm(w, x, first, last, {panel, stop, stop < range.end ? stop : range.next}, epilogue, {});
+        change(scratch, kTogether, last - first, count);
         for (int row = first; row < last; ++row) {
             float* const logits = scratch + (row - first) * kTogether;
             if (wants_best_[row]) {

@@ -22,7 +22,8 @@ class Logits {
 
     void set_sampling(int slot, RowSampling sampling) { sampling_.at(slot) = std::move(sampling); }
     // `multiply` will be called: the product is the last instruction of a program, of all strands together.
-    void expect_product();
+    // Its results are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
+    void expect_product(float scale, float cap);
 
     // `logits` [num_logits, width] are where rows are kept that need them. `product` is the stage of the product, and `panels` those of its
     // matrix; null if another instruction makes the logits.
@@ -37,6 +38,8 @@ class Logits {
     const std::vector<SampleResult>& samples() const { return samples_; }
 
   private:
+    // What a product's results, [rows, ld], become before anybody looks at them.
+    void change(float* logits, int64_t ld, int num_rows, int count) const;
     int32_t best_of_row(int row) const;
 
     EngineShape shape_;
@@ -44,6 +47,7 @@ class Logits {
     std::vector<RowSampling> sampling_;        // per slot
     std::vector<SamplerScratch> draw_scratch_;  // per member
     std::vector<Floats> scratch_;              // per member, of a product's rows
+    float scale_ = 1.0f, cap_ = 0.0f;
 
     // State of the step.
     StepInput input_{};

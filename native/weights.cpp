@@ -49,7 +49,7 @@ void Weights::pack_rows(Team& team, int matrix, int first_row, int num_rows, con
 }
 
 int Weights::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {
-    tables_.push_back({format, cols, source_bytes(format, rows, cols) / rows, source});
+    tables_.push_back({format, rows, cols, source_bytes(format, rows, cols) / rows, source});
     return static_cast<int>(tables_.size()) - 1;
 }
 

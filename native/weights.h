@@ -19,7 +19,7 @@ class Weights {
   public:
     struct Table {
         SourceFormat format;
-        int32_t cols;
+        int32_t rows, cols;
         int64_t row_bytes;
         const uint8_t* source;
     };

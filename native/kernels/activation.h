@@ -1,4 +1,4 @@
-// Gated activations, shared by the row kernels and the GEMM epilogue of one variant.
+// Activations, shared by the row kernels and the GEMM epilogue of one variant.
 
 #pragma once
 
@@ -14,13 +14,42 @@ PENSTOCK_INLINE vf times_sigmoid(vf x, vf u) {
 
 PENSTOCK_INLINE vf silu(vf x) { return times_sigmoid(x, x); }
 
+// NaN stays NaN: of two numbers without an order `max` gives the second.
+PENSTOCK_INLINE vf relu(vf x) { return max(set1(0.0f), x); }
+
 PENSTOCK_INLINE vf gelu_tanh(vf x) {
     // 0.5 x (1 + tanh(u)) = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
     return times_sigmoid(x, mul(set1(1.5957691216057308f), fma(mul(set1(0.044715f), mul(x, x)), x, x)));
 }
 
+// x Phi(x), Phi being the normal distribution's function: 2 Phi(-|x|) = erfc(|x| / sqrt(2)) by formula 7.1.26 of Abramowitz and Stegun's
+// Handbook of Mathematical Functions, which errs by 1.5e-7.
+PENSTOCK_INLINE vf gelu(vf x) {
+    const vf size = abs(x), t = div(set1(1.0f), fma(size, set1(0.3275911f * 0.70710678118654752f), set1(1.0f)));
+    vf p = fma(set1(1.061405429f), t, set1(-1.453152027f));
+    p = fma(p, t, set1(1.421413741f));
+    p = fma(p, t, set1(-0.284496736f));
+    p = fma(p, t, set1(0.254829592f));
+    const vf tails = mul(mul(p, t), exp2(mul(mul(size, size), set1(-0.5f * 1.44269504088896341f))));
+    return sub(relu(x), mul(mul(size, set1(0.5f)), tails));
+}
+
+// What a product with a gate computes of its sums.
 PENSTOCK_INLINE vf gated(vf gate, vf up, ActivationKind kind) {
     return mul(kind == ActivationKind::kSilu ? silu(gate) : gelu_tanh(gate), up);
+}
+
+// Calls f with the activation.
+template <typename F>
+PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
+    switch (kind) {
+        case ActivationKind::kSilu: return f([](vf x) PENSTOCK_LAMBDA { return silu(x); });
+        case ActivationKind::kGeluTanh: return f([](vf x) PENSTOCK_LAMBDA { return gelu_tanh(x); });
+        case ActivationKind::kGelu: return f([](vf x) PENSTOCK_LAMBDA { return gelu(x); });
+        case ActivationKind::kGeluQuick: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(x, mul(x, set1(1.702f))); });
+        case ActivationKind::kRelu: return f([](vf x) PENSTOCK_LAMBDA { return relu(x); });
+        case ActivationKind::kRelu2: return f([](vf x) PENSTOCK_LAMBDA { return mul(relu(x), relu(x)); });
+    }
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -76,7 +76,8 @@ struct PanelRange {
     int begin, end, next;
 };
 
-enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1 };
+// A product with a gate computes the first two; the others are operations on rows.
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
@@ -150,6 +151,8 @@ struct KernelTable {
 
     // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
     void (*rms_norm)(float* out, const float* x, const float* weight, int cols, int group, float eps);
+    // out = (x - mean) / sqrt(variance + eps) * weight + bias; a null bias is none
+    void (*layer_norm)(float* out, const float* x, const float* weight, const float* bias, int cols, float eps);
     // a's rows [row0, row1) as integers, from x's [rows, cols]; with `norm`, [cols], from x / sqrt(mean(x^2) + eps) * norm
     void (*quantize_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
     // a's row `row` in bf16
@@ -163,7 +166,11 @@ struct KernelTable {
     void (*kv_write_rows)(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v,
                           const float* centre);
     void (*gated_row)(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
-    void (*add_row)(float* out, const float* a, const float* b, int cols);
+    void (*activate_row)(float* out, const float* x, int cols, ActivationKind kind);
+    // out = a + factor * b
+    void (*add_row)(float* out, const float* a, const float* b, int cols, float factor);
+    // x = scale * x, and then, if cap > 0, cap * tanh(x / cap)
+    void (*cap_row)(float* x, int cols, float scale, float cap);
     // out[i] = x . w[i], of `rows` rows of w [rows, cols]
     void (*dot_rows)(float* out, const float* x, const float* w, int rows, int cols);
     // out = the sum of shares[i] * x[places[i]], in order; x is [., ld], of which `cols` columns count

@@ -7,13 +7,16 @@
 namespace penstock::PENSTOCK_ISA {
 
 void rms_norm(float* out, const float* x, const float* weight, int cols, int group, float eps);
+void layer_norm(float* out, const float* x, const float* weight, const float* bias, int cols, float eps);
 void quantize_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
 void to_bf16_row(const Activation& a, int64_t row, const float* x);
 void embed_row(float* out, const PackedMatrix& w, int index, float scale);
 void rope_row(float* x, const float* cos, const float* sin, int num_heads, int head_dim, int half);
 void kv_write_rows(const KvLayer& kv, const int64_t* slots, int64_t count, const float* k, const float* v, const float* centre);
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind);
-void add_row(float* out, const float* a, const float* b, int cols);
+void activate_row(float* out, const float* x, int cols, ActivationKind kind);
+void add_row(float* out, const float* a, const float* b, int cols, float factor);
+void cap_row(float* x, int cols, float scale, float cap);
 void dot_rows(float* out, const float* x, const float* w, int rows, int cols);
 void weighted_sum(float* out, const float* x, int64_t ld, const int32_t* places, const float* shares, int count, int cols);
 int tile_panels(int rows);

@@ -1,4 +1,4 @@
-// Operations on one row of a step: norm, rope, activation, bf16.
+// Operations on one row of a step: norms, rope, activations, sums, bf16, and what is done to logits.
 
 #include "activation.h"
 #include "parts.h"
@@ -16,21 +16,24 @@ PENSTOCK_INLINE void for_lanes(int n, F f) {
     if (i < n) f(i, n - i);
 }
 
-// x . y. Four sums side by side: one alone would wait for each multiply-add before the next. In the order of quantize.cpp.
-PENSTOCK_INLINE float dot(const float* x, const float* y, int n) {
+// The sum over [0, n) of what `add_to(sum, i, count)` adds of `count` numbers from i on. Four sums side by side: one alone would wait for
+// each addition before the next. In the order of quantize.cpp.
+template <typename F>
+PENSTOCK_INLINE float sum_up(int n, F add_to) {
     vf part[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     int i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int p = 0; p < 4; ++p) {
-            part[p] = fma(load(x + i + p * kLanes), load(y + i + p * kLanes), part[p]);
-        }
+        for (int p = 0; p < 4; ++p) part[p] = add_to(part[p], i + p * kLanes, kLanes);
     }
     for (int p = 0; p < 4; ++p, i += kLanes) {
         if (i >= n) break;
-        const int count = n - i < kLanes ? n - i : kLanes;
-        part[p] = fma(load_some(x + i, count), load_some(y + i, count), part[p]);
+        part[p] = add_to(part[p], i, n - i < kLanes ? n - i : kLanes);
     }
     return reduce_add(add(add(part[0], part[1]), add(part[2], part[3])));
+}
+
+PENSTOCK_INLINE float dot(const float* x, const float* y, int n) {
+    return sum_up(n, [&](vf sum, int i, int count) PENSTOCK_LAMBDA { return fma(load_some(x + i, count), load_some(y + i, count), sum); });
 }
 
 }  // namespace
@@ -43,6 +46,20 @@ void rms_norm(float* out, const float* x, const float* weight, int cols, int gro
             store_some(out + base + i, mul(mul(load_some(xg + i, count), inverse), load_some(weight + i, count)), count);
         });
     }
+}
+
+void layer_norm(float* out, const float* x, const float* weight, const float* bias, int cols, float eps) {
+    const float n = static_cast<float>(cols);
+    const vf mean = set1(sum_up(cols, [&](vf sum, int i, int count) PENSTOCK_LAMBDA { return add(sum, load_some(x + i, count)); }) / n);
+    const float squares = sum_up(cols, [&](vf sum, int i, int count) PENSTOCK_LAMBDA {
+        const vf v = sub(load_some(x + i, count), mean), centred = count == kLanes ? v : first(count, v, set1(0.0f));
+        return fma(centred, centred, sum);
+    });
+    const vf inverse = set1(1.0f / sqrtf(squares / n + eps));
+    for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
+        const vf normed = mul(mul(sub(load_some(x + i, count), mean), inverse), load_some(weight + i, count));
+        store_some(out + i, bias ? add(normed, load_some(bias + i, count)) : normed, count);
+    });
 }
 
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {
@@ -70,14 +87,37 @@ void rope_row(float* x, const float* cos, const float* sin, int num_heads, int h
 }
 
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind) {
-    for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
-        store_some(out + i, gated(load_some(gate + i, count), load_some(up + i, count), kind), count);
+    for_activation(kind, [&](auto activate) PENSTOCK_LAMBDA {
+        for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
+            store_some(out + i, mul(activate(load_some(gate + i, count)), load_some(up + i, count)), count);
+        });
     });
 }
 
-void add_row(float* out, const float* a, const float* b, int cols) {
+void activate_row(float* out, const float* x, int cols, ActivationKind kind) {
+    for_activation(kind, [&](auto activate) PENSTOCK_LAMBDA {
+        for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA { store_some(out + i, activate(load_some(x + i, count)), count); });
+    });
+}
+
+void add_row(float* out, const float* a, const float* b, int cols, float factor) {
     for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
-        store_some(out + i, add(load_some(a + i, count), load_some(b + i, count)), count);
+        store_some(out + i, fma(load_some(b + i, count), set1(factor), load_some(a + i, count)), count);
+    });
+}
+
+// tanh(u) = 1 - 2 / (1 + e^2u), which is 1 to the last bit from 10 on.
+void cap_row(float* x, int cols, float scale, float cap) {
+    const float inverse = cap > 0.0f ? scale / cap : 0.0f;
+    for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
+        const vf v = load_some(x + i, count);
+        if (cap > 0.0f) {
+            const vf u = min(set1(10.0f), max(set1(-10.0f), mul(v, set1(inverse))));  // NaN stays NaN
+            const vf tanh = sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp2(mul(u, set1(2.0f * 1.44269504088896341f))))));
+            store_some(x + i, mul(set1(cap), tanh), count);
+        } else {
+            store_some(x + i, mul(v, set1(scale)), count);
+        }
     });
 }
 

@@ -207,7 +207,7 @@ def steps_while_pages_move(values: NDArray[np.uint8], num_matrices: int) -> int:
         matrix = probe.engine.add_matrix(SourceFormat.BF16, len(values), 512, values)
         probe.row(RowOpKind.EMBED, out=row if index else out, weight=matrix, value=1.0)
         if index:
-            probe.row(RowOpKind.ADD, out=out, x=out, y=row)
+            probe.row(RowOpKind.ADD, out=out, x=out, y=row, value=1.0)
     probe.finish(out)
     tokens = range(0, len(values), 128)
     wanted, small = probe.run(tokens), probe.engine.small_page_bytes

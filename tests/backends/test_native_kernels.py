@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
+from penstock.backends.native.lowering import ACTIVATION_KINDS
+from penstock.backends.reference.interpreter import activate
 from penstock.backends.reference.kv_cache import round_to_int8
 from penstock.models.weights import WeightFormat, dequantize
 from penstock.types.kv_dtype import KEY_GROUP
+from penstock.types.model_spec import Activation
 
 VARIANTS = info()["variants"]
 FORMATS = {
@@ -300,19 +303,88 @@ def test_rope_rotates_halves_by_position(variant: str, head_dim: int, half: int)
     assert np.abs(out - expected.reshape(6, -1)).max() < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "width"), [(0, 16), (0, 45), (1, 64)])
-def test_gated_activation(variant: str, kind: int, width: int) -> None:
+@pytest.mark.parametrize(("width", "has_bias"), [(16, True), (37, True), (96, False), (200, True)])
+def test_layer_norm(variant: str, width: int, has_bias: bool) -> None:
+    """A mean far from zero takes nothing from the variance."""
+    rng = np.random.default_rng(width)
+    x = bf16(random_rows(rng, 5, width) + np.array([[0], [1], [-64], [300], [0]], np.float32))
+    x[4] = 7.0
+    weight, bias = (rng.standard_normal(width).astype(np.float32) for _ in range(2))
+    probe = Probe(5, width, variant=variant)
+    buffer, out, vectors = probe.input(x), probe.buffer(width), [probe.engine.add_vector(v) for v in (weight, bias)]
+    y = vectors[1] if has_bias else -1
+    probe.row(RowOpKind.LAYER_NORM, out=out, x=buffer, y=y, weight=vectors[0], value=1e-5)
+    probe.finish(out)
+    centred = x.astype(np.float64) - x.astype(np.float64).mean(-1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * weight + has_bias * bias
+    together = probe.run(range(5))
+    assert np.abs(together - expected).max() < 2e-4
+    assert np.array_equal(np.concatenate([probe.run([row]) for row in range(5)]), together)
+
+
+@pytest.mark.parametrize("width", [16, 45])
+@pytest.mark.parametrize("name", ACTIVATION_KINDS)
+def test_activations(variant: str, name: Activation, width: int) -> None:
+    """With a gate and without; what is no number stays none."""
     rng = np.random.default_rng(width)
     gate, up = random_rows(rng, 4, width) * 8, random_rows(rng, 4, width)
-    gate[0, 0], gate[0, 1] = 120.0, -120.0  # beyond the range of exp
-    probe = Probe(4, width, variant=variant)
-    x, y, out = probe.input(gate), probe.input(up), probe.buffer(width)
-    probe.row(RowOpKind.GATED, out=out, x=x, y=y, n=kind)
+    gate[0, :4] = 120.0, -120.0, 0.0, -0.0  # beyond the range of exp
+    gate[3, 5] = np.nan
+    gated_probe, plain_probe = (Probe(4, width, variant=variant) for _ in range(2))
+    raw = (gate.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(4, -1)
+    x, y, out = gated_probe.input(gate, raw), gated_probe.input(up), gated_probe.buffer(width)
+    gated_probe.row(RowOpKind.GATED, out=out, x=x, y=y, n=ACTIVATION_KINDS[name])
+    gated_probe.finish(out)
+    x = plain_probe.input(gate, raw)
+    plain_probe.row(RowOpKind.ACTIVATE, out=x, x=x, n=ACTIVATION_KINDS[name])
+    plain_probe.finish(x)
+    active = activate(gate, name)
+    found = plain_probe.run(range(4))
+    assert np.isnan(found[3, 5])
+    assert (np.abs(found - active) <= 1e-6 + 4e-6 * np.abs(active))[~np.isnan(active)].all()
+    found = gated_probe.run(range(4))
+    assert np.isnan(found[3, 5])
+    assert (np.abs(found - active * up) <= 5e-6 + 5e-6 * np.abs(active * up))[~np.isnan(active)].all()
+
+
+def test_a_sum_with_a_factor(variant: str) -> None:
+    rng = np.random.default_rng(1)
+    a, b = (random_rows(rng, 3, 21) for _ in range(2))
+    probe = Probe(3, 21, variant=variant)
+    x, y = probe.input(a), probe.input(b)
+    probe.row(RowOpKind.ADD, out=x, x=x, y=y, value=0.375)
+    probe.finish(x)
+    assert np.abs(probe.run(range(3)) - (a + np.float32(0.375) * b)).max() < 1e-6
+
+
+def test_rows_of_a_table_by_position(variant: str) -> None:
+    """Beside rows that begin elsewhere; beyond its end there are none."""
+    values = random_rows(np.random.default_rng(2), 20, 24)
+    table = values.view(np.uint8).reshape(20, -1)
+    probe = Probe(7, 24, variant=variant)
+    out = probe.buffer(24)
+    probe.row(RowOpKind.LOOKUP_POSITION, out=out, weight=probe.engine.add_table(SourceFormat.F32, 20, 24, table), value=1.0)
     probe.finish(out)
-    g = gate.astype(np.float64)
-    with np.errstate(over="ignore"):
-        active = g / (1 + np.exp(-g)) if kind == 0 else 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-    assert np.abs(probe.run(range(4)) - active * up).max() < 1e-4
+    tables = np.array([[1, 2], [3, 0]], np.int32)
+    found = probe.run(range(7), query_lens=[5, 2], context_lens=[15, 0], block_tables=tables)
+    assert np.array_equal(found, values[[15, 16, 17, 18, 19, 0, 1]])
+    with pytest.raises(ValueError, match="position outside the table"):
+        probe.run(range(7), query_lens=[5, 2], context_lens=[16, 0], block_tables=tables)
+
+
+def test_queries_that_grow_with_their_position(variant: str) -> None:
+    x = random_rows(np.random.default_rng(3), 6, 16)
+    inv_freq = (100.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    found = []
+    for growth in ((), (0.5, 4)):
+        probe = Probe(6, 16, variant=variant)
+        buffer, rope = probe.input(x), probe.engine.add_rope(inv_freq, 1.25, *growth)
+        probe.row(RowOpKind.ANGLES, weight=rope)
+        probe.row(RowOpKind.ROPE, x=buffer, weight=rope, n=1, head_dim=16)
+        probe.finish(buffer)
+        found.append(probe.run(range(6), query_lens=[6], context_lens=[7], block_tables=np.array([[1, 2]], np.int32)))
+    expected = found[0] * (1 + 0.5 * np.log1p(np.arange(7, 13) // 4))[:, None]
+    assert np.abs(found[1] - expected).max() < 1e-5
 
 
 @pytest.mark.parametrize("fmt", [*FORMATS, WeightFormat.BF16])
@@ -753,7 +825,7 @@ def test_what_all_keys_share_is_not_stored(variant: str, kv_format: KvFormat) ->
         probe = Probe(length, head_dim, variant=variant, head_dim=head_dim, num_blocks=8, kv_format=kv_format)
         inputs = [probe.input(q), probe.input(bf16(k - shared)), probe.input(v), probe.input(np.tile(shared, (length, 1)))]
         key = probe.buffer(head_dim)
-        probe.row(RowOpKind.ADD, out=key, x=inputs[1], y=inputs[3])
+        probe.row(RowOpKind.ADD, out=key, x=inputs[1], y=inputs[3], value=1.0)
         centre = probe.engine.add_vector(shared) if is_centred else -1
         probe.row(RowOpKind.KV_WRITE, x=key, y=inputs[2], n=0, weight=centre)
         probe.flush()

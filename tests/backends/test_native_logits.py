@@ -28,8 +28,10 @@ MAX_ROWS = 120  # two blocks of rows
 F32 = NDArray[np.float32]
 
 
-def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = "", num_blocks: int = 2) -> Engine:
-    """Its logits after token i are inputs[i] @ output.T, both exact in bfloat16."""
+def open_engine(
+    inputs: F32, output: F32, *, num_threads: int, variant: str = "", num_blocks: int = 2, scale: float = 1.0, cap: float = 0.0
+) -> Engine:
+    """Its logits after token i are scale * inputs[i] @ output.T, both exact in bfloat16, and then capped."""
     engine = Engine(
         num_layers=1,
         num_kv_heads=1,
@@ -52,7 +54,7 @@ def open_engine(inputs: F32, output: F32, *, num_threads: int, variant: str = ""
         [RowOp(RowOpKind.GATHER, x=x, out=picked), RowOp(RowOpKind.TO_BF16, x=picked, out=activation)], samples=True
     )
     engine.add_linear([(weight, activation, logits, -1, -1)], samples=True)
-    engine.set_logits(logits)
+    engine.set_logits(logits, scale, cap)
     return engine
 
 
@@ -106,6 +108,32 @@ def test_rows_get_the_token_of_their_largest_logit(variant: str, num_threads: in
         assert expected[0] == 3
     assert expected[6] == 1  # 0 is NaN
     assert len(set(expected)) > 50
+
+
+@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, 0.0), (1.0, 30.0), (0.5, 2.0), (1.0, 1e-3)])
+def test_logits_are_scaled_and_capped_whether_or_not_they_are_kept(variant: str, scale: float, cap: float) -> None:
+    """The cap makes some equal: of these the first is the largest, as in the reference backend."""
+    inputs, output = make_weights()
+    with np.errstate(invalid="ignore"):
+        logits = np.float32(scale) * (inputs[:MAX_ROWS] @ output.T)
+        wanted = np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits
+    engine = open_engine(inputs, output, num_threads=2, variant=variant, scale=scale, cap=cap)
+    for slot in range(MAX_ROWS):
+        engine.set_sampling(slot, RowSampling(temperature=0.0, num_logprobs=1 if slot % 3 == 0 else -1))
+    found = logits_of(engine, MAX_ROWS)
+    assert np.array_equal(np.isnan(found), np.isnan(wanted))
+    assert np.nanmax(np.abs(found - wanted)) < 2e-5 * max(1.0, cap)
+    assert tokens_of(engine, MAX_ROWS) == greedy(found)
+    if cap == 1e-3:
+        assert (found == np.float32(cap)).sum() > MAX_ROWS * 100
+
+
+def test_logits_that_no_product_makes_are_not_changed_in_silence() -> None:
+    engine = open_engine(*make_weights(), num_threads=1)
+    other = engine.add_buffer(VOCAB_SIZE, per_sample=True)
+    with pytest.raises(ValueError, match="no product"):
+        engine.set_logits(other, 0.5, 0.0)
 
 
 def test_rows_that_want_more_of_their_logits_get_them_beside_others() -> None:

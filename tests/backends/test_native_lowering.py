@@ -12,6 +12,7 @@ from penstock.backends.native._native import Engine, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import lower
 from penstock.models.formats import held_bytes
 from penstock.models.program import (
+    Act,
     Add,
     Attention,
     Embed,
@@ -89,6 +90,11 @@ def test_a_linear_that_depends_on_the_one_before_waits_for_it(first: Linear, sec
 
 def test_gate_up_and_activation_are_one() -> None:
     assert lowered(Linear("y", "x", "w"), Linear("z", "x", "w"), GatedActivation("y", "y", "z", "silu")).num_gated == 1
+
+
+def test_an_activation_that_products_lack_runs_on_their_rows() -> None:
+    found = lowered(Linear("y", "x", "w"), Linear("z", "x", "w"), GatedActivation("y", "y", "z", "relu2"))
+    assert (found.num_gated, found.linears) == (0, [2])
 
 
 @pytest.mark.parametrize(("gate", "up"), [("x", "y"), ("y", "y")], ids=["gate replaces the input", "up replaces the gate"])
@@ -301,15 +307,13 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
     ("op", "complaint"),
     [
         (States("x"), "can't end a program in States"),
-        (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "relu2"), "can't compute Experts with relu2"),
+        (Experts("y", "x", "w", "w", "w", "w", 2, 1, 16, "swiglu_clamped"), "can't compute Experts with swiglu_clamped"),
         (MeanRows("y", "x"), "can't compute MeanRows"),
-        (Softcap("x", 30.0), "can't compute Softcap"),
-        (EmbedPositions("x", "x", "w", 32), "can't compute EmbedPositions"),
+        (Softcap("x", 30.0), "can't compute Softcap of anything but logits"),
+        (EmbedPositions("x", "x", "w", 32), "64 tokens have more positions than the 32 that were learned"),
         (Attention("y", "x", 0, 2, 1, 16, 1.0, sinks="w"), r"can't compute Attention\.sinks"),
-        (Rope("x", 2, 16, (1.0,), growth=0.1), r"can't compute Rope\.growth"),
-        (Add("x", "x", "y", factor=0.5), r"can't compute Add\.factor"),
-        (Logits("y", "x", "w", scale=0.5), r"can't compute Logits\.scale"),
-        (GatedActivation("y", "x", "y", "relu2"), "can't compute GatedActivation with relu2"),
+        (Rope("x", 2, 16, (1.0,), growth=0.1), r"can't compute Rope\.growth of columns that do not turn"),
+        (Act("y", "x", "swiglu_clamped"), "can't compute Act with swiglu_clamped"),
     ],
 )
 def test_operations_that_the_engine_lacks_are_refused_by_name(op: Op, complaint: str) -> None:

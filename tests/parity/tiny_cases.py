@@ -304,7 +304,7 @@ _GRANITE_MOE_CASE = TinyCase(
     config=_GRANITE_MOE,
     shapes=_GRANITE_MOE_SHAPES,
     seed=33,
-    refused_by={"native": "Add.factor", **_NOT_CUDA},
+    refused_by=_NOT_CUDA,
 )
 
 _LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
@@ -315,7 +315,7 @@ _MINISTRAL3_CASE = TinyCase(
     config=_MINISTRAL3,
     shapes=shapes(_MINISTRAL3),
     seed=12,
-    refused_by={"native": "Rope.growth", "cuda": "Rope.growth"},
+    refused_by={"cuda": "Rope.growth"},
 )
 _MINISTRAL3_GGUF = Gguf(
     architecture="mistral3",
@@ -336,7 +336,7 @@ _GRANITE_CASE = TinyCase(
     config=_GRANITE,
     shapes=shapes(_GRANITE),
     seed=16,
-    refused_by={"native": "Add.factor", "cuda": "Add.factor"},
+    refused_by={"cuda": "Add.factor"},
 )
 _GRANITE_GGUF = Gguf(
     architecture="granite",
@@ -361,7 +361,6 @@ _GEMMA2_CASE = TinyCase(
     shapes=shapes(_GEMMA2, **_gemma_norms(_GEMMA2)),
     seed=20,
     norm_centre=0.0,
-    refused_by={"native": "Softcap"},
 )
 _GEMMA2_GGUF = Gguf(
     architecture="gemma2",

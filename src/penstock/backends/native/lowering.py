@@ -24,19 +24,23 @@ from numpy.typing import NDArray
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.models.formats import WeightFormat
 from penstock.models.program import (
+    Act,
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
+    LayerNorm,
     Linear,
     Logits,
     Op,
     Program,
     RMSNorm,
     Rope,
+    Softcap,
     States,
     features,
 )
@@ -50,14 +54,19 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
-ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5}
+_OF_PRODUCTS = ("silu", "gelu_tanh")
+"""Activations that a product of a gate and an up projection computes; the others run on its rows."""
 COMPUTED = frozenset(
     {
-        *("Embed", "Embed.scale", "RMSNorm", "RMSNorm.group", "Linear", "Linear.bias", "Linear.residual"),
-        *("Rope", "Rope.attention_factor", "KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *("Attention", "Attention.window", "Attention.softcap", "Add", "GatherRows", "Logits"),
-        *(f"{op} with {name}" for op in ("GatedActivation", "Experts") for name in ACTIVATION_KINDS),
-        *("GatedActivation", "Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
+        *("Embed", "Embed.scale", "EmbedPositions", "Linear", "Linear.bias", "Linear.residual"),
+        *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
+        *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
+        *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
+        *("Attention", "Attention.window", "Attention.softcap", "Add", "Add.factor", "GatherRows"),
+        *("Logits", "Logits.scale", "Softcap", "Act", "GatedActivation"),
+        *(f"{op} with {kind}" for op in ("Act", "GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
+        *("Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
         *("Experts.router_bias", "Experts.selection_bias"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
     }
@@ -98,6 +107,12 @@ def check_program(program: Program) -> None:
             remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
         )
     missing = dict.fromkeys(feature for op in program.ops for feature in features(op) if feature not in COMPUTED)
+    results = {op.out for op in program.ops if isinstance(op, Logits)}
+    for op in program.ops:
+        if isinstance(op, Rope) and op.growth and 2 * len(op.inv_freq) < op.head_dim:
+            missing["Rope.growth of columns that do not turn"] = None
+        elif isinstance(op, Softcap) and op.x not in results:
+            missing["Softcap of anything but logits"] = None
     if missing:
         raise ModelError(
             f"the native backend can't compute {', '.join(missing)} yet.",
@@ -177,7 +192,7 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     gate, up, act = ops[at : at + 3]
     if not (isinstance(gate, Linear) and isinstance(up, Linear) and isinstance(act, GatedActivation)):
         return None
-    plain = all(op.bias is None and op.residual is None for op in (gate, up))
+    plain = act.activation in _OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
     fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
     same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format
     same = same and weights.order(gate.weight) == weights.order(up.weight)
@@ -223,7 +238,7 @@ def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights
 
 def _written_by(op: Op) -> str | None:
     """The buffer that an operation replaces."""
-    return None if isinstance(op, KvWrite | Rope) else getattr(op, "out", None)
+    return None if isinstance(op, KvWrite | Rope | Softcap) else getattr(op, "out", None)
 
 
 def _read_by(op: Op) -> set[str | None]:
@@ -257,7 +272,8 @@ class _Emitter:
         self._num_positions = num_positions
         self._weights = weights
         self._engine = engine
-        self._ropes: dict[tuple[tuple[float, ...], float], int] = {}
+        self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, Softcap)}
+        self._ropes: dict[tuple[tuple[float, ...], float, float, int], int] = {}
         self._buffers: dict[str, int] = {}
         self._converted: dict[str, dict[tuple[bool, bytes | None], int]] = {}
         """Buffer -> (quantised, order of columns) -> the activation that holds its present value."""
@@ -298,6 +314,12 @@ class _Emitter:
                 width = self._widths[op.x]
                 x, vector = self._buffer(op.x), self._weights.vector(op.weight)
                 self._row(RowOpKind.RMS_NORM, out=self._written(op.out), x=x, weight=vector, n=op.group or width, value=op.eps)
+            case LayerNorm():
+                x, vector = self._buffer(op.x), self._weights.vector(op.weight)
+                bias = NONE if op.bias is None else self._weights.vector(op.bias)
+                self._row(RowOpKind.LAYER_NORM, out=self._written(op.out), x=x, y=bias, weight=vector, value=op.eps)
+            case EmbedPositions():
+                self._emit_positions(op)
             case Rope():
                 rope = self._rope(op)
                 self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
@@ -307,9 +329,14 @@ class _Emitter:
             case GatedActivation():
                 gate, up = self._buffer(op.gate), self._buffer(op.up)
                 self._row(RowOpKind.GATED, out=self._written(op.out), x=gate, y=up, n=ACTIVATION_KINDS[op.activation])
+            case Act():
+                x = self._buffer(op.x)
+                self._row(RowOpKind.ACTIVATE, out=self._written(op.out), x=x, n=ACTIVATION_KINDS[op.activation])
             case Add():
                 a, b = self._buffer(op.a), self._buffer(op.b)
-                self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b)
+                self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b, value=op.factor)
+            case Softcap():
+                pass  # with the logits: rows of which only the largest is kept are capped first, too
             case GatherRows():
                 if not self._on_samples:
                     self.flush()
@@ -331,6 +358,18 @@ class _Emitter:
             self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._weights.matrix(op.weight), value=op.scale)
         else:
             self._row(RowOpKind.LOOKUP, out=self._written(op.out), weight=self._weights.table(op.weight), value=op.scale)
+
+    def _emit_positions(self, op: EmbedPositions) -> None:
+        if self._num_positions > op.num_positions:
+            raise ModelError(
+                f"texts of {self._num_positions} tokens have more positions than the {op.num_positions} that were learned.",
+                remedy=f"Set --max-model-len to {op.num_positions} or less.",
+            )
+        added = f"{op.out}, of its position"
+        self._widths[added] = self._widths[op.x]
+        self._row(RowOpKind.LOOKUP_POSITION, out=self._buffer(added), weight=self._weights.table(op.weight), value=1.0)
+        x = self._buffer(op.x)
+        self._row(RowOpKind.ADD, out=self._written(op.out), x=x, y=self._buffer(added), value=1.0)
 
     def _row(
         self,
@@ -363,7 +402,7 @@ class _Emitter:
         self._engine.add_linear(
             [(self._weights.matrix(op.weight, is_ordered=True), activation, out, NONE, NONE)], self._on_samples
         )
-        self._engine.set_logits(out)
+        self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
 
     def _emit_gated(self, group: Gated) -> None:
         gate, up, act = group.gate, group.up, group.act
@@ -435,9 +474,9 @@ class _Emitter:
         return self._engine.add_vector(np.pad(heads, ((0, 0), (0, missing))).reshape(-1))
 
     def _rope(self, op: Rope) -> int:
-        key = (op.inv_freq, op.attention_factor)
+        key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len)
         if key not in self._ropes:
-            self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), op.attention_factor)
+            self._ropes[key] = self._engine.add_rope(np.array(op.inv_freq, np.float32), *key[1:])
             # Angles belong to the step's positions: computed once per step, where they are first used.
             self._row(RowOpKind.ANGLES, weight=self._ropes[key])
         return self._ropes[key]
