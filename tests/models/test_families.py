@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parity.tiny import TinyCase, write_case
@@ -16,6 +17,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
+from tiny_models import write_hf_files
 
 GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -121,3 +123,66 @@ def test_a_tensor_that_a_family_does_not_have_is_refused(tmp_path: Path) -> None
     (path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ModelError, match="attn_norm"):
         load_hf_directory(path)
+
+
+def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> None:
+    case = CASES["gpt2"]
+    weights = {name.removeprefix("transformer."): values for name, values in case.weights().items()}
+    for layer in range(2):
+        weights[f"h.{layer}.attn.bias"] = np.ones((1, 1, 64, 64), np.float32)
+        weights[f"h.{layer}.attn.masked_bias"] = np.float32([-1e4])
+    write_hf_files(tmp_path, {**case.config, "n_inner": None}, weights, case.vocab_size)
+    with pytest.raises(ModelError, match="asks for 288 x 72"):  # 4 * 72: the inner width of these files is not named
+        load_hf_directory(tmp_path)
+    write_hf_files(tmp_path, case.config, weights, case.vocab_size)
+    model = load_hf_directory(tmp_path)
+    assert np.array_equal(model.weights["layers.1.up"].dequantize(), weights["h.1.mlp.c_fc.weight"].T)
+    whole = weights["h.0.attn.c_attn.bias"]
+    assert np.array_equal(model.weights["layers.0.k_bias"].dequantize()[0], whole[72:144])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"activation_function": "mish"}),
+        ("starcoder2", {"hidden_act": "mish"}),
+        ("phi3", {"hidden_act": "gelu"}),
+        ("exaone4", {"hidden_act": "gelu"}),
+    ],
+)
+def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    (key,) = changes
+    with pytest.raises(ModelError, match=key):
+        spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:
+    """`yarn` was longrope in its first files, and `su` in the next."""
+    config = CASES["phi4_mini"].config
+    specs = [
+        spec_of(tmp_path, {**config, "rope_scaling": {**config["rope_scaling"], "type": name}})
+        for name in ("longrope", "su", "yarn")
+    ]
+    assert specs[0] == specs[1] == specs[2]
+    rotation = specs[0].layers[0].attention.rotation
+    assert rotation is not None
+    assert len(rotation.inv_freq) == 9
+
+
+def test_an_exaone_4_without_windows_turns_in_all_layers(tmp_path: Path) -> None:
+    config = CASES["exaone4"].config
+    spec = spec_of(tmp_path, {**config, "sliding_window": None})
+    assert all(layer.attention.rotation and not layer.attention.window for layer in spec.layers)
+    usual = spec_of(tmp_path, {**config, "layer_types": None, "num_hidden_layers": 8})
+    assert [layer.attention.window for layer in usual.layers] == [6, 6, 6, 0] * 2
+    assert [layer.attention.rotation is None for layer in usual.layers] == [False, False, False, True] * 2
+
+
+def test_a_starcoder_2_in_a_gguf_file_has_the_window_of_all(tmp_path: Path) -> None:
+    case = CASES["starcoder2_gguf"]
+    assert case.gguf is not None
+    without = replace(case.gguf, metadata={"attention.layer_norm_epsilon": 1e-5})
+    spec = load_gguf(write_case(replace(case, gguf=without), tmp_path)).spec
+    assert {layer.attention.window for layer in spec.layers} == {4096}

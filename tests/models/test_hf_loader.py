@@ -315,7 +315,7 @@ def test_biases_of_q_k_and_v(tmp_path):
 
 
 REFUSED = {
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM"),
+    "architecture": ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported.*LlamaForCausalLM"),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
     "bias": ({"mlp_bias": True}, "mlp_bias is True, and the weights have none"),

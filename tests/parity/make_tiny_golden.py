@@ -63,7 +63,8 @@ def check_gguf(case: TinyCase, logits: FloatArray) -> str:
         read = partial(AutoModelForCausalLM.from_pretrained, directory, gguf_file=path.name, dtype=torch.float32)
         error = relative_error(case, read(config=read_config(case)), logits)
         assert error < MAX_GGUF_ERROR, f"transformers reads another model from the GGUF file: {error:.4f}"
-        with contextlib.suppress(RuntimeError):  # by default its sizes are those of the first model of the architecture
+        # By default its sizes are those of the first model of the architecture, whose tokens may be out of range.
+        with contextlib.suppress(RuntimeError, AssertionError):
             if relative_error(case, read(), logits) < MAX_GGUF_ERROR:
                 return ", tensors and settings of the GGUF file as read by transformers"
     return ", tensors of the GGUF file as read by transformers"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.architectures import find
 from tiny_models import TOKENIZER_METADATA, GgufValue, interleave, write_gguf_file, write_hf_files
 
 from .golden import GOLDEN_DIR
@@ -67,6 +68,8 @@ class TinyCase:
     seed: int
     norm_centre: float = 1.0
     """Around which the weights of norms lie; 0 for Gemma, which adds 1 to them."""
+    transposed: tuple[str, ...] = ()
+    """Ends of the names of matrices that have inputs as rows, in a directory alone."""
     dtype: str = "bf16"
     """Type of the weights in a Hugging Face directory."""
     num_shards: int = 1
@@ -109,7 +112,8 @@ class TinyCase:
         raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(math.prod(shape))
         values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
         is_norm = len(shape) == 1 and name.endswith(".weight")
-        scaled = values * math.sqrt(12 / shape[-1]) if len(shape) > 1 else values + is_norm * self.norm_centre
+        num_inputs = shape[0 if name.endswith(self.transposed) else -1]
+        scaled = values * math.sqrt(12 / num_inputs) if len(shape) > 1 else values + is_norm * self.norm_centre
         bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
         return bits.view(np.float32).reshape(shape)
 
@@ -158,7 +162,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     """As llama.cpp's converter would; names of tensors are those of its `gguf` package."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    config, key = case.config, gguf.architecture
+    config, key = {**case.config, **find(case.architecture).hf_values(case.config)}, gguf.architecture
     num_heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     names = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
@@ -170,11 +174,11 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         f"{key}.embedding_length": config["hidden_size"],
         f"{key}.feed_forward_length": config["intermediate_size"],
         f"{key}.attention.head_count": num_heads,
-        f"{key}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{key}.attention.head_count_kv": config.get("num_key_value_heads", num_heads),
         f"{key}.attention.key_length": head_dim,
         f"{key}.attention.value_length": head_dim,
         f"{key}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{key}.rope.freq_base": float({**config, **config.get("rope_parameters", {})}["rope_theta"]),
+        f"{key}.rope.freq_base": float({"rope_theta": 1e4, **config, **config.get("rope_parameters", {})}["rope_theta"]),
         f"{key}.rope.dimension_count": head_dim,
         **TOKENIZER_METADATA,
         **{f"{key}.{name}": value for name, value in gguf.metadata.items()},
@@ -184,9 +188,10 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     for name, values in weights.items():
         if name.endswith("norm.weight"):
             values = values + np.float32(gguf.norm_offset)
-        heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads", num_heads)}.get(name.split(".")[-2])
         if gguf.is_interleaved and heads:
             values = interleave(values, heads)
+        values = np.ascontiguousarray(values.T) if name.endswith(case.transposed) else values
         found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values

@@ -307,6 +307,153 @@ _GRANITE_MOE_CASE = TinyCase(
     refused_by=_NOT_CUDA,
 )
 
+_PHI3 = settings("phi3", "Phi3ForCausalLM", head_dim=None, sliding_window=6)
+_PHI3_LONG = settings(
+    "phi3",
+    "Phi3ForCausalLM",
+    head_dim=None,
+    hidden_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    original_max_position_embeddings=3,
+    partial_rotary_factor=0.75,
+    rope_parameters=None,
+    rope_theta=3000.0,
+    rope_scaling={
+        "type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(9)],
+        "long_factor": [1.3 + 0.5 * pair for pair in range(9)],
+    },
+)
+_PHI3_SHORT = {
+    **_PHI3_LONG,
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 1.0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(12)], "long_factor": [9.0] * 12},
+}
+_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 263,
+    "n_embd": 72,
+    "n_layer": 2,
+    "n_head": 3,
+    "n_inner": 100,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "activation_function": "gelu",
+    "layer_norm_epsilon": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT2_OF_GGUF = {**{key: value for key, value in _GPT2.items() if key != "n_inner"}, "activation_function": "gelu_new"}
+_STARCODER2 = settings(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    head_dim=None,
+    rms_norm_eps=None,
+    norm_epsilon=0.05,
+    hidden_act="gelu_pytorch_tanh",
+    sliding_window=6,
+    tie_word_embeddings=True,
+    use_bias=True,
+)
+
+
+def _phi3_shapes(config: Mapping[str, Any]) -> Shapes:
+    inner, hidden = config["intermediate_size"], config["hidden_size"]
+    head_dim = hidden // config["num_attention_heads"]
+    num_rows = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * head_dim
+    names = ("self_attn__q_proj", "self_attn__k_proj", "self_attn__v_proj", "mlp__gate_proj", "mlp__up_proj")
+    return shapes(
+        {**config, "head_dim": head_dim},
+        **{f"{name}__weight": None for name in names},
+        self_attn__qkv_proj__weight=(num_rows, hidden),
+        mlp__gate_up_proj__weight=(2 * inner, hidden),
+    )
+
+
+def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Products have their inputs as rows."""
+    hidden, inner = config["n_embd"], config.get("n_inner", 4 * config["n_embd"])
+    products = {
+        "attn.c_attn": (hidden, 3 * hidden),
+        "attn.c_proj": (hidden, hidden),
+        "mlp.c_fc": (hidden, inner),
+        "mlp.c_proj": (inner, hidden),
+    }
+    found: Shapes = {"wte.weight": (config["vocab_size"], hidden), "wpe.weight": (config["n_positions"], hidden)}
+    for layer in range(config["n_layer"]):
+        for name in ("ln_1", "ln_2"):
+            found |= {f"h.{layer}.{name}.weight": (hidden,), f"h.{layer}.{name}.bias": (hidden,)}
+        for name, shape in products.items():
+            found |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
+    found |= {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+    return {f"transformer.{name}": shape for name, shape in found.items()}
+
+
+def _starcoder2_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    whole = {**config, "head_dim": hidden // config["num_attention_heads"]}
+    found = shapes(
+        whole,
+        **_qkv_bias(whole),
+        self_attn__o_proj__bias=(hidden,),
+        input_layernorm__bias=(hidden,),
+        post_attention_layernorm__bias=(hidden,),
+        mlp__gate_proj__weight=None,
+        mlp__up_proj__weight=None,
+        mlp__down_proj__weight=None,
+        mlp__c_fc__weight=(inner, hidden),
+        mlp__c_fc__bias=(inner,),
+        mlp__c_proj__weight=(hidden, inner),
+        mlp__c_proj__bias=(hidden,),
+    )
+    return {**found, "model.norm.bias": (hidden,)}
+
+
+_EXAONE4 = settings(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    num_hidden_layers=3,
+    sliding_window=6,
+    sliding_window_pattern=4,
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL],
+)
+_EXAONE4_CASE = TinyCase(
+    architecture="exaone4",
+    config=_EXAONE4,
+    shapes=shapes(_EXAONE4, input_layernorm__weight=None, post_feedforward_layernorm__weight=(72,), **_HEAD_NORMS),
+    seed=35,
+)
+_EXAONE4_GGUF = Gguf(
+    architecture="exaone4",
+    metadata={"attention.sliding_window": 6, "attention.sliding_window_pattern": [True, False, True]},
+)
+_PHI3_CASE = TinyCase(architecture="phi3", config=_PHI3, shapes=_phi3_shapes(_PHI3), seed=31)
+_PHI3_LONG_CASE = TinyCase(architecture="phi3", config=_PHI3_LONG, shapes=_phi3_shapes(_PHI3_LONG), seed=32)
+_GPT2_CASE = TinyCase(
+    architecture="gpt2",
+    config=_GPT2,
+    shapes=_gpt2_shapes(_GPT2),
+    seed=33,
+    norm_centre=2.0,
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+    refused_by={"cuda": "EmbedPositions"},
+)
+_GPT2_GGUF_CASE = replace(
+    _GPT2_CASE,
+    config=_GPT2_OF_GGUF,
+    shapes=_gpt2_shapes(_GPT2_OF_GGUF),
+    gguf=Gguf(architecture="gpt2", metadata={"attention.layer_norm_epsilon": 0.05}),
+)
+_STARCODER2_CASE = TinyCase(
+    architecture="starcoder2", config=_STARCODER2, shapes=_starcoder2_shapes(_STARCODER2), seed=34, norm_centre=2.0
+)
+_STARCODER2_GGUF = Gguf(
+    architecture="starcoder2", metadata={"attention.layer_norm_epsilon": 0.05, "attention.sliding_window": 6}
+)
 _LLAMA_CASE = TinyCase(architecture="llama", config=_GQA, shapes=shapes(_GQA), seed=2)
 _LLAMA_GGUF = Gguf(architecture="llama", metadata={}, is_interleaved=True)
 _WIDE_CASE = TinyCase(architecture="llama", config=_WIDE, shapes=shapes(_WIDE), seed=5)
@@ -436,6 +583,18 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             gguf=Gguf(architecture="granitemoe", metadata={**_GGUF_EXPERTS, **_GGUF_GRANITE}, is_interleaved=True),
             golden="granite_moe",
         ),
+        "exaone4": _EXAONE4_CASE,
+        "exaone4_gguf": replace(_EXAONE4_CASE, gguf=_EXAONE4_GGUF, golden="exaone4"),
+        "phi3": _PHI3_CASE,
+        "phi3_gguf": replace(
+            _PHI3_CASE, gguf=Gguf(architecture="phi3", metadata={"attention.sliding_window": 6}), golden="phi3"
+        ),
+        "phi4_mini": _PHI3_LONG_CASE,
+        "phi3_short_factors": replace(_PHI3_LONG_CASE, config=_PHI3_SHORT, seed=36),
+        "gpt2": _GPT2_CASE,
+        "gpt2_gguf": _GPT2_GGUF_CASE,
+        "starcoder2": _STARCODER2_CASE,
+        "starcoder2_gguf": replace(_STARCODER2_CASE, gguf=_STARCODER2_GGUF, golden="starcoder2"),
         "mistral": TinyCase(architecture="mistral", config=_MISTRAL, shapes=shapes(_MISTRAL), seed=10),
         "ministral": TinyCase(architecture="mistral", config=_MINISTRAL, shapes=shapes(_MINISTRAL), seed=11),
         "ministral3": _MINISTRAL3_CASE,

@@ -24,12 +24,15 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "exaone4": "penstock.models.exaone4:EXAONE4",
         "gemma2": "penstock.models.gemma:GEMMA2",
         "gemma3": "penstock.models.gemma:GEMMA3",
+        "gpt2": "penstock.models.gpt2:GPT2",
         "granite": "penstock.models.granite:GRANITE",
         "llama": "penstock.models.llama:LLAMA",
         "mistral": "penstock.models.mistral:MISTRAL",
         "olmo2": "penstock.models.olmo2:OLMO2",
+        "phi3": "penstock.models.phi3:PHI3",
         "qwen2": "penstock.models.llama:QWEN2",
         "qwen3": "penstock.models.qwen3:QWEN3",
         "smollm3": "penstock.models.smollm3:SMOLLM3",
@@ -37,11 +40,14 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "qwen3_moe": "penstock.models.moe:QWEN3_MOE",
         "olmoe": "penstock.models.moe:OLMOE",
         "granite_moe": "penstock.models.moe:GRANITE_MOE",
+        "starcoder2": "penstock.models.starcoder2:STARCODER2",
     }
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
+        "Exaone4ForCausalLM": "exaone4",
+        "GPT2LMHeadModel": "gpt2",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3",
@@ -52,6 +58,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Mistral3ForConditionalGeneration": "mistral",
         "MistralForCausalLM": "mistral",
         "Olmo2ForCausalLM": "olmo2",
+        "Phi3ForCausalLM": "phi3",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
@@ -60,23 +67,28 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Qwen3MoeForCausalLM": "qwen3_moe",
         "OlmoeForCausalLM": "olmoe",
         "GraniteMoeForCausalLM": "granite_moe",
+        "Starcoder2ForCausalLM": "starcoder2",
     }
 )
 """`architectures` in a config.json -> our name."""
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
+        "exaone4": "exaone4",
         "gemma2": "gemma2",
         "gemma3": "gemma3",
+        "gpt2": "gpt2",
         "granite": "granite",
         "llama": "llama",
         "mistral3": "mistral",
         "olmo2": "olmo2",
+        "phi3": "phi3",
         "qwen2": "qwen2",
         "qwen3": "qwen3",
         "smollm3": "smollm3",
         "olmoe": "olmoe",
         "qwen3moe": "qwen3_moe",
         "granitemoe": "granite_moe",
+        "starcoder2": "starcoder2",
     }
 )
 """`general.architecture` in a GGUF file -> our name."""
@@ -108,15 +120,26 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """`architectures` in a config.json, or `general.architecture` in a GGUF file -> why it is not served."""
 
 HF_TOP: Mapping[str, str] = MappingProxyType(
-    {"model.embed_tokens.weight": "embed", "model.norm.weight": "norm", "lm_head.weight": "output"}
+    {
+        "model.embed_tokens.weight": "embed",
+        "model.norm.weight": "norm",
+        "model.norm.bias": "norm_bias",
+        "lm_head.weight": "output",
+    }
 )
 GGUF_TOP: Mapping[str, str] = MappingProxyType(
-    {"token_embd.weight": "embed", "output_norm.weight": "norm", "output.weight": "output"}
+    {
+        "token_embd.weight": "embed",
+        "output_norm.weight": "norm",
+        "output_norm.bias": "norm_bias",
+        "output.weight": "output",
+    }
 )
 """Names of tensors outside of layers -> ours, in most models."""
 HF_LAYER: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm.weight": "attn_norm",
+        "input_layernorm.bias": "attn_norm_bias",
         "self_attn.q_proj.weight": "q",
         "self_attn.k_proj.weight": "k",
         "self_attn.v_proj.weight": "v",
@@ -128,6 +151,7 @@ HF_LAYER: Mapping[str, str] = MappingProxyType(
         "self_attn.q_norm.weight": "q_norm",
         "self_attn.k_norm.weight": "k_norm",
         "post_attention_layernorm.weight": "mlp_norm",
+        "post_attention_layernorm.bias": "mlp_norm_bias",
         "mlp.gate_proj.weight": "gate",
         "mlp.up_proj.weight": "up",
         "mlp.down_proj.weight": "down",
@@ -140,6 +164,7 @@ HF_LAYER: Mapping[str, str] = MappingProxyType(
 GGUF_LAYER: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm.weight": "attn_norm",
+        "attn_norm.bias": "attn_norm_bias",
         "attn_q.weight": "q",
         "attn_k.weight": "k",
         "attn_v.weight": "v",
@@ -152,6 +177,7 @@ GGUF_LAYER: Mapping[str, str] = MappingProxyType(
         "attn_k_norm.weight": "k_norm",
         "post_attention_norm.weight": "post_attn_norm",
         "ffn_norm.weight": "mlp_norm",
+        "ffn_norm.bias": "mlp_norm_bias",
         "ffn_gate.weight": "gate",
         "ffn_up.weight": "up",
         "ffn_down.weight": "down",
@@ -183,6 +209,10 @@ def _as_read(_: object, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def _as_it_is(name: str) -> str | None:
+    return name
+
+
 def _as_they_are(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return values
 
@@ -202,6 +232,8 @@ class Architecture:
     """The same of a GGUF file's metadata."""
     hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_they_are
     """Given config.json, returns it with the keys that `read_spec` asks for: renamed, or with transformers' defaults."""
+    hf_name: Callable[[str], str | None] = _as_it_is
+    """A tensor's name in a directory -> its name in the tables, or None for one that is no weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
     """End of a tensor's name -> end of ours, or the several weights that it holds. `*` stands for the number of an expert."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)

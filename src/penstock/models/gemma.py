@@ -52,7 +52,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     scale, logit_softcap = config.positive("query_pre_attn_scalar") ** -0.5, config.get("final_logit_softcapping", float)
     period = config.get("sliding_window_pattern", int) or _PERIODS[spec.architecture]
     window = config.require("sliding_window", int)
-    return with_windows(config, _with(spec, scale, logit_softcap), window, _pattern(spec, period))
+    return with_windows(config, _with(spec, scale, logit_softcap), window, local_layers_of_period(spec, period))
 
 
 def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -80,25 +80,26 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     found = _with(spec, scale, file.get(f"{key}.final_logit_softcapping", float, 30.0 if key == "gemma2" else None))
     window = file.get(f"{key}.attention.sliding_window", int, 4096 if key == "gemma2" else None)
     if window:
-        found = found.with_windows(window, _local_layers_of_gguf(file, spec))
+        found = found.with_windows(window, local_layers_of_gguf(file, spec, _PERIODS[key]))
     if key == "gemma3":
         return _with_local_base(found, file.get("gemma3.rope.freq_base_swa", float) or _LOCAL_BASE)
     softcap = file.get("gemma2.attn_logit_softcapping", float, 50.0) or 0.0
     return found.with_attention(lambda _, attention: replace(attention, softcap=softcap))
 
 
-def _local_layers_of_gguf(file: GgufFile, spec: ModelSpec) -> list[bool]:
-    """A value per layer, or every so many, as in llama.cpp."""
+def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, period: int) -> list[bool]:
+    """Whether each layer has a window. As in llama.cpp the file has a value per layer, or another period, or neither."""
     key = f"{spec.architecture}.attention.sliding_window_pattern"
     if isinstance(file.metadata.get(key), list):
         is_local = file.get_list(key, bool)
         if len(is_local) != spec.num_layers:
             raise file.error(f"{key} has {len(is_local)} values for {spec.num_layers} layers")
         return is_local
-    return _pattern(spec, file.get(key, int) or _PERIODS[spec.architecture])
+    return local_layers_of_period(spec, file.get(key, int) or period)
 
 
-def _pattern(spec: ModelSpec, period: int) -> list[bool]:
+def local_layers_of_period(spec: ModelSpec, period: int) -> list[bool]:
+    """Whether each layer has a window: all but the last of so many."""
     return [(layer + 1) % period != 0 for layer in range(spec.num_layers)]
 
 

@@ -51,10 +51,14 @@ def load_hf_directory(
     config = JsonFile(config.path, architecture.hf_values(config.values))
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
-    tensors = {name: tensor for name, tensor in opened.tensors.items() if not name.endswith(_DERIVED)}
+    tensors = {
+        known: tensor
+        for name, tensor in opened.tensors.items()
+        if not name.endswith(_DERIVED) and (known := architecture.hf_name(name)) is not None
+    }
     if "text_config" in whole.values or "vision_config" in whole.values:
         tensors = _text_tensors(tensors, path)
-    scales = {_text_name(name): scale for name, scale in opened.scales.items()}
+    scales = {_text_name(architecture.hf_name(name) or name): scale for name, scale in opened.scales.items()}
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     pieces = find_pieces(tensors, top=architecture.hf_top, block=block, layer=architecture.hf_layer)
     has_partial_rope = architecture.has_partial_rope

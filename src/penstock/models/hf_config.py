@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 
 from penstock.models import checks, rope
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec, Rotation, spec_of_equal_layers
+from penstock.types.model_spec import Activation, ModelSpec, Rotation, spec_of_equal_layers
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -220,6 +220,30 @@ def _read_rotations(
         raise config.error(f"{key} has nothing for layers of the type {', '.join(sorted(missing))}")
     rotations = {name: rotation(nested[name]) if name in nested else None for name in set(kinds)}
     return [rotations[name] for name in kinds]
+
+
+def read_activation(config: JsonFile, key: str, default: str) -> Activation:
+    """The activation that transformers means by the value of a key. Raises ModelError for one that no backend computes."""
+    name = config.get(key, str) or default
+    if name not in _ACTIVATIONS:
+        raise checks.unsupported(config.path, f"{key} is {name!r}", f"{', '.join(_ACTIVATIONS)} are")
+    return _ACTIVATIONS[name]
+
+
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "gelu": "gelu",
+        "gelu_fast": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "quick_gelu": "gelu_quick",
+        "relu": "relu",
+        "relu2": "relu2",
+        "silu": "silu",
+        "swish": "silu",
+    }
+)
+"""Source: activations.py of transformers."""
 
 
 def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:

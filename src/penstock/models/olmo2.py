@@ -5,7 +5,7 @@ Sources: 2 OLMo 2 Furious, arXiv 2501.00656; modeling_olmo2.py of transformers; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.models import checks, llama
 from penstock.models.architectures import HF_LAYER, Architecture
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
 
 
-def describe(spec: ModelSpec) -> Program:
+def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] = "rows") -> Program:
     """The program of one step."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
-        attended = build.attention(layer, x, qk_norms="rows")
+        attended = build.attention(layer, x, qk_norms=qk_norms)
         x, attended = build.gather_after_last(layer, x, attended)
         projected = build.linear(attended, f"{at}.o", "projected", spec.hidden_size)
         build.add(x, build.norm(projected, f"{at}.post_attn_norm", projected))

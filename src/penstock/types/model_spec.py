@@ -140,6 +140,16 @@ class ModelSpec:
         """The same where local layers see the last `window` positions, and the others all. `is_local` has a value per layer."""
         return self.with_attention(lambda i, attention: replace(attention, window=window if is_local[i] else 0))
 
+    def with_plain_mlps(self, activation: Activation) -> ModelSpec:
+        """The same with MLPs of the same width and biases that have no gate."""
+
+        def plain(_: int, layer: LayerSpec) -> LayerSpec:
+            assert isinstance(layer.mlp, GatedMlp)
+            size, has_bias = layer.mlp.intermediate_size, layer.mlp.has_bias
+            return replace(layer, mlp=PlainMlp(intermediate_size=size, activation=activation, has_bias=has_bias))
+
+        return self.with_layers(plain)
+
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
         heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)

@@ -1,0 +1,114 @@
+"""GPT-2 (OpenAI): learned positions, layer norms, biases everywhere, and an MLP without a gate.
+
+Source: Language Models are Unsupervised Multitask Learners (2019); modeling_gpt2.py of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Parts
+from penstock.models.decoder import Decoder
+from penstock.models.hf_config import JsonFile, read_activation
+from penstock.models.program import Program
+from penstock.types.model_spec import Activation, ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
+
+
+def describe(spec: ModelSpec) -> Program:
+    """The program of one step."""
+    build = Decoder(spec)
+    x = build.add_positions(build.embed())
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"))
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_output(layer, x, attended)
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.logits(build.norm(x, "norm"))
+
+
+_SIZES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_DEFAULTS = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {**_DEFAULTS, **{_SIZES.get(key, key): value for key, value in values.items() if value is not None}}
+    if type(found["hidden_size"]) is int:
+        found.setdefault("intermediate_size", 4 * found["hidden_size"])
+    return found
+
+
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("scale_attn_weights", True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only("add_cross_attention", False)
+    return _with(spec, read_activation(config, "activation_function", "gelu_new"))
+
+
+def _of_gguf(_: GgufFile, spec: ModelSpec) -> ModelSpec:
+    return _with(spec, "gelu_tanh")
+
+
+def _with(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+    return spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+
+
+def _name(name: str) -> str | None:
+    """Old files have no `transformer.` before their names, and hold the causal mask of each layer."""
+    bare = name.removeprefix("transformer.")
+    return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
+
+
+_QKV_BIAS = Parts(("q_bias", "k_bias", "v_bias"))
+GPT2 = Architecture(
+    describe=describe,
+    of_hf=_of_hf,
+    of_gguf=_of_gguf,
+    hf_values=_values,
+    hf_name=_name,
+    hf_top={
+        "wte.weight": "embed",
+        "wpe.weight": "positions",
+        "ln_f.weight": "norm",
+        "ln_f.bias": "norm_bias",
+        "lm_head.weight": "output",
+    },
+    hf_layers="h.",
+    hf_layer={
+        "ln_1.weight": "attn_norm",
+        "ln_1.bias": "attn_norm_bias",
+        "attn.c_attn.weight": Parts(("q", "k", "v"), is_transposed=True),
+        "attn.c_attn.bias": _QKV_BIAS,
+        "attn.c_proj.weight": Parts(("o",), is_transposed=True),
+        "attn.c_proj.bias": "o_bias",
+        "ln_2.weight": "mlp_norm",
+        "ln_2.bias": "mlp_norm_bias",
+        "mlp.c_fc.weight": Parts(("up",), is_transposed=True),
+        "mlp.c_fc.bias": "up_bias",
+        "mlp.c_proj.weight": Parts(("down",), is_transposed=True),
+        "mlp.c_proj.bias": "down_bias",
+    },
+    gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": Parts(("q", "k", "v")), "attn_qkv.bias": _QKV_BIAS},
+)
