@@ -467,7 +467,7 @@ def test_a_rate_beyond_all_replicas_is_an_error() -> None:
         find_fleet(server, jobs, slos, 1e12, found)
 
 
-@pytest.mark.parametrize("needed", [3, 4, 7, 20, 1000])
+@pytest.mark.parametrize("needed", [3, 4, 7, 20, 256])
 def test_the_fewest_replicas_are_found_in_few_runs(needed: int) -> None:
     tried: list[int] = []
 

@@ -271,6 +271,7 @@ _GRANITE_MOE = settings(
     num_experts_per_tok=3,
     intermediate_size=40,
     head_dim=None,
+    rms_norm_eps=0.05,
     embedding_multiplier=3.0,
     attention_multiplier=0.3,
     residual_multiplier=0.5,
