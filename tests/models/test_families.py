@@ -125,6 +125,15 @@ def test_a_tensor_that_a_family_does_not_have_is_refused(tmp_path: Path) -> None
         load_hf_directory(path)
 
 
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    case = CASES["gpt2"]
+    weights = dict(case.weights())
+    weights["wte.weight"] = weights["transformer.wte.weight"] + 1
+    write_hf_files(tmp_path, case.config, weights, case.vocab_size)
+    with pytest.raises(ModelError, match="both name one tensor"):
+        load_hf_directory(tmp_path)
+
+
 def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> None:
     case = CASES["gpt2"]
     weights = {name.removeprefix("transformer."): values for name, values in case.weights().items()}

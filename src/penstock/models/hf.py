@@ -51,11 +51,8 @@ def load_hf_directory(
     config = JsonFile(config.path, architecture.hf_values(config.values))
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
-    tensors = {
-        known: tensor
-        for name, tensor in opened.tensors.items()
-        if not name.endswith(_DERIVED) and (known := architecture.hf_name(name)) is not None
-    }
+    named = [(architecture.hf_name(name), name) for name in opened.tensors if not name.endswith(_DERIVED)]
+    tensors = _renamed([(known, name) for known, name in named if known is not None], opened.tensors, path)
     if "text_config" in whole.values or "vision_config" in whole.values:
         tensors = _text_tensors(tensors, path)
     scales = {_text_name(architecture.hf_name(name) or name): scale for name, scale in opened.scales.items()}
@@ -166,7 +163,20 @@ def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored
     others = {".".join(name.split(".")[:2]) for name in tensors.keys() - of_text}
     if others:
         _log.info("%s: answers are to text alone; left out: %s", path.name, ", ".join(sorted(others)[:8]))
-    return {_text_name(name): tensor for name, tensor in tensors.items() if name in of_text}
+    return _renamed([(_text_name(name), name) for name in tensors if name in of_text], tensors, path)
+
+
+def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
+    """Tensors by new names, from pairs of new and old ones. Raises ModelError if two get the same name: one would be lost."""
+    old_names: dict[str, str] = {}
+    for new, old in names:
+        if new in old_names:
+            raise ModelError(
+                f"{path}: {old_names[new]!r} and {old!r} both name one tensor, {new!r}.",
+                remedy="Leave one of them out of the file.",
+            )
+        old_names[new] = old
+    return {new: tensors[old] for new, old in old_names.items()}
 
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:

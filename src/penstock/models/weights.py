@@ -120,7 +120,7 @@ class WeightTensor:
         return self.ordered_rows(begin, end)
 
     def ordered_rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """As `rows`, for callers that obey the `column_order`."""
+        """The same as `rows`, for callers that obey the `column_order`."""
         if isinstance(self.stored, Stacked):
             return self.stored.rows(begin, end)
         return self.stored[begin:end] if self.order is None else self.stored[self.order[begin:end]]
@@ -227,7 +227,7 @@ class Stacked:
         return np.concatenate(found) if len(found) > 1 else np.ascontiguousarray(found[0])
 
     def forget(self, begin: int, end: int) -> None:
-        """As `WeightTensor.forget`."""
+        """Let go of the pages of the file, like `WeightTensor.forget`."""
         for cut, first, last in self._within(begin, end):
             cut.tensor.forget(cut.first + first * cut.step, cut.first + (last - 1) * cut.step + 1)
 
