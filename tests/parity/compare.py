@@ -126,8 +126,11 @@ def compare_text(executor: HasLogits, case: TextCase) -> TextComparison:
 
 def token_logprobs(logits: FloatArray, token_ids: IntArray) -> FloatArray:
     """log softmax(logits[i])[token_ids[i]], summed in float64. [n]"""
-    top = logits.max(axis=1, keepdims=True)
-    log_sums = np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
+    log_sums = np.empty(len(logits), np.float64)
+    for begin in range(0, len(logits), 64):  # the logits of a long text of a large vocabulary take gigabytes already
+        rows = logits[begin : begin + 64]
+        top = rows.max(axis=1, keepdims=True)
+        log_sums[begin : begin + 64] = np.log(np.exp(rows - top).sum(axis=1, dtype=np.float64)) + top[:, 0]
     return np.asarray(logits[np.arange(len(token_ids)), token_ids] - log_sums, dtype=np.float32)
 
 

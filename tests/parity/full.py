@@ -45,9 +45,9 @@ from .golden import (
     load_window_sums,
     tokens_sha256,
 )
+from .windows import MIN_PREDICTED_TOKENS
 
 MIN_CASES = 20
-MIN_PREDICTED_TOKENS = 20_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from .compare import token_logprobs
 from .golden import GOLDEN_DIR, FloatArray, GreedyCase, TextCase, save_greedy, save_texts, tokens_sha256
 from .prompts import PROMPTS, ParityPrompt
 from .reference_model import GgufReference, TorchExecutor
-from .windows import make_windows
+from .windows import WINDOW_TOKENS, make_windows
 
 NUM_STEPS = 64
 NUM_TOP = 10
@@ -116,9 +116,9 @@ def write_texts(maker: GoldenMaker, output: Path) -> None:
     save_texts(output / "texts.npz", [maker.text_case("sonnet_excerpt", token_ids)])
 
 
-def write_windows(maker: GoldenMaker, output: Path, traces_dir: Path) -> None:
+def write_windows(maker: GoldenMaker, output: Path, traces_dir: Path, window_tokens: int) -> None:
     texts = []
-    for window in make_windows(traces_dir, maker.encode, maker.render):
+    for window in make_windows(traces_dir, maker.encode, maker.render, window_tokens):
         texts.append(maker.text_case(window.name, window.token_ids))
         print(f"  {window.name}: {np.exp(-texts[-1].logprobs_f32.mean()):.3f}", flush=True)
     save_texts(output / "windows.npz", texts)
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--windows", type=Path, help="folder with sonnet.txt and sharegpt_1000.jsonl")
+    parser.add_argument("--window-tokens", type=int, default=WINDOW_TOKENS, help="length of a window (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="only the first of them: for larger models")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
@@ -166,7 +167,7 @@ def main() -> None:
     write_manifest(args.model, args.output)
     if args.windows:
         print("perplexity windows", flush=True)
-        write_windows(maker, args.output, args.windows)
+        write_windows(maker, args.output, args.windows, args.window_tokens)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #
 #   TRACES=DIR       folder with sonnet.txt and sharegpt_1000.jsonl (default ../shared/traces; see tests/golden/README.md)
 #   MODEL=NAME|FILE  another model (default smollm2:135m); PROMPTS=N takes the first N prompts, for larger ones
+#   WINDOW_TOKENS=N  length of the texts whose perplexity is compared (default 1024), for models with windows of their own
 #   PARITY_REUSE=1   compare with the reference's answers of the last run
 #   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python)
 set -euo pipefail
@@ -37,7 +38,7 @@ make_venv() {
 answer() {
   local -a windows=()
   if [[ -f $TRACES/sonnet.txt && -f $TRACES/sharegpt_1000.jsonl ]]; then
-    windows=(--windows "$TRACES")
+    windows=(--windows "$TRACES" ${WINDOW_TOKENS:+--window-tokens "$WINDOW_TOKENS"})
   else
     echo "$TRACES has no sonnet.txt or no sharegpt_1000.jsonl: only the committed excerpt is scored for perplexity."
     echo "tests/golden/README.md says where both come from; TRACES=DIR names another folder."

@@ -1,8 +1,9 @@
 """Owns the perplexity protocol: which text, cut into which windows. Read by `make_golden.py`.
 
 The text is all of sonnet.txt, then ShareGPT conversations in file order, each rendered with the model's chat template and
-all joined. Each of the two is cut into windows of 1,024 tokens, its incomplete last window dropped; windows are taken until
-there are enough. Each window starts from an empty context, and its tokens 2 to 1,024 are predicted.
+all joined. Each of the two is cut into windows of one length, 1,024 tokens unless told otherwise, its incomplete last window
+dropped; windows are taken until they predict 20,000 tokens. Each window starts from an empty context, and all its tokens but
+the first are predicted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WINDOW_TOKENS = 1024
-NUM_WINDOWS = 20
+MIN_PREDICTED_TOKENS = 20_000
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "system": "system"}
 
 
@@ -21,29 +22,33 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assis
 class Window:
     name: str
     token_ids: tuple[int, ...]
-    """[WINDOW_TOKENS]"""
+    """[window_tokens]"""
 
 
 def make_windows(
-    traces_dir: Path, encode: Callable[[str], list[int]], render: Callable[[list[dict[str, str]]], str]
+    traces_dir: Path,
+    encode: Callable[[str], list[int]],
+    render: Callable[[list[dict[str, str]]], str],
+    window_tokens: int = WINDOW_TOKENS,
 ) -> list[Window]:
-    """NUM_WINDOWS of them. Raises FileNotFoundError where a file is missing, ValueError if there is too little text."""
-    windows = _cut("sonnet", iter([encode((traces_dir / "sonnet.txt").read_text())]), NUM_WINDOWS)
+    """As many as predict MIN_PREDICTED_TOKENS. Raises FileNotFoundError for a missing file, ValueError for too little text."""
+    num_windows = -(-MIN_PREDICTED_TOKENS // (window_tokens - 1))
+    windows = _cut("sonnet", iter([encode((traces_dir / "sonnet.txt").read_text())]), num_windows, window_tokens)
     chats = (encode(render(messages)) for messages in _conversations(traces_dir / "sharegpt_1000.jsonl"))
-    windows += _cut("sharegpt", chats, NUM_WINDOWS - len(windows))
-    if len(windows) < NUM_WINDOWS:
-        raise ValueError(f"{traces_dir}: text for {len(windows)} windows only, {NUM_WINDOWS} are needed")
+    windows += _cut("sharegpt", chats, num_windows - len(windows), window_tokens)
+    if len(windows) < num_windows:
+        raise ValueError(f"{traces_dir}: text for {len(windows)} windows only, {num_windows} are needed")
     return windows
 
 
-def _cut(name: str, pieces: Iterator[list[int]], max_windows: int) -> list[Window]:
+def _cut(name: str, pieces: Iterator[list[int]], max_windows: int, window_tokens: int) -> list[Window]:
     token_ids: list[int] = []
     for piece in pieces:
         token_ids += piece
-        if len(token_ids) >= max_windows * WINDOW_TOKENS:
+        if len(token_ids) >= max_windows * window_tokens:
             break
-    count = min(len(token_ids) // WINDOW_TOKENS, max_windows)
-    return [Window(f"{name}-{i}", tuple(token_ids[i * WINDOW_TOKENS : (i + 1) * WINDOW_TOKENS])) for i in range(count)]
+    count = min(len(token_ids) // window_tokens, max_windows)
+    return [Window(f"{name}-{i}", tuple(token_ids[i * window_tokens : (i + 1) * window_tokens])) for i in range(count)]
 
 
 def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
