@@ -177,6 +177,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         max_rows=max_rows,
         max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
+        has_state=draw(st.booleans()),
     )
     policies = make_policies(
         gate=draw(gates(max_batch_size)) if max_batch_size else "continuous",

@@ -16,6 +16,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.pool_map import BlockState, draw
 from penstock.testing import make_request
 from penstock.types.request import Request
+from penstock.types.stats import PrefixEnd
 
 BLOCK = 4
 
@@ -212,6 +213,40 @@ class TestPartialHits:
         compute(manager, make_request("b", [9] * 8))
         assert manager.lookup_prefix(make_request("c", 4)).num_tokens == 0
         check(manager)
+
+
+class TestState:
+    """Blocks hold recurrent state, as it is behind their last computed position."""
+
+    @pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+    def test_hits_end_with_a_block(self, num_tokens: int, expected: int) -> None:
+        manager = make_manager(has_state=True)
+        compute(manager, make_request("a", 12))
+        other = make_request("b", num_tokens)
+        hit = manager.lookup_prefix(other)
+        assert (hit.num_tokens, hit.tail_block_id) == (expected, 0)
+        assert manager.prefix.why_stopped(other, hit).reason is PrefixEnd.WHOLE
+
+    def test_no_part_of_a_block_is_found(self) -> None:
+        manager = make_manager(has_state=True)
+        first = make_request("a", 10)
+        compute(manager, first)
+        manager.publish_tail(first)
+        other = make_request("b", [1, 2, 3, 4, 5, 6, 99, 99, 99])
+        hit = manager.lookup_prefix(other)
+        assert (hit.num_tokens, hit.tail_block_id) == (4, 0)
+        assert manager.prefix.why_stopped(other, hit).reason is PrefixEnd.DIFFERS
+        assert manager.lookup_prefix(make_request("c", 12)).num_tokens == 8
+        manager.free("a")
+        assert manager.pool.num_cached == 2
+        check(manager)
+
+    def test_the_rest_of_a_prompt_is_not_awaited(self) -> None:
+        manager = KVManager(12, 16, has_state=True)
+        first = make_request("a", 12)
+        manager.allocate(first, manager.lookup_prefix(first), 12)
+        other = make_request("b", 12)
+        assert manager.prefix.find_coming(other, manager.lookup_prefix(other)) is None
 
 
 class TestComing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -187,6 +187,11 @@ def test_grammars_and_beams_get_one_at_a_time() -> None:
         assert plan is not None
         assert max(row.samples for row in plan.rows) == 1
         driver.core.check()
+
+
+def test_recurrent_state_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match="a model with recurrent state can't speculate"):
+        make(3, replace(CAPACITY, has_state=True))
 
 
 def test_no_step_is_planned_ahead() -> None:

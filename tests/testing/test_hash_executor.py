@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.testing import HashExecutor, HashModel, expected_tokens, make_request
@@ -19,8 +21,8 @@ GREEDY = SamplingParams(temperature=0.0)
 class Device:
     """An executor and the number of the next step."""
 
-    def __init__(self, *, depth: int = 1, seed: int = 0) -> None:
-        self.executor = HashExecutor(CAPACITY, depth=depth, seed=seed)
+    def __init__(self, capacity: Capacity = CAPACITY, *, depth: int = 1, seed: int = 0) -> None:
+        self.executor = HashExecutor(capacity, depth=depth, seed=seed)
         self.num_steps = 0
 
     def step(self, *rows: RowPlan, admits: tuple[AdmitRow, ...] = (), releases: tuple[str, ...] = ()) -> StepResult:
@@ -71,6 +73,23 @@ def test_a_hit_on_the_wrong_content_changes_the_answer(device: Device) -> None:
     }
     assert right.token_ids["b"] == expected["b"]
     assert wrong.token_ids["c"] != expected["c"]
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_with_state_going_on_inside_a_block_is_noticed(has_state: bool) -> None:
+    """Behind its last computed position it is right, and so at the end of a block."""
+    device = Device(replace(CAPACITY, has_state=has_state))
+    device.step(RowPlan("a", 0, 7, (), True), admits=(admit("a", [1, 2, 3, 4, 5, 6, 7], (1, 2)),))
+    device.executor.copy_blocks([(2, 3), (2, 4)])
+    device.step(RowPlan("b", 4, 1, (), True), admits=(admit("b", [1, 2, 3, 4, 5], (1, 5), 4),))
+    device.step(RowPlan("c", 7, 1, (), True), admits=(admit("c", [1, 2, 3, 4, 5, 6, 7, 8], (1, 3), 7),))
+    inside = (RowPlan("d", 6, 1, (), True),)
+    row = admit("d", [1, 2, 3, 4, 5, 6, 9], (1, 4), 6)
+    if has_state:
+        with pytest.raises(AssertionError, match="has the state after 3 positions, and 2 are wanted"):
+            device.step(*inside, admits=(row,))
+    else:
+        device.step(*inside, admits=(row,))
 
 
 def test_a_copy_over_a_held_block_is_noticed(device: Device) -> None:

@@ -15,6 +15,8 @@ leaves no entry for KV that was not written. They may then be shared. The block 
 A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The request gets a
 copy of that block and computes what comes after the tokens that both have. Copies are made in order and before anything else
 of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
+
+Where blocks hold recurrent state, hits end with a block: docs/decisions/recurrent-state.md.
 """
 
 from __future__ import annotations
@@ -39,12 +41,13 @@ class KVManager:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
+        has_state: bool = False,
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
         """`num_blocks` includes the null block; the policy and the tier are this manager's own.
 
-        With a tier, content has a name also where requests share nothing.
+        With a tier, content has a name also where requests share nothing. `has_state` is that of `Capacity`.
         """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -57,7 +60,7 @@ class KVManager:
         """All that is remembered of requests, by their ids; others may read it."""
         self.num_slots: dict[str, int] = {}
         """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
-        self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching)
+        self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
         self.tier = tier
         self.swapping: Swapping | None = None
         """The moves between pool and tier; None without a tier."""
@@ -168,7 +171,7 @@ class KVManager:
 
     def publish_tail(self, request: Request) -> None:
         """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
-        if not self.prefix.is_shared:
+        if not self.prefix.shares_parts:
             return
         table = self.tables[request.request_id]
         start = table.num_full * self.block_size

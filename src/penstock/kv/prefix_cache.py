@@ -68,8 +68,13 @@ class Awaited:
 class PrefixCache:
     """The prefixes of one pool. Tables belong to `KVManager`; they are read here, and blocks are named in them."""
 
-    def __init__(self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool) -> None:
-        """`is_shared`: requests find each other's prefixes; else only their own, which a tier brings back."""
+    def __init__(
+        self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
+    ) -> None:
+        """`is_shared`: requests find each other's prefixes; else only their own, which a tier brings back.
+
+        `has_state`: blocks hold recurrent state (`Capacity`), so no hit ends inside one.
+        """
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
         """Key among the children of its parent -> the running request that computes this block next."""
@@ -78,6 +83,8 @@ class PrefixCache:
         self.now_ns = 0
         """Time of the step that is being planned; set by the scheduler."""
         self.is_shared = is_shared
+        self.shares_parts = is_shared and not has_state
+        """Hits may end inside a block."""
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
         """Hash of a prefix -> when it was evicted."""
@@ -93,7 +100,7 @@ class PrefixCache:
         table.hash_blocks(request, num_blocks, block_size)
         found = self.index.lookup(table.hashes[:num_blocks])
         num_found = len(found)
-        tail_id, num_tail = self._find_tail(request, table, num_found) if self.is_shared else (NULL_BLOCK_ID, 0)
+        tail_id, num_tail = self._find_tail(request, table, num_found) if self.shares_parts else (NULL_BLOCK_ID, 0)
         if not num_found and not num_tail:
             return NO_HIT
         num_free = sum(self._pool.is_kept(block_id) for block_id in found)
@@ -124,7 +131,8 @@ class PrefixCache:
             return PrefixStop(PrefixEnd.OFF, position)
         table = self._tables[request.request_id]
         has_other_salt = self._begin(request)
-        if position == request.num_tokens - 1:
+        longest = request.num_tokens - 1
+        if position == (longest if self.shares_parts else longest - longest % self._block_size):
             return PrefixStop(PrefixEnd.WHOLE, position)
         idx = len(hit.block_ids)
         evicted_ns = self._evicted_ns.get(table.hashes[idx]) if idx < len(table.hashes) else None
@@ -158,7 +166,7 @@ class PrefixCache:
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
         """The block that `request` lacks next, if a running request computes it just now or in its next step; `hit` is fresh.
 
-        Only a whole block, or all that is left of the prompt but its last token.
+        Only a whole block, or all that is left of the prompt but its last token, where a hit may end inside a block.
         """
         if not self.leaders:
             return None
@@ -174,7 +182,7 @@ class PrefixCache:
         if leader.num_behind < 2 and leader.request_id not in self.in_flight:
             return None
         is_whole = stop - start == self._block_size
-        if not is_whole and stop - hit.num_tokens < MIN_AWAITED_TOKENS:
+        if not is_whole and (not self.shares_parts or stop - hit.num_tokens < MIN_AWAITED_TOKENS):
             return None
         is_equal = all(token_at(leader, idx) == token_at(request, idx) for idx in range(start, stop))
         return Awaited(key, leader) if is_equal else None

@@ -74,6 +74,8 @@ class Scheduler:
         tier: Tier | None = None,
         speculation: Speculation | None = None,
     ) -> None:
+        if speculation is not None and capacity.has_state:
+            raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
         """Number of requests that may run at once."""
@@ -81,6 +83,7 @@ class Scheduler:
             capacity.num_blocks,
             capacity.block_size,
             enable_prefix_caching=enable_prefix_caching,
+            has_state=capacity.has_state,
             eviction=policies.eviction,
             tier=tier,
         )

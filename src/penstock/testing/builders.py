@@ -81,7 +81,7 @@ def make_scheduler(
     *,
     enable_prefix_caching: bool = True,
     tier: Tier | None = None,
-    **capacity_fields: int,
+    **capacity_fields: Any,
 ) -> Scheduler:
     """A scheduler with the default policies; other fields replace those of `capacity`."""
     return Scheduler(
@@ -100,7 +100,7 @@ def make_core(
     journal: RequestJournal | None = None,
     enable_prefix_caching: bool = True,
     tier: Tier | None = None,
-    **capacity_fields: int,
+    **capacity_fields: Any,
 ) -> EngineCore:
     """A core over `make_scheduler`."""
     scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, tier=tier, **capacity_fields)

@@ -162,6 +162,8 @@ class HashExecutor:
     With a depth of 1 it computes it there, too. With a depth of 2 it does so at any time until the step is collected, as `seed`
     says, so that what the next one changes comes sometimes before it and sometimes after.
 
+    With `Capacity.has_state` a block tells only what is after the position of it that was computed last.
+
     A row that may sample several tokens gets some of them, as `seed` says, as if all but the last had been guessed
     right. Wrong guesses are written behind them.
     """
@@ -184,6 +186,8 @@ class HashExecutor:
         self._capacity = capacity
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
+        self._ends = [0] * capacity.num_blocks
+        """Number of positions of each block up to the one that was computed last."""
         self._rows: dict[str, HashRow] = {}
         self._holders: Counter[int] = Counter()
         """How many rows have the block in their table."""
@@ -214,6 +218,7 @@ class HashExecutor:
             self._written.add(destination)
             content = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = content
+            self._ends[destination] = self._ends[source]
 
     @property
     def block_bytes(self) -> int:
@@ -237,6 +242,7 @@ class HashExecutor:
             self._check_not_in_flight(block_id, "is written")
             self._written.add(block_id)
             self._slots[block_id * size : (block_id + 1) * size] = struct.unpack(f"<{size}Q", content)
+            self._ends[block_id] = size
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._is_closed:
@@ -419,11 +425,11 @@ class HashExecutor:
         value = ROOT if is_padding or not plan.context_len else self._read(row, plan.context_len - 1)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
-            self._slots[self._slot(row, position)] = value
+            self._write(row, position, value)
         if plan.samples:
             sampled = self._sample(row, end, 1 if plan.samples == 1 else self._random.randint(1, plan.samples), mask)
             for position in range(end + len(sampled) - 1, plan.context_len + plan.num_positions):
-                self._slots[self._slot(row, position)] = WRONG_GUESS
+                self._write(row, position, WRONG_GUESS)
             token_ids[plan.request_id] = sampled
             if row.sampling.logprobs is not None:
                 num_top = row.sampling.logprobs
@@ -433,7 +439,7 @@ class HashExecutor:
         """The row's next tokens after `end` computed ones; all but the last are computed, too."""
         for position in range(end, end + num_tokens):
             if position > end:
-                self._slots[self._slot(row, position - 1)] = mix(self._read(row, position - 2), row.token_ids[-1])
+                self._write(row, position - 1, mix(self._read(row, position - 2), row.token_ids[-1]))
             # The value is read back through the table, so that a row that was written to later shows.
             value = self._read(row, position - 1)
             row.token_ids.append(self.model.sample(value, row.sampling, position - row.num_prompt_tokens, mask))
@@ -445,9 +451,18 @@ class HashExecutor:
         size = self._capacity.block_size
         return row.block_ids[position // size] * size + position % size
 
+    def _write(self, row: HashRow, position: int, value: int) -> None:
+        slot = self._slot(row, position)
+        self._slots[slot] = value
+        self._ends[slot // self._capacity.block_size] = slot % self._capacity.block_size + 1
+
     def _read(self, row: HashRow, position: int) -> int:
-        value = self._slots[self._slot(row, position)]
+        slot = self._slot(row, position)
+        value, (block_id, offset) = self._slots[slot], divmod(slot, self._capacity.block_size)
         assert value != POISON, f"position {position} is read and was never written"
+        if self._capacity.has_state and block_id != NULL_BLOCK:
+            end = self._ends[block_id]
+            assert end == offset + 1, f"block {block_id} has the state after {end} positions, and {offset + 1} are wanted"
         return value
 
 

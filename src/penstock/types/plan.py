@@ -107,6 +107,9 @@ class Capacity:
     max_step_tokens: int
     max_model_len: int
     """Longest prompt + output of one request."""
+    has_state: bool = False
+    """Blocks hold recurrent state, too, as it is after their last computed position: nobody can go on inside one but behind
+    that."""
 
 
 @dataclass(slots=True)
