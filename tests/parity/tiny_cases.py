@@ -442,7 +442,6 @@ _GPT2_CASE = TinyCase(
     seed=33,
     norm_centre=2.0,
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-    refused_by={"cuda": "EmbedPositions"},
 )
 _GPT2_GGUF_CASE = replace(
     _GPT2_CASE,
@@ -464,7 +463,6 @@ _MINISTRAL3_CASE = TinyCase(
     config=_MINISTRAL3,
     shapes=shapes(_MINISTRAL3),
     seed=12,
-    refused_by={"cuda": "Rope.growth"},
 )
 _MINISTRAL3_GGUF = Gguf(
     architecture="mistral3",
@@ -485,7 +483,6 @@ _GRANITE_CASE = TinyCase(
     config=_GRANITE,
     shapes=shapes(_GRANITE),
     seed=16,
-    refused_by={"cuda": "Add.factor"},
 )
 _GRANITE_GGUF = Gguf(
     architecture="granite",

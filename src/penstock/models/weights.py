@@ -115,7 +115,7 @@ class WeightTensor:
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
-                remedy="Use --backend native, where products obey it, or a checkpoint without act-order (desc_act).",
+                remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
             )
         return self.ordered_rows(begin, end)
 

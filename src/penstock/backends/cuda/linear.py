@@ -28,22 +28,25 @@ class Workspace:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
-        self._num_partials = self._num_unpacked = 0
+        self._num_partials = self._num_unpacked = self._num_ordered = 0
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
         self.unpacked = torch.empty(0, dtype=dtype, device=device)
+        self.ordered = torch.empty(0, dtype=dtype, device=device)
 
-    def reserve(self, *, num_partials: int, num_unpacked: int) -> None:
+    def reserve(self, *, num_partials: int, num_unpacked: int, num_ordered: int) -> None:
         self._num_partials = max(self._num_partials, num_partials)
         self._num_unpacked = max(self._num_unpacked, num_unpacked)
+        self._num_ordered = max(self._num_ordered, num_ordered)
 
     def allocate(self) -> None:
         """Allocate the memory that was reserved so far. Call it before the first operation runs."""
         self.partials = torch.empty(self._num_partials, dtype=torch.float32, device=self._device)
         self.unpacked = torch.empty(self._num_unpacked, dtype=self._dtype, device=self._device)
+        self.ordered = torch.empty(self._num_ordered, dtype=self._dtype, device=self._device)
 
     @property
     def num_bytes(self) -> int:
-        return int(self.partials.nbytes + self.unpacked.nbytes)
+        return int(self.partials.nbytes + self.unpacked.nbytes + self.ordered.nbytes)
 
 
 class Linear:
@@ -90,6 +93,7 @@ class Linear:
             self._workspace.reserve(
                 num_partials=gemm.num_partials(matrix, fused) if multiplies else 0,
                 num_unpacked=self._rows_at_a_time(matrix) * matrix.num_cols if unpacks else 0,
+                num_ordered=max_tokens * matrix.num_cols if matrix.column_order is not None else 0,
             )
 
     def __call__(self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> None:
@@ -139,11 +143,21 @@ class Linear:
         matrix = self.matrices[0]
         if len(self.matrices) > 1 or isinstance(matrix, DenseMatrix) or self._deterministic:
             return None
-        return gemm.multiply_splits(self._workspace.partials, x, matrix) if gemm.is_split(matrix, len(x)) else None
+        if not gemm.is_split(matrix, len(x)):
+            return None
+        return gemm.multiply_splits(self._workspace.partials, self._in_order(x, matrix), matrix)
+
+    def _in_order(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        """x with its columns in the order of the matrix's."""
+        if matrix.column_order is None:
+            return x
+        ordered = self._workspace.ordered[: x.numel()].view(x.shape)
+        return torch.index_select(x, 1, matrix.column_order, out=ordered)
 
     def _multiply(
         self, out: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> None:
+        x = self._in_order(x, matrix)
         is_few = isinstance(matrix, QuantisedMatrix) and len(x) <= MAX_FUSED_TOKENS
         if self._deterministic or is_few:
             is_fixed = self._deterministic

@@ -27,6 +27,7 @@ from penstock.models.program import (
     Add,
     Attention,
     Embed,
+    EmbedPositions,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -49,11 +50,13 @@ Launch = Callable[[StepTensors], object]
 REMEDY = "Use --device cpu --backend reference for this architecture."
 COMPUTED = frozenset(
     {
-        *("Embed", "Embed.scale", "RMSNorm", "RMSNorm.group", "LayerNorm", "Linear", "Linear.bias", "Linear.residual"),
-        *("Rope", "Rope.attention_factor", "KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *("Attention", "Attention.window", "Attention.softcap", "Add", "GatherRows", "Softcap", "Logits"),
+        *("Embed", "Embed.scale", "EmbedPositions", "RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
+        *("Linear", "Linear.bias", "Linear.residual", "Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
+        *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
+        *("Attention", "Attention.window", "Attention.softcap", "Add", "Add.factor", "GatherRows", "Softcap"),
         *("GatedActivation", *(f"GatedActivation with {kind}" for kind in activation.KINDS)),
-        *("Act", *(f"Act with {kind}" for kind in activation.KINDS)),
+        *("Act", *(f"Act with {kind}" for kind in activation.KINDS if kind != "swiglu_clamped")),
+        *("Logits", "Logits.scale"),
     }
 )
 """The `features` of operations that this backend computes."""
@@ -142,7 +145,7 @@ class _Lowering:
         self.attention: TritonAttention | None = None
         self.attention_shapes: list[AttentionShape] = []
         self._products: list[LinearProduct] = []
-        self._tables: dict[tuple[tuple[float, ...], float], torch.Tensor] = {}
+        self._tables: dict[tuple[tuple[float, ...], float, float, int], torch.Tensor] = {}
         self._buffers = Buffers(
             program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
         )
@@ -174,7 +177,7 @@ class _Lowering:
     def _emit(self, at: int) -> int:
         """Translate the operation at `at`, and those that go with it; how many that were."""
         op = self._ops[at]
-        if self._is_on_samples and isinstance(op, Embed | Rope | KvWrite | Attention):
+        if self._is_on_samples and isinstance(op, Embed | EmbedPositions | Rope | KvWrite | Attention):
             raise ModelError(f"the cuda backend can't compute {type(op).__name__} after GatherRows.", remedy=REMEDY)
         match op:
             case Linear():
@@ -191,6 +194,8 @@ class _Lowering:
                 self._emit_attention(op)
             case Embed():
                 self._emit_embed(op)
+            case EmbedPositions():
+                self._emit_positions(op)
             case _:
                 self._emit_row_op(op)
         return 1
@@ -211,6 +216,17 @@ class _Lowering:
         out, matrix, scale = self._buffer(op.out), self._table_of_rows(op.weight), op.scale
         self._launch(lambda step: dequantise.look_up(out[: step.num_tokens], matrix, step.token_ids, scale))
 
+    def _emit_positions(self, op: EmbedPositions) -> None:
+        if (most := self._limits.num_positions) > op.num_positions:
+            raise ModelError(
+                f"texts of {most} tokens have more positions than the {op.num_positions} that were learned.",
+                remedy=f"Set --max-model-len to {op.num_positions} or less.",
+            )
+        out, x, matrix = self._buffer(op.out), self._buffer(op.x), self._table_of_rows(op.weight)
+        self._launch(
+            lambda step: dequantise.look_up(out[: step.num_tokens], matrix, step.positions, added=x[: step.num_tokens])
+        )
+
     def _emit_row_op(self, op: Op) -> None:
         count = self._count()
         match op:
@@ -218,9 +234,8 @@ class _Lowering:
                 x, out, weight, eps, group = self._buffer(op.x), self._buffer(op.out), self._vector(op.weight), op.eps, op.group
                 self._launch(lambda step: norm.rms_norm(out[: count(step)], x[: count(step)], weight, eps, group))
             case LayerNorm():
-                assert op.bias is not None
                 x, out, eps = self._buffer(op.x), self._buffer(op.out), op.eps
-                weight, bias = self._vector(op.weight), self._vector(op.bias)
+                weight, bias = self._vector(op.weight), None if op.bias is None else self._vector(op.bias)
                 self._launch(lambda step: norm.layer_norm(out[: count(step)], x[: count(step)], weight, bias, eps))
             case GatedActivation():
                 gate, up, out, kind = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out), op.activation
@@ -229,8 +244,8 @@ class _Lowering:
                 x, out, kind = self._buffer(op.x), self._buffer(op.out), op.activation
                 self._launch(lambda step: activation.act(out[: count(step)], x[: count(step)], kind))
             case Add():
-                a, b, out = self._buffer(op.a), self._buffer(op.b), self._buffer(op.out)
-                self._launch(lambda step: torch.add(a[: count(step)], b[: count(step)], out=out[: count(step)]))
+                a, b, out, factor = self._buffer(op.a), self._buffer(op.b), self._buffer(op.out), op.factor
+                self._launch(lambda step: torch.add(a[: count(step)], b[: count(step)], alpha=factor, out=out[: count(step)]))
             case Softcap():
                 x, cap = self._buffer(op.x), op.cap
                 self._launch(lambda step: activation.softcap(x[: count(step)], cap))
@@ -311,6 +326,8 @@ class _Lowering:
         product = self._new_product([op.weight], None)
         self.logits = out = self._buffers.make_logits(op.out, product.num_rows)
         self._launch(lambda step: product(out[: step.num_samples], x[: step.num_samples]))
+        if (scale := op.scale) != 1.0:
+            self._launch(lambda step: out[: step.num_samples].mul_(scale))
 
     # Attention
 
@@ -361,9 +378,12 @@ class _Lowering:
         return self.attention
 
     def _rope_table(self, op: Rope) -> torch.Tensor:
-        key = (op.inv_freq, op.attention_factor)
+        if op.growth and 2 * len(op.inv_freq) < op.head_dim:
+            raise ModelError("the cuda backend can't compute Rope.growth of columns that do not turn.", remedy=REMEDY)
+        key = (op.inv_freq, op.attention_factor, op.growth, op.growth_len)
         if key not in self._tables:
-            self._tables[key] = rope_kv.rope_table(*key, self._limits.num_positions, self._device)
+            angles = op.inv_freq, op.attention_factor, self._limits.num_positions, self._device
+            self._tables[key] = rope_kv.rope_table(*angles, growth=op.growth, growth_len=op.growth_len)
         return self._tables[key]
 
     def _centre(self, op: KvWrite) -> torch.Tensor | None:
@@ -390,6 +410,11 @@ class _Lowering:
 
     def _table_of_rows(self, name: str) -> Matrix:
         """The matrix of an embedding, which a product may have, too."""
+        if self._tensor(name).column_order is not None:
+            raise ModelError(
+                f"the columns of {name!r} are in another order (act-order), in which no rows are looked up.",
+                remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
+            )
         if name not in self._matrices:
             self._matrices[name] = load_matrices([self._tensor(name)], self._dtype, self._device)
             self.weight_bytes += sum(matrix.num_bytes for matrix in self._matrices[name])

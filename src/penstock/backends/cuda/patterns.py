@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from penstock.models.program import GatedActivation, KvWrite, Linear, Op, RMSNorm, Rope
+from penstock.models.program import Experts, GatedActivation, KvWrite, Linear, Op, RMSNorm, Rope
 
-_NOT_READ = ("out", "weight", "bias", "inv_freq")
+_NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
@@ -27,11 +27,18 @@ def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:
 def is_read(ops: Sequence[Op], name: str, at: int) -> bool:
     """Whether a buffer's value is read from `at` on, before it is written again."""
     for op in ops[at:]:
-        if name in {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}:
+        if name in _read_by(op):
             return True
         if getattr(op, "out", None) == name:
             return False
     return False
+
+
+def _read_by(op: Op) -> set[object]:
+    """The buffers that an operation reads, among other values."""
+    if isinstance(op, Experts):  # the names of its weights are not among `_NOT_READ`
+        return {op.x}
+    return {getattr(op, field.name) for field in fields(op) if field.name not in _NOT_READ}
 
 
 def gated_at(ops: Sequence[Op], at: int) -> tuple[list[Linear], GatedActivation] | None:
@@ -61,6 +68,6 @@ def written_keys_at(ops: Sequence[Op], at: int) -> tuple[Rope, Rope, KvWrite] | 
     queries, keys, write = found
     if not (isinstance(queries, Rope) and isinstance(keys, Rope) and isinstance(write, KvWrite)):
         return None
-    same = (queries.inv_freq, queries.attention_factor) == (keys.inv_freq, keys.attention_factor)
-    fits = keys.x == write.k != queries.x and queries.num_heads % keys.num_heads == 0 and queries.head_dim == keys.head_dim
+    same = replace(queries, x=keys.x, num_heads=keys.num_heads) == keys
+    fits = keys.x == write.k != queries.x and queries.num_heads % keys.num_heads == 0
     return (queries, keys, write) if same and fits and not is_read(ops, write.k, at + 3) else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from itertools import groupby
@@ -54,6 +54,8 @@ class DenseMatrix:
 
     values: torch.Tensor
     """[num_rows, num_cols]"""
+    column_order: torch.Tensor | None = None
+    """Its column j is multiplied by column `column_order[j]` of a value; None: by column j. int64 [num_cols]"""
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +94,8 @@ class QuantisedMatrix:
     """float32 [num_tiles * TILE_ROWS]"""
     is_float: bool = False
     """Whether the numbers, of 8 bits, are fp8 (e4m3); then none is NaN."""
+    column_order: torch.Tensor | None = None
+    """As that of `DenseMatrix`."""
 
     @property
     def num_steps(self) -> int:
@@ -128,8 +132,11 @@ def load_matrices(
         _Kind.INTEGERS: _load_quantised,
     }
     matrices: list[Matrix] = []
-    for (kind, _, _), run in groupby(tensors, key=partial(_layout, round_to_fp8=round_to_fp8)):
-        matrices.append(loaders[kind](list(run), dtype, device))
+    for ((kind, _, _), order), run in groupby(tensors, key=partial(_layout_and_order, round_to_fp8=round_to_fp8)):
+        matrix = loaders[kind](list(run), dtype, device)
+        if order is not None:
+            matrix = replace(matrix, column_order=torch.tensor(order, device=device))
+        matrices.append(matrix)
     return matrices
 
 
@@ -153,10 +160,15 @@ def _layout(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[_Kind, int, in
     return (_Kind.FLOAT8, 8, 0) if round_to_fp8 else (_Kind.DENSE, 16, 0)
 
 
+def _layout_and_order(tensor: WeightTensor, *, round_to_fp8: bool) -> tuple[tuple[_Kind, int, int], list[int] | None]:
+    order = None if tensor.column_order is None else tensor.column_order.tolist()
+    return _layout(tensor, round_to_fp8=round_to_fp8), order
+
+
 def _chunks(tensor: WeightTensor) -> Iterator[tuple[int, NDArray[np.generic]]]:
-    """(first row, raw rows) of a tensor, a part at a time: a copy of a whole matrix would be as large as the matrix."""
+    """(first row, raw rows) of a tensor, in its order of columns, a part at a time: a copy would be as large as the matrix."""
     for begin in range(0, tensor.num_rows, CHUNK_ROWS):
-        yield begin, tensor.rows(begin, min(begin + CHUNK_ROWS, tensor.num_rows))
+        yield begin, tensor.ordered_rows(begin, min(begin + CHUNK_ROWS, tensor.num_rows))
 
 
 def _load_dense(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> DenseMatrix:

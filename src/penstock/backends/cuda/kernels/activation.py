@@ -7,6 +7,9 @@ Arithmetic is float32 whatever the tensors are. Rows may be parts of wider ones:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +18,10 @@ from penstock.types.model_spec import Activation
 
 BLOCK = 1024
 """Columns of a program."""
-KINDS = {"silu": 0, "gelu_tanh": 1}
+KINDS: Mapping[Activation, int] = MappingProxyType(
+    {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "swiglu_clamped": 6}
+)
+"""The number of each in kernels. The last one is of a gate and its partner alone."""
 
 
 def gated(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: Activation) -> None:
@@ -51,11 +57,31 @@ def tanh(x):
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """silu or gelu_tanh of float32."""
+    """An activation of float32; `program.GatedActivation` has the formulas. NaN stays NaN."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + tanh(inner))
+    elif KIND == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + tanh(inner))
+    elif KIND == 2:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == 3:
+        return x / (1.0 + tl.exp(-1.702 * x))
+    else:
+        tl.static_assert(KIND == 4 or KIND == 5)
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive if KIND == 4 else positive * positive
+
+
+@triton.jit
+def activate_gate(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up, or what an activation makes of both. float32"""
+    if KIND == 6:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return (up + 1.0) * activate(gate, 3)
+    else:
+        return activate(gate, KIND) * up
 
 
 @triton.jit
@@ -67,7 +93,7 @@ def _gated_kernel(
     mask = cols < width
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, (activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * out_stride + cols, activate_gate(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -17,8 +17,10 @@ LOOKUP_COLS = 1024
 """Columns of a program."""
 
 
-def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0) -> None:
-    """out[i] = matrix[row_ids[i]] * scale: row_ids int32 [n], out [n, num_cols]."""
+def look_up(
+    out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: float = 1.0, *, added: torch.Tensor | None = None
+) -> None:
+    """out[i] = matrix[row_ids[i]] * scale (+ added[i]): row_ids int32 [n], out and added [n, num_cols]; they may be one."""
     if len(out) == 0:
         return
     quantised = None if isinstance(matrix, DenseMatrix) else matrix
@@ -30,10 +32,12 @@ def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: flo
         offsets,
         None if quantised is None else quantised.row_scales,
         row_ids,
+        added,
         matrix.num_cols,
         0 if quantised is None else quantised.num_steps,
         0 if quantised is None else quantised.padded_rows,
         out.stride(0),
+        0 if added is None else added.stride(0),
         scale,
         BITS=16 if quantised is None else quantised.bits,
         GROUP=0 if quantised is None else quantised.group,
@@ -41,6 +45,7 @@ def look_up(out: torch.Tensor, matrix: Matrix, row_ids: torch.Tensor, scale: flo
         IS_FLOAT=quantised is not None and quantised.is_float,
         HAS_OFFSET=offsets is not None,
         HAS_ROW_SCALE=quantised is not None and quantised.row_scales is not None,
+        HAS_ADDED=added is not None,
         TILE=TILE_ROWS,
         STEP_COLS=STEP_COLS,
         QUARTER_COLS=QUARTER_COLS,
@@ -91,10 +96,12 @@ def _look_up_kernel(
     offsets_ptr,
     row_scales_ptr,
     ids_ptr,
+    added_ptr,
     num_cols,
     num_steps,
     padded_rows,
     out_stride,
+    added_stride,
     factor,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -102,6 +109,7 @@ def _look_up_kernel(
     IS_FLOAT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     TILE: tl.constexpr,
     STEP_COLS: tl.constexpr,
     QUARTER_COLS: tl.constexpr,
@@ -132,7 +140,10 @@ def _look_up_kernel(
                 found += tl.load(offsets_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if HAS_ROW_SCALE:
             found *= tl.load(row_scales_ptr + row)
-    tl.store(out_ptr + place.to(tl.int64) * out_stride + cols, (found * factor).to(out_ptr.dtype.element_ty), mask=mask)
+    found *= factor
+    if HAS_ADDED:
+        found += tl.load(added_ptr + place.to(tl.int64) * added_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place.to(tl.int64) * out_stride + cols, found.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_out", "first_row", "num_steps"])

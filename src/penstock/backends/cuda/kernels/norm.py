@@ -35,8 +35,8 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
         )
 
 
-def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
-    """out = (x - mean) / sqrt(var + eps) * weight + bias; x, out [rows, width]. `out` may be `x`."""
+def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
+    """out = (x - mean) / sqrt(var + eps) * weight (+ bias); x, out [rows, width]. `out` may be `x`."""
     num_rows, width = x.shape
     if num_rows:
         _layer_norm_kernel[(num_rows,)](
@@ -48,6 +48,7 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
             x.stride(0),
             width,
             eps,
+            HAS_BIAS=bias is not None,
             BLOCK=triton.next_power_of_2(width),
             num_warps=_num_warps(width),
         )
@@ -72,7 +73,9 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, out_stride, x_stride, group, we
 
 
 @triton.jit
-def _layer_norm_kernel(out_ptr, x_ptr, weight_ptr, bias_ptr, out_stride, x_stride, width, eps, BLOCK: tl.constexpr):
+def _layer_norm_kernel(
+    out_ptr, x_ptr, weight_ptr, bias_ptr, out_stride, x_stride, width, eps, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
@@ -80,6 +83,7 @@ def _layer_norm_kernel(out_ptr, x_ptr, weight_ptr, bias_ptr, out_stride, x_strid
     centred = tl.where(mask, x - tl.sum(x, axis=0) / width, 0.0)
     variance = tl.sum(centred * centred, axis=0) / width
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    normed = centred / tl.sqrt(variance + eps) * weight + bias
+    normed = centred / tl.sqrt(variance + eps) * weight
+    if HAS_BIAS:
+        normed += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)

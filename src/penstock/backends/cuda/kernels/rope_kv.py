@@ -30,14 +30,23 @@ SMALLEST_SCALE = tl.constexpr(1e-24)
 
 
 def rope_table(
-    inv_freq: Sequence[float], attention_factor: float, num_positions: int, device: torch.device | str
+    inv_freq: Sequence[float],
+    attention_factor: float,
+    num_positions: int,
+    device: torch.device | str,
+    *,
+    growth: float = 0.0,
+    growth_len: int = 1,
 ) -> torch.Tensor:
     """cos, then sin, of every position's angles times `attention_factor`. float32 [num_positions, 2 * len(inv_freq)]
 
-    The angles are float64 until then: those of far positions are large.
+    The angles are float64 until then: those of far positions are large. `growth`, as in `program.Rope`, is in the table, too:
+    it is that of columns that turn.
     """
-    angles = np.outer(np.arange(num_positions, dtype=np.float64), np.array(inv_freq, np.float64))
-    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * attention_factor
+    positions = np.arange(num_positions, dtype=np.float64)
+    angles = np.outer(positions, np.array(inv_freq, np.float64))
+    factors = attention_factor * (1 + growth * np.log1p(positions // growth_len))
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factors[:, None]
     return torch.from_numpy(table.astype(np.float32)).to(device)
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda.kernels.activation import KINDS, activate
+from penstock.backends.cuda.kernels.activation import KINDS, activate_gate
 from penstock.types.model_spec import Activation
 
 BLOCK = 512
@@ -195,4 +195,4 @@ def _add_and_gate_kernel(
     up = _sum(partials_ptr, token, rows + width, mask, num_tokens, 2 * width, SPLITS, BLOCK)
     gate = finish(gate, bias_ptr, bias_ptr, rows, rows, mask, mask, HAS_BIAS, False)
     up = finish(up, bias_ptr, bias_ptr, rows, rows + width, mask, mask, HAS_BIAS, False)
-    tl.store(out_ptr + token * out_stride + rows, (activate(gate, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * out_stride + rows, activate_gate(gate, up, KIND).to(out_ptr.dtype.element_ty), mask=mask)
