@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,9 @@ _LIMITS: Mapping[str, int] = {
     "max_model_len": MAX_MODEL_LEN,
 }
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
+_MAX_FACTOR = 2.0**64
+_MAX_ROTARY = 2.0**20
+"""Far above every published model, too: beyond them float32 overflows, and an angle has no digits left."""
 
 
 def json_object(text: bytes) -> dict[str, Any]:
@@ -71,13 +73,13 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     attentions = {layer.attention for layer in spec.layers}
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
-    if not all(math.isfinite(factor) and factor >= 0.0 for factor in factors):
-        cause = "a factor or cap of the embeddings, the scores, the layers or the logits is not a finite number of 0 or more"
+    if not all(0.0 <= factor <= _MAX_FACTOR for factor in factors):
+        cause = "a factor or cap of the embeddings, the scores, the layers or the logits is below 0, too large or no number"
         raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
-    if not all(math.isfinite(number) and number >= 0.0 for number in numbers):
-        raise ModelError(f"{path}: the rotary frequencies are not finite and positive.", remedy=REFETCH)
+    if not all(0.0 <= number <= _MAX_ROTARY for number in numbers):
+        raise ModelError(f"{path}: a rotary frequency or factor is below 0, too large or no number.", remedy=REFETCH)
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
