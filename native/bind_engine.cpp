@@ -412,6 +412,8 @@ void bind_engine(nb::module_& m) {
              },
              "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products were to fetch for the attention of one layer.")
         .def_prop_ro("weight_bytes", [](const Engine& self) { return self.weights().bytes(); })
+        .def_prop_ro("experts_bytes", [](const Engine& self) { return self.experts().bytes(); },
+                     "Memory for the pairs of a step's tokens and their experts.")
         .def_prop_ro("kv_bytes", [](const Engine& self) { return self.kv().bytes(); })
         .def_prop_ro("block_bytes", [](const Engine& self) { return self.kv().block_bytes(); });
 }

@@ -39,6 +39,7 @@ class Engine final : private Work {
     const Weights& weights() const { return weights_; }
     KvCache& kv() { return kv_; }
     const KvCache& kv() const { return kv_; }
+    const Experts& experts() const { return experts_; }
     void pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source) {
         weights_.pack_rows(*team_, matrix, first_row, num_rows, source);
     }

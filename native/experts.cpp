@@ -15,8 +15,6 @@ constexpr int kRowsOfFetch = 8;  // multiplying a panel of weights with fewer ro
 
 float* floats_of(const Memory& memory) { return reinterpret_cast<float*>(memory.get()); }
 
-Memory allocate_floats(int64_t count) { return allocate_aligned(count * static_cast<int64_t>(sizeof(float)), false); }
-
 // Rows of one expert in a matrix of all, whole panels.
 int rows_of_each(const PackedMatrix& all, int num_experts) { return all.rows / num_experts; }
 
@@ -127,17 +125,32 @@ std::unique_ptr<Experts::Workspace> Experts::make_workspace(const ExpertsLayer& 
     const PackedMatrix &inner = weights_.matrix(layer.inner), &outer = weights_.matrix(layer.outer);
     const int64_t pairs = most_rows * layer.num_chosen;
     auto work = std::make_unique<Workspace>();
+    const auto allocate = [&](int64_t count) {
+        const int64_t bytes = count * static_cast<int64_t>(sizeof(float));
+        work->bytes += bytes;
+        return allocate_aligned(bytes, false);
+    };
+    const auto resize = [&](auto& numbers, int64_t count) {
+        work->bytes += count * static_cast<int64_t>(sizeof(numbers[0]));
+        numbers.resize(count);
+    };
     work->most_rows = most_rows;
-    work->scores = allocate_floats(most_rows * layer.num_experts);
-    work->chosen.resize(pairs);
-    work->shares.resize(pairs);
-    work->places.resize(pairs);
-    work->ends.resize(layer.num_experts);
+    work->scores = allocate(most_rows * layer.num_experts);
+    resize(work->chosen, pairs);
+    resize(work->shares, pairs);
+    resize(work->places, pairs);
+    resize(work->ends, layer.num_experts);
     work->gathered = OwnedActivation(pairs, inner.cols, is_quantised(layer.inner));
     work->activated = OwnedActivation(pairs, outer.cols, is_quantised(layer.outer));
-    work->inner = allocate_floats(pairs * rows_of_each(inner, layer.num_experts));
-    work->outer = allocate_floats(pairs * rows_of_each(outer, layer.num_experts));
+    work->inner = allocate(pairs * rows_of_each(inner, layer.num_experts));
+    work->outer = allocate(pairs * rows_of_each(outer, layer.num_experts));
+    work->bytes += work->gathered.bytes + work->activated.bytes;
     return work;
+}
+
+int64_t Experts::bytes() const {
+    const auto plus = [](int64_t sum, const auto& work) { return sum + work->bytes; };
+    return std::accumulate(workspaces_.begin(), workspaces_.end(), int64_t{0}, plus);
 }
 
 void Experts::run(const ExpertsOp& op, const float* x, const Activation& input, const Stage& stage, int task, int member) {

@@ -43,10 +43,13 @@ class Experts {
     void choose(int id, int64_t row);
     void sum(int id, int64_t row, float* out, int cols) const;
 
+    // What the parts leave what they make in, of all layers.
+    int64_t bytes() const;
+
   private:
     // Where the parts leave what they make; layers of one shape share it.
     struct Workspace {
-        int64_t most_rows;
+        int64_t most_rows, bytes = 0;
         Memory scores;                        // float [rows, num_experts]
         std::vector<int32_t> chosen;          // experts [rows, num_chosen], by rank
         std::vector<float> shares;            // of these pairs

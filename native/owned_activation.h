@@ -14,6 +14,7 @@ namespace penstock {
 struct OwnedActivation {
     Activation view;
     std::vector<Memory> memory;
+    int64_t bytes = 0;
 
     OwnedActivation() = default;
     OwnedActivation(int64_t rows, int cols, bool quantised) {
@@ -35,7 +36,9 @@ struct OwnedActivation {
   private:
     template <typename T>
     void allocate(T*& field, int64_t count) {
-        memory.push_back(allocate_aligned(count * static_cast<int64_t>(sizeof(T)), false));
+        const int64_t size = count * static_cast<int64_t>(sizeof(T));
+        memory.push_back(allocate_aligned(size, false));
+        bytes += size;
         field = reinterpret_cast<T*>(memory.back().get());
     }
 };

@@ -21,7 +21,7 @@ from penstock.models.program import Embed, Experts, GatherRows, Op, Program, Sta
 from penstock.models.weights import WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import Activation
+from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, LayerSpec, ModelSpec
 
 VARIANTS: list[str] = info()["variants"]
 F32_ = WeightFormat.F32
@@ -214,6 +214,30 @@ def test_a_broken_row_breaks_no_other(name: str) -> None:
         found = layer.run(layer.native(""), range(20))
         assert not np.isfinite(found[7]).any()
         assert np.array_equal(np.delete(found, 7, axis=0), np.delete(whole, 7, axis=0))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_server_counts_the_memory_of_the_largest_step_before_it_starts(name: str, num_layers: int) -> None:
+    """Layers of one shape share it."""
+    op, hidden, formats, _ = FORMATS[name]
+    layer = Layer(op, hidden, formats)
+    layer.ops = (layer.ops[0], *[op] * num_layers, layer.ops[-1])
+    mlp = ExpertsMlp(
+        num_experts=op.num_experts, num_experts_per_token=op.num_experts_per_token, intermediate_size=op.intermediate_size
+    )
+    attention = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=16, rotation=None)
+    spec = ModelSpec(
+        architecture="mixtral",
+        vocab_size=NUM_IDS,
+        hidden_size=hidden,
+        layers=(LayerSpec(attention=attention, mlp=mlp),) * num_layers,
+        norm_eps=1e-5,
+        max_model_len=1,
+        tie_word_embeddings=True,
+    )
+    counted = MAX_TOKENS * spec.expert_buffer_bytes_per_token
+    assert 0.8 * counted < layer.native("").experts_bytes <= counted
 
 
 def test_a_step_in_which_nothing_samples_computes_no_sample() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from penstock.backends.cuda.memory import Usage
 from penstock.config import KvConfig
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ExpertsMlp, ModelSpec, spec_of_equal_layers
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -48,6 +48,7 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
         "dtype": KvDtype.INT8,
         "max_model_len": None,
         "max_num_seqs": 64,
+        "max_step_tokens": 512,
         "num_weight_bytes": 100 << 20,
         "available_bytes": 64 * GIB,
         **changes,
@@ -125,6 +126,20 @@ def test_books_that_take_most_of_the_memory_are_refused_with_the_numbers() -> No
     with pytest.raises(ConfigError, match=r"books of kv_disk_size 1 TiB, 5\d{6} blocks, take up to 2.39 GiB .* 668 MiB"):
         plan(disk, available_bytes=GIB)
     assert plan(disk).num_blocks > 2
+
+
+def test_the_experts_of_the_largest_step_are_counted() -> None:
+    """A pair of a token and an expert takes 2 x 1536 + 576 floats, and the rounded inputs of both products."""
+    mlp = ExpertsMlp(num_experts=32, num_experts_per_token=8, intermediate_size=1536)
+    spec = make_spec().with_layers(lambda _, layer: replace(layer, mlp=mlp))
+    free = GIB + (100 << 20) + RESERVE_BYTES
+    found, dense = plan(spec=spec, available_bytes=free), plan(available_bytes=free)
+    assert 512 * 8 * 4 * (2 * 1536 + 576) < found.num_step_bytes < 512 * 8 * 6 * (2 * 1536 + 576)
+    assert dense.num_step_bytes == 0
+    assert dense.num_bytes - found.num_bytes == pytest.approx(found.num_step_bytes / 2, abs=BLOCK_BYTES)
+    with pytest.raises(NotEnoughMemory, match=r"the experts of a step's 8192 tokens, 1\.\d+ GiB, leave no KV cache") as refused:
+        plan(spec=spec, available_bytes=free, max_step_tokens=8192)
+    assert "--max-num-batched-tokens" in refused.value.remedy
 
 
 def test_fewer_than_two_blocks_is_refused() -> None:

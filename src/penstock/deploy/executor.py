@@ -87,6 +87,7 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
         dtype=kv_dtype(config),
         max_model_len=config.model.max_model_len,
         max_num_seqs=max_rows(config),
+        max_step_tokens=max_step_tokens(config),
         num_weight_bytes=model.num_weight_bytes,
         available_bytes=available_bytes,
     )

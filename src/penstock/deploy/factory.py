@@ -14,6 +14,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,7 +120,11 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
     config, model, kv, executor, available_bytes = _plan(config, source, resources)
     # A GPU has memory of its own, which is measured anew for each model.
     is_on_gpu = device.is_on_gpu(config)
-    share = MemoryShare() if is_on_gpu else MemoryShare(num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes)
+    share = MemoryShare()
+    if not is_on_gpu:
+        share = replace(
+            share, num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes, num_step_bytes=kv.num_step_bytes
+        )
     resources.memory.take(_served_names(config, source)[0], share)
     _log_model(model, config, kv)
     if arms is not None:
@@ -336,7 +341,8 @@ class EngineMaker:
         """Another executor, when one has failed, which may still hold its memory."""
         from penstock.models.load import load_model
 
-        free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES - self._kv.num_bytes
+        free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES
+        free_bytes -= self._kv.num_bytes + self._kv.num_step_bytes
         room_bytes = device.weight_room_bytes(self.config, free_bytes)
         floats, served_len = device.held_floats(self.config), self.config.model.max_model_len
         model = load_model(self.source, max_weight_bytes=room_bytes, floats=floats, served_len=served_len)

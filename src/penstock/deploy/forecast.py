@@ -90,6 +90,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             dtype=dtype,
             max_model_len=config.model.max_model_len,
             max_num_seqs=device.max_rows(config),
+            max_step_tokens=device.max_step_tokens(config),
             num_weight_bytes=outline.num_weight_bytes,
             available_bytes=memory_bytes,
         )

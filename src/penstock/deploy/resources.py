@@ -26,17 +26,19 @@ class MemoryShare:
     num_weight_bytes: int = 0
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
+    num_step_bytes: int = 0
     num_reserve_bytes: int = RESERVE_BYTES
 
     @property
     def num_bytes(self) -> int:
-        return self.num_weight_bytes + self.num_kv_bytes + self.num_tier_bytes + self.num_reserve_bytes
+        return self.num_weight_bytes + self.num_kv_bytes + self.num_tier_bytes + self.num_step_bytes + self.num_reserve_bytes
 
     def __str__(self) -> str:
         parts = (
             ("weights", self.num_weight_bytes),
             ("KV cache", self.num_kv_bytes),
             ("tier", self.num_tier_bytes),
+            ("experts of a step", self.num_step_bytes),
             ("reserve", self.num_reserve_bytes),
         )
         return f"{format_size(self.num_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts if size)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.config import KvConfig
@@ -39,6 +39,8 @@ class KvPlan:
     num_bytes: int
     is_shortened: bool
     """The model could take longer requests than the cache can hold."""
+    num_step_bytes: int = 0
+    """Memory for a step beside it, where `RESERVE_BYTES` does not cover that: for the experts that its tokens go to."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +59,7 @@ def plan_kv(
     dtype: KvDtype,
     max_model_len: int | None,
     max_num_seqs: int,
+    max_step_tokens: int,
     num_weight_bytes: int,
     available_bytes: int,
 ) -> KvPlan:
@@ -66,7 +69,14 @@ def plan_kv(
     """
     wanted_len = _wanted_len(spec, max_model_len)
     block_bytes = kv.block_size * spec.kv_bytes_per_token(dtype)
-    free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES
+    step_bytes = max_step_tokens * spec.expert_buffer_bytes_per_token
+    free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
+    if step_bytes and free_bytes < 2 * block_bytes:
+        raise NotEnoughMemory(
+            f"Weights of {format_size(num_weight_bytes)} and the experts of a step's {max_step_tokens} tokens, "
+            f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
+            remedy="Lower --max-num-batched-tokens, free some memory, or take a smaller model.",
+        )
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
@@ -77,7 +87,8 @@ def plan_kv(
             f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
-    return _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None)
+    found = _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None)
+    return replace(found, num_step_bytes=step_bytes)
 
 
 def plan_gpu_kv(

@@ -155,6 +155,26 @@ class ModelSpec:
         heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
         return sum(num_kv_heads * dtype.head_bytes(head_dim) for num_kv_heads, head_dim in heads)
 
+    @property
+    def expert_buffer_bytes_per_token(self) -> int:
+        """Bytes for a token of a step and the experts that it goes to, at the most, as the native backend lays them out
+        (native/experts.h); layers of one shape share them."""
+        shapes = {
+            (mlp.num_experts, mlp.num_experts_per_token, mlp.intermediate_size)
+            for layer in self.layers
+            if isinstance(mlp := layer.mlp, ExpertsMlp)
+        }
+        return sum(
+            4 * num_experts
+            + num_chosen * (12 + self._pair_bytes(self.hidden_size, 2, width) + self._pair_bytes(width, 1, self.hidden_size))
+            for num_experts, num_chosen, width in shapes
+        )
+
+    @staticmethod
+    def _pair_bytes(num_cols: int, num_matrices: int, num_rows: int) -> int:
+        """Bytes that an expert's matrices multiply of a token, in 16 bits or in 8 with scales and outliers, and make of it."""
+        return 2 * num_cols + 20 + 4 * num_matrices * -(-num_rows // 16) * 16
+
 
 def spec_of_equal_layers(
     *,
