@@ -159,6 +159,10 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("starcoder2", {"hidden_act": "mish"}),
         ("phi3", {"hidden_act": "gelu"}),
         ("exaone4", {"hidden_act": "gelu"}),
+        ("falcon", {"alibi": True}),
+        ("falcon", {"parallel_attn": False}),
+        ("falcon", {"multi_query": False}),
+        ("falcon", {"activation": "mish"}),
     ],
 )
 def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
@@ -195,3 +199,22 @@ def test_a_starcoder_2_in_a_gguf_file_has_the_window_of_all(tmp_path: Path) -> N
     without = replace(case.gguf, metadata={"attention.layer_norm_epsilon": 1e-5})
     spec = load_gguf(write_case(replace(case, gguf=without), tmp_path)).spec
     assert {layer.attention.window for layer in spec.layers} == {4096}
+
+
+def test_old_files_of_falcon_40b_say_by_their_heads_that_it_is_the_newer_one(tmp_path: Path) -> None:
+    config = CASES["falcon_40b"].config
+    old = {key: value for key, value in config.items() if key not in ("num_kv_heads", "new_decoder_architecture")}
+    old |= {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_head_kv": 2}
+    assert spec_of(tmp_path, old) == spec_of(tmp_path, dict(config))
+    with pytest.raises(ModelError, match=r"layers\.0\.q is 0 x 72"):  # three heads do not share the rows evenly
+        load_hf_directory(write_case(replace(CASES["falcon_40b"], old_config={**old, "n_head_kv": 3}), tmp_path))
+
+
+def test_a_falcon_2_in_a_gguf_file_needs_the_base_of_its_rotation(tmp_path: Path) -> None:
+    case = CASES["falcon_40b_gguf"]
+    shapes = {name: shape for name, shape in case.shapes.items() if "ln_attn" not in name}
+    assert load_gguf(write_case(replace(case, shapes=shapes), tmp_path / "told")).spec.layers[0].has_attn_norm is False
+    assert case.gguf is not None
+    gguf = replace(case.gguf, metadata={**case.gguf.metadata, "rope.freq_base": None})
+    with pytest.raises(ModelError, match=r"falcon\.rope\.freq_base is missing"):
+        load_gguf(write_case(replace(case, shapes=shapes, gguf=gguf), tmp_path))

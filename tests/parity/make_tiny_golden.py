@@ -30,6 +30,9 @@ from .tiny_cases import CASES
 MAX_GGUF_ERROR = 1e-3
 """Between transformers' logits of the values and of a GGUF file of them, as a share of their deviation."""
 
+MISREAD = ("falcon_40b_gguf",)
+"""Cases whose file transformers takes for another model: it leaves Falcon's rows in the converter's order."""
+
 
 def read_config(case: TinyCase) -> PretrainedConfig:
     with tempfile.TemporaryDirectory() as directory:
@@ -51,12 +54,12 @@ def make_model(case: TinyCase) -> PreTrainedModel:
     return model
 
 
-def check_gguf(case: TinyCase, logits: FloatArray) -> str:
+def check_gguf(name: str, case: TinyCase, logits: FloatArray) -> str:
     """Asks transformers' own reader of GGUF files for the logits; returns words on them. AssertionError if they are others.
 
     Its reader knows all names of tensors, and fewer keys of settings: these are compared if it does.
     """
-    if case.gguf is None or case.gguf.architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+    if case.gguf is None or case.gguf.architecture not in GGUF_SUPPORTED_ARCHITECTURES or name in MISREAD:
         return ""
     with tempfile.TemporaryDirectory() as directory:
         path = write_case(case, Path(directory))
@@ -91,7 +94,7 @@ def answers(name: str, case: TinyCase) -> dict[str, np.ndarray]:
                 ids[number, step] = np.argsort(-scores, kind="stable")[:NUM_TOP]
                 logprobs[number, step] = scores[ids[number, step]]
                 text.append(int(ids[number, step, 0]))
-    note = check_gguf(case, logits)
+    note = check_gguf(name, case, logits)
     print(f"{name}: {len(logits)} tokens, logits of {logits.std():.2f} deviation{note}")
     return {
         f"{name}/weights_sha256": np.array(weights_sha256(case)),
@@ -116,7 +119,7 @@ def main() -> None:
         with bf16_cache(model):
             logits = TorchExecutor(model).forward_logits(case_token_ids(case))
         assert np.array_equal(logits[kept_positions(case)], arrays[f"{case.golden}/logits"]), f"{name} is not {case.golden}"
-        print(f"{name}: as {case.golden}{check_gguf(case, logits)}")
+        print(f"{name}: as {case.golden}{check_gguf(name, case, logits)}")
     np.savez_compressed(path, **arrays)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 _BF16_CACHE = "eager_bf16_cache"
@@ -36,9 +36,25 @@ def _attend_to_bf16(
     return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, *rest, **options)
 
 
+class _Bf16Cache(DynamicCache):
+    """A cache that rounds what it is given."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return super().update(key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype), *rest, **options)
+
+
 @contextmanager
 def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does."""
+    if not model._can_set_attn_implementation():  # Falcon has no other attention than its own
+        hook = model.register_forward_pre_hook(
+            lambda _, args, named: (args, {**named, "past_key_values": _Bf16Cache(config=model.config)}), with_kwargs=True
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+        return
     AttentionInterface.register(_BF16_CACHE, _attend_to_bf16)
     AttentionMaskInterface.register(_BF16_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     before = model.config._attn_implementation

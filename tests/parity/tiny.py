@@ -42,8 +42,9 @@ class Gguf:
     architecture: str
     """`general.architecture`."""
     matrix_type: str = "BF16"
-    metadata: Mapping[str, GgufValue]
-    """Keys after the architecture's name, as llama.cpp's converter writes them; sizes, epsilon and rope base are added."""
+    metadata: Mapping[str, GgufValue | None]
+    """Keys after the architecture's name, as llama.cpp's converter writes them; sizes, epsilon and rope base are added. None
+    leaves one out."""
     norm_offset: float = 0.0
     """Added to the norms: the converter makes those of Gemma whole."""
     is_interleaved: bool = False
@@ -73,6 +74,8 @@ class TinyCase:
     dtype: str = "bf16"
     """Type of the weights in a Hugging Face directory."""
     num_shards: int = 1
+    old_config: Mapping[str, Any] | None = None
+    """config.json of the directory, if it is one that transformers reads with the repository's own code alone."""
     wrapper: Mapping[str, Any] | None = None
     """config.json of a model of text and pictures, whose `text_config` is `config` and whose tensors have other names."""
     gguf: Gguf | None = None
@@ -120,7 +123,7 @@ class TinyCase:
     @property
     def hf_class(self) -> str:
         """`architectures` of the directory's config.json."""
-        name: str = (self.wrapper or self.config)["architectures"][0]
+        name: str = (self.wrapper or self.old_config or self.config)["architectures"][0]
         return name
 
     @property
@@ -134,7 +137,7 @@ def write_case(case: TinyCase, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     if case.gguf is not None:
         return _write_gguf(case, case.gguf, directory / "tiny.gguf")
-    config, weights = case.config, case.weights()
+    config, weights = case.old_config or case.config, case.weights()
     if case.experts:
         weights = {name: values for old, cube in weights.items() for name, values in _of_each_expert(case.experts, old, cube)}
     if case.wrapper is not None:
@@ -167,7 +170,7 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     names = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     ggufs = get_tensor_name_map(names[key], config["num_hidden_layers"])
-    metadata: dict[str, GgufValue] = {
+    metadata: dict[str, GgufValue | None] = {
         "general.name": f"Tiny random {case.architecture}",
         f"{key}.block_count": config["num_hidden_layers"],
         f"{key}.context_length": config["max_position_embeddings"],
@@ -192,10 +195,19 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         if gguf.is_interleaved and heads:
             values = interleave(values, heads)
         values = np.ascontiguousarray(values.T) if name.endswith(case.transposed) else values
+        if key == "falcon" and name.endswith("query_key_value.weight"):
+            values = _queries_first(values, config["num_key_value_heads"], head_dim)
         found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
-    return write_gguf_file(path, key, metadata, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
+    told = {name: value for name, value in metadata.items() if value is not None}
+    return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
+
+
+def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> FloatArray:
+    """Rows of a fused matrix: all queries, keys, then values, where each key-value head had its own three together."""
+    heads = values.reshape(num_kv_heads, -1, head_dim, values.shape[1])
+    return np.concatenate([part.reshape(-1, values.shape[1]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])])
 
 
 def _experts_in_gguf(name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:

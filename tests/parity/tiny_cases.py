@@ -415,6 +415,51 @@ def _starcoder2_shapes(config: Mapping[str, Any]) -> Shapes:
     return {**found, "model.norm.bias": (hidden,)}
 
 
+def _falcon(**changes: Any) -> dict[str, Any]:
+    ours = {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "rms_norm_eps": None, "hidden_act": None}
+    theirs = {"ffn_hidden_size": 100, "layer_norm_epsilon": 0.05, "alibi": False, "bias": False, "tie_word_embeddings": None}
+    return settings("falcon", "FalconForCausalLM", **{**ours, **theirs, **changes})
+
+
+def _falcon_shapes(config: Mapping[str, Any], *norms: str) -> Shapes:
+    hidden, inner = config["hidden_size"], config["ffn_hidden_size"]
+    kv_width = 2 * config.get("num_kv_heads", 1) * (hidden // config["num_attention_heads"])
+    products = {
+        "self_attention.query_key_value": (hidden + kv_width, hidden),
+        "self_attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+    }
+    found: Shapes = {"word_embeddings.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        for name in norms:
+            found |= {f"h.{layer}.{name}.weight": (hidden,), f"h.{layer}.{name}.bias": (hidden,)}
+        for name, shape in products.items():
+            found[f"h.{layer}.{name}.weight"] = shape
+            if config["bias"]:
+                found[f"h.{layer}.{name}.bias"] = shape[:1]
+    found |= {"ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+    head: Shapes = {} if config.get("tie_word_embeddings", True) else {"lm_head.weight": (config["vocab_size"], hidden)}
+    return {**{f"transformer.{name}": shape for name, shape in found.items()}, **head}
+
+
+_FALCON = _falcon(rope_parameters=None)
+_REFINED_WEB = {
+    **{key: value for key, value in _FALCON.items() if not key.startswith("num_")},
+    **{"architectures": ["RWForCausalLM"], "model_type": "RefinedWebModel", "n_head": 3, "n_layer": 2},
+}
+_FALCON_40B = _falcon(num_attention_heads=6, num_kv_heads=2, new_decoder_architecture=True)
+_FALCON2 = {**_FALCON_40B, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False, "bias": True}
+_FALCON_CASE = TinyCase(
+    architecture="falcon",
+    config=_FALCON,
+    shapes=_falcon_shapes(_FALCON, "input_layernorm"),
+    seed=40,
+    norm_centre=2.0,
+)
+_FALCON_40B_CASE = replace(_FALCON_CASE, config=_FALCON_40B, shapes=_falcon_shapes(_FALCON_40B, "ln_attn", "ln_mlp"), seed=41)
+_FALCON_GGUF = Gguf(architecture="falcon", metadata={"attention.layer_norm_epsilon": 0.05})
+
 _EXAONE4 = settings(
     "exaone4",
     "Exaone4ForCausalLM",
@@ -582,6 +627,12 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             gguf=Gguf(architecture="granitemoe", metadata={**_GGUF_EXPERTS, **_GGUF_GRANITE}, is_interleaved=True),
             golden="granite_moe",
         ),
+        "falcon": _FALCON_CASE,
+        "falcon_refined_web": replace(_FALCON_CASE, old_config=_REFINED_WEB, golden="falcon"),
+        "falcon_gguf": replace(_FALCON_CASE, gguf=_FALCON_GGUF, golden="falcon"),
+        "falcon_40b": _FALCON_40B_CASE,
+        "falcon_40b_gguf": replace(_FALCON_40B_CASE, gguf=_FALCON_GGUF, golden="falcon_40b"),
+        "falcon2_biases": replace(_FALCON_CASE, config=_FALCON2, shapes=_falcon_shapes(_FALCON2, "input_layernorm"), seed=44),
         "exaone4": _EXAONE4_CASE,
         "exaone4_gguf": replace(_EXAONE4_CASE, gguf=_EXAONE4_GGUF, golden="exaone4"),
         "phi3": _PHI3_CASE,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a start reads files of one kind
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "exaone4": "penstock.models.exaone4:EXAONE4",
+        "falcon": "penstock.models.falcon:FALCON",
         "gemma2": "penstock.models.gemma:GEMMA2",
         "gemma3": "penstock.models.gemma:GEMMA3",
         "gpt2": "penstock.models.gpt2:GPT2",
@@ -47,6 +48,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "Exaone4ForCausalLM": "exaone4",
+        "FalconForCausalLM": "falcon",
         "GPT2LMHeadModel": "gpt2",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
@@ -62,6 +64,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
+        "RWForCausalLM": "falcon",
         "SmolLM3ForCausalLM": "smollm3",
         "MixtralForCausalLM": "mixtral",
         "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -74,6 +77,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "exaone4": "exaone4",
+        "falcon": "falcon",
         "gemma2": "gemma2",
         "gemma3": "gemma3",
         "gpt2": "gpt2",
@@ -203,6 +207,8 @@ class Parts:
     """The file has outputs as columns."""
     is_interleaved: bool = False
     """Row i is of the weight i modulo their number."""
+    is_by_kv_head: bool = False
+    """The file has the rows of all parts for the first key-value head, then those for the second, and so on."""
 
 
 def _as_read(_: object, spec: ModelSpec) -> ModelSpec:

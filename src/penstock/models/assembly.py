@@ -7,11 +7,13 @@ together those that no tensor has as it is. `models.weights` reads rows of such 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.models.architectures import Parts
 from penstock.models.formats import WeightFormat
@@ -19,6 +21,17 @@ from penstock.models.weights import Cut, WeightTensor, stacked
 
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d{1,4})(\..*)")
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes by which tensors are cut into parts."""
+
+    stored: Shapes
+    """Shapes of the file's tensors, by their names there."""
+    wanted: Shapes
+    """Shapes of our weights, by our names."""
+    num_kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +48,28 @@ class Piece:
     layout: Parts | None = None
     """How the file has it; None: as we do."""
 
-    def cut(self, name: str, shapes: Shapes, wanted: Shapes) -> tuple[int, int, int, int, int]:
-        """(matrices, columns; first row, number of rows, step between them in each matrix); no rows if the parts do not fit.
+    def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
+        """(matrices, columns, runs of rows in each matrix: first row, number of rows, step between them).
 
-        `shapes` are those of the file's tensors, `wanted` those of our weights. The columns of a bias are what rows are here.
+        There are no rows if the parts do not fit. The columns of a bias are what rows are here.
         """
-        *lead, rows, cols = (1, 1, *shapes[self.tensor])
+        *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
             rows, cols = cols, rows
         if name.endswith("_bias"):
             lead, rows, cols = [*lead, rows], cols, 1
         num_matrices = math.prod(lead)
         if self.layout is None or len(self.names) == 1:
-            return num_matrices, cols, 0, rows, 1
-        sizes = [math.prod(wanted.get(other, (0, 0))) // max(1, cols * num_matrices) for other in self.names]
-        if sum(sizes) != rows or (self.layout.is_interleaved and len(set(sizes)) > 1):
-            return num_matrices, cols, 0, 0, 1
+            return num_matrices, cols, [(0, rows, 1)]
+        parts = [math.prod(sizes.wanted.get(other, (0, 0))) // max(1, cols * num_matrices) for other in self.names]
+        num_runs = sizes.num_kv_heads if self.layout.is_by_kv_head else 1
+        is_uneven = any(part % num_runs for part in parts)
+        if sum(parts) != rows or is_uneven or (self.layout.is_interleaved and len(set(parts)) > 1):
+            return num_matrices, cols, [(0, 0, 1)]
         if self.layout.is_interleaved:
-            return num_matrices, cols, self.part, sizes[self.part], len(sizes)
-        return num_matrices, cols, sum(sizes[: self.part]), sizes[self.part], 1
+            return num_matrices, cols, [(self.part, parts[self.part], len(parts))]
+        first, num_rows = sum(parts[: self.part]) // num_runs, parts[self.part] // num_runs
+        return num_matrices, cols, [(run * (rows // num_runs) + first, num_rows, 1) for run in range(num_runs)]
 
 
 def find_pieces(
@@ -90,33 +106,34 @@ def _pieces_of(
     return [(our_name, Piece(name, ours, part, expert, end)) for part, our_name in enumerate(ours)]
 
 
-def shape_of(name: str, pieces: Sequence[Piece], shapes: Shapes, wanted: Shapes) -> tuple[int, int]:
+def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
     """(num_rows, num_cols) of what the pieces make; vectors are [1, n]. (0, 0) if they make nothing that fits."""
     if pieces[0].layout is None:
-        shape = shapes[pieces[0].tensor]
+        shape = sizes.stored[pieces[0].tensor]
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
-    cuts = [piece.cut(name, shapes, wanted) for piece in pieces]
-    is_right = len({cols for _, cols, *_ in cuts}) == 1 and [piece.expert for piece in pieces] == list(range(len(pieces)))
+    cuts = [piece.cut(name, sizes) for piece in pieces]
+    is_right = len({cols for _, cols, _ in cuts}) == 1 and [piece.expert for piece in pieces] == list(range(len(pieces)))
     if not is_right:
         return 0, 0
+    num_matrices, num_rows = [matrices for matrices, _, _ in cuts], [sum(num for _, num, _ in runs) for _, _, runs in cuts]
     if name.endswith("_bias"):
-        return sum(matrices for matrices, *_ in cuts), cuts[0][3]
-    return sum(matrices * rows for matrices, _, _, rows, _ in cuts), cuts[0][1]
+        return sum(num_matrices), num_rows[0]
+    return sum(map(operator.mul, num_matrices, num_rows)), cuts[0][1]
 
 
 def put_together(
-    name: str, pieces: Sequence[Piece], shapes: Shapes, wanted: Shapes, load: Callable[[Piece], Sequence[WeightTensor]]
+    name: str, pieces: Sequence[Piece], sizes: Sizes, load: Callable[[Piece], Sequence[WeightTensor]]
 ) -> WeightTensor:
     """The weight that the pieces make, of which `shape_of` is right. `load` makes the matrices of a piece's whole tensor.
 
     Raises ModelError if they are of different formats. Rows of matrices stay in the file; biases become F32.
     """
-    cuts: list[Cut] = []
-    for piece in pieces:
-        _, _, first, num_rows, step = piece.cut(name, shapes, wanted)
-        cuts += [Cut(matrix, first, num_rows, step) for matrix in load(piece)]
+    of_matrices = [[Cut(matrix, *run) for run in piece.cut(name, sizes)[2]] for piece in pieces for matrix in load(piece)]
     if name.endswith("_bias"):
-        parts = [cut.tensor.dequantize()[:, cut.first : cut.first + cut.num_rows * cut.step : cut.step] for cut in cuts]
-        values = np.ascontiguousarray(np.concatenate(parts))
+        values = np.concatenate([np.concatenate([_columns(cut) for cut in cuts], axis=1) for cuts in of_matrices])
         return WeightTensor(name, values.shape[0], values.shape[1], WeightFormat.F32, values)
-    return stacked(name, cuts)
+    return stacked(name, [cut for cuts in of_matrices for cut in cuts])
+
+
+def _columns(bias: Cut) -> NDArray[np.float32]:
+    return bias.tensor.dequantize()[:, bias.first : bias.first + bias.num_rows * bias.step : bias.step]

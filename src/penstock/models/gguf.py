@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from penstock.models import architectures, checks, rope
 from penstock.models.architectures import Architecture
-from penstock.models.assembly import find_pieces, put_together, shape_of
+from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import load_tensor, loaded_bytes, matrix_shape
@@ -108,8 +108,9 @@ def load_gguf(
     spec = architecture.of_gguf(file, _read_spec(file, entries, served_len))
     checks.check_spec(spec, path)
     program = architecture.describe(spec)
-    wanted, shapes = checks.weight_shapes(program), {name: matrix_shape(entry) for name, entry in stored.items()}
-    found_shapes = {name: shape_of(name, found, shapes, wanted) for name, found in pieces.items()}
+    shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
+    sizes = Sizes(shapes, checks.weight_shapes(program), program.num_kv_heads)
+    found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, found_shapes, path)
     for key, found in pieces.items():
         if found[0].layout is not None:
@@ -131,7 +132,7 @@ def load_gguf(
         weights={
             key: load_tensor(file, entries[key], key, _rope_heads(key, spec) if architecture.is_interleaved_in_gguf else 0)
             if found[0].layout is None
-            else put_together(key, found, shapes, wanted, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
+            else put_together(key, found, sizes, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
             for key, found in pieces.items()
         },
         tokenizer_source=vocab,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.models import architectures, checks, hf_quantised
-from penstock.models.assembly import Piece, find_pieces, put_together, shape_of
+from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
 from penstock.models.hf_quantised import read_quantisation
@@ -65,8 +65,9 @@ def load_hf_directory(
     if spec.tie_word_embeddings:
         pieces.pop("output", None)
     program = architecture.describe(spec)
-    wanted, shapes = checks.weight_shapes(program), {name: tensor.shape for name, tensor in tensors.items()}
-    found_shapes = {name: shape_of(name, found, shapes, wanted) for name, found in pieces.items()}
+    stored = {name: tensor.shape for name, tensor in tensors.items()}
+    sizes = Sizes(stored, checks.weight_shapes(program), program.num_kv_heads)
+    found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, found_shapes, path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
     held = sum(
@@ -92,7 +93,7 @@ def load_hf_directory(
             key: _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset)
             if found[0].layout is None
             else put_together(
-                key, found, shapes, wanted, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
+                key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
             )
             for key, found in pieces.items()
         },

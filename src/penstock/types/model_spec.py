@@ -98,6 +98,8 @@ class ExpertsMlp:
 class LayerSpec:
     attention: AttentionSpec
     mlp: GatedMlp | PlainMlp | ExpertsMlp
+    has_attn_norm: bool = True
+    """False: attention reads what the norm before the MLP made, and both run side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
