@@ -13,6 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from fp8_models import write_fp8_hf
+from packed_models import Packing, write_packed_hf
 from penstock.models import architectures
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, REFUSED, Architecture, Parts
 from penstock.models.gguf import load_gguf
@@ -129,6 +131,33 @@ def test_parts_of_a_tensor_of_a_gguf_file(gguf_type: str, tmp_path: Path):
     wanted, model = (load(tmp_path, FUSED, weights, gguf_type=gguf_type) for weights in (TINY.weights(), fused()))
     assert model.weights["layers.1.k"].format is WeightFormat[gguf_type]
     assert_same(model, wanted)
+
+
+TURNED = Architecture(describe=describe, is_interleaved_in_hf=True)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "gptq"])
+def test_pairs_side_by_side_are_put_in_halves_with_their_scales(kind: str, tmp_path: Path):
+    tiny = TinyLlama(has_qkv_bias=True, architecture="qwen2")
+    match kind:
+        case "bf16":
+            write_hf(tmp_path, tiny)
+        case "fp8":
+            write_fp8_hf(tmp_path, tiny, "row")
+        case "gptq":
+            write_packed_hf(tmp_path, tiny, Packing())
+    plain = load_hf_directory(tmp_path)
+    changed = {**architectures.ARCHITECTURES, "qwen2": f"{__name__}:TURNED"}
+    with mock.patch.multiple(architectures, ARCHITECTURES=changed):
+        turned = load_hf_directory(tmp_path)
+    for name, weight in plain.weights.items():
+        values = weight.dequantize()
+        if name.split(".")[-1] in ("q", "k"):
+            values = values.reshape(-1, tiny.head_dim // 2, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        elif name.split(".")[-1] in ("q_bias", "k_bias"):
+            values = values.reshape(-1, tiny.head_dim // 2, 2).swapaxes(1, 2).reshape(1, -1)
+        assert np.array_equal(turned.weights[name].dequantize(), values), name
+        assert np.array_equal(turned.weights[name].dequantize(0, 1), values[:1]), name
 
 
 def mixed(kind: str) -> dict[str, FloatArray]:

@@ -163,6 +163,11 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("falcon", {"parallel_attn": False}),
         ("falcon", {"multi_query": False}),
         ("falcon", {"activation": "mish"}),
+        ("glm4", {"hidden_act": "gelu"}),
+        ("cohere2", {"use_qk_norm": True}),
+        ("cohere2", {"use_parallel_block": False}),
+        ("cohere2", {"sliding_window": None}),
+        ("cohere2", {"logit_scale": 0.0}),
     ],
 )
 def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
@@ -182,6 +187,23 @@ def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:
     rotation = specs[0].layers[0].attention.rotation
     assert rotation is not None
     assert len(rotation.inv_freq) == 9
+
+
+def test_a_glm_4_of_pictures_in_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    case = CASES["glm4_gguf"]
+    assert case.gguf is not None
+    for key, value in (("rope.dimension_sections", [4, 4, 4, 0]), ("nextn_predict_layers", 1)):
+        gguf = replace(case.gguf, metadata={**case.gguf.metadata, key: value})
+        with pytest.raises(ModelError, match=key):
+            load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+def test_a_cohere_2_that_names_no_types_has_a_period_of_four(tmp_path: Path) -> None:
+    config = changed(CASES["cohere2"], layer_types=None, num_hidden_layers=8)
+    for period, told in ((4, {}), (2, {"sliding_window_pattern": 2})):
+        layers = spec_of(tmp_path, {**config, **told}).layers
+        assert [layer.attention.window for layer in layers] == [*[6] * (period - 1), 0] * (8 // period)
+        assert all((layer.attention.rotation is None) == (layer.attention.window == 0) for layer in layers)
 
 
 def test_an_exaone_4_without_windows_turns_in_all_layers(tmp_path: Path) -> None:

@@ -460,6 +460,39 @@ _FALCON_CASE = TinyCase(
 _FALCON_40B_CASE = replace(_FALCON_CASE, config=_FALCON_40B, shapes=_falcon_shapes(_FALCON_40B, "ln_attn", "ln_mlp"), seed=41)
 _FALCON_GGUF = Gguf(architecture="falcon", metadata={"attention.layer_norm_epsilon": 0.05})
 
+_GLM4 = settings("glm4", "Glm4ForCausalLM", attention_bias=True, partial_rotary_factor=0.75, rms_norm_eps=0.05)
+_GLM4_CASE = TinyCase(
+    architecture="glm4",
+    config=_GLM4,
+    shapes=shapes(
+        _GLM4,
+        **_qkv_bias(_GLM4),
+        post_self_attn_layernorm__weight=(72,),
+        post_mlp_layernorm__weight=(72,),
+        mlp__gate_proj__weight=None,
+        mlp__up_proj__weight=None,
+        mlp__gate_up_proj__weight=(200, 72),
+    ),
+    seed=45,
+)
+_COHERE2 = settings(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    num_hidden_layers=4,
+    head_dim=None,
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    logit_scale=0.3,
+    sliding_window=6,
+    layer_types=[_LOCAL, _LOCAL, _LOCAL, _GLOBAL],
+    tie_word_embeddings=True,
+)
+_COHERE2_CASE = TinyCase(
+    architecture="cohere2", config=_COHERE2, shapes=shapes(_COHERE2, post_attention_layernorm__weight=None), seed=46
+)
+_COHERE2_GGUF = Gguf(
+    architecture="cohere2", metadata={"attention.layer_norm_epsilon": 0.05, "attention.sliding_window": 6, "logit_scale": 0.3}
+)
 _EXAONE4 = settings(
     "exaone4",
     "Exaone4ForCausalLM",
@@ -633,6 +666,10 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "falcon_40b": _FALCON_40B_CASE,
         "falcon_40b_gguf": replace(_FALCON_40B_CASE, gguf=_FALCON_GGUF, golden="falcon_40b"),
         "falcon2_biases": replace(_FALCON_CASE, config=_FALCON2, shapes=_falcon_shapes(_FALCON2, "input_layernorm"), seed=44),
+        "glm4": _GLM4_CASE,
+        "glm4_gguf": replace(_GLM4_CASE, gguf=Gguf(architecture="glm4", metadata={"rope.dimension_count": 18}), golden="glm4"),
+        "cohere2": _COHERE2_CASE,
+        "cohere2_gguf": replace(_COHERE2_CASE, gguf=_COHERE2_GGUF, golden="cohere2"),
         "exaone4": _EXAONE4_CASE,
         "exaone4_gguf": replace(_EXAONE4_CASE, gguf=_EXAONE4_GGUF, golden="exaone4"),
         "phi3": _PHI3_CASE,

@@ -24,10 +24,12 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "cohere2": "penstock.models.cohere2:COHERE2",
         "exaone4": "penstock.models.exaone4:EXAONE4",
         "falcon": "penstock.models.falcon:FALCON",
         "gemma2": "penstock.models.gemma:GEMMA2",
         "gemma3": "penstock.models.gemma:GEMMA3",
+        "glm4": "penstock.models.glm4:GLM4",
         "gpt2": "penstock.models.gpt2:GPT2",
         "granite": "penstock.models.granite:GRANITE",
         "llama": "penstock.models.llama:LLAMA",
@@ -47,8 +49,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
+        "Cohere2ForCausalLM": "cohere2",
         "Exaone4ForCausalLM": "exaone4",
         "FalconForCausalLM": "falcon",
+        "Glm4ForCausalLM": "glm4",
         "GPT2LMHeadModel": "gpt2",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
@@ -76,10 +80,12 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
 """`architectures` in a config.json -> our name."""
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
+        "cohere2": "cohere2",
         "exaone4": "exaone4",
         "falcon": "falcon",
         "gemma2": "gemma2",
         "gemma3": "gemma3",
+        "glm4": "glm4",
         "gpt2": "gpt2",
         "granite": "granite",
         "llama": "llama",
@@ -248,8 +254,12 @@ class Architecture:
     """The beginning of the names of layers' tensors, before their number."""
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
+    is_interleaved_in_hf: bool = False
+    """Heads turn by neighbouring pairs of columns, in transformers and in the rows of q and k; else half-split, as ours do.
+
+    Tensors that hold q or k as `Parts` are not put in order."""
     is_interleaved_in_gguf: bool = False
-    """The converter has put the rows of q and k into the interleaved rope layout; else they are half-split, as ours are."""
+    """The same of GGUF files: the converter has put the rows of q and k into that layout, or left them there."""
     has_partial_rope: bool = False
     """Rotations may turn the first columns of a head only."""
     hf_norm_offset: float = 0.0

@@ -29,15 +29,15 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if window is None:
         return spec
     usual = local_layers_of_period(spec, config.get("sliding_window_pattern", int) or _PERIOD)
-    return _with_still_layers(with_windows(config, spec, window, usual))
+    return with_still_layers(with_windows(config, spec, window, usual))
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.get("exaone4.attention.sliding_window", int)
-    return _with_still_layers(spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIOD))) if window else spec
+    return with_still_layers(spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIOD))) if window else spec
 
 
-def _with_still_layers(spec: ModelSpec) -> ModelSpec:
+def with_still_layers(spec: ModelSpec) -> ModelSpec:
     """The same without rotations in layers that see all positions."""
     return spec.with_attention(lambda _, attention: attention if attention.window else replace(attention, rotation=None))
 

@@ -130,7 +130,9 @@ def load_gguf(
         name=name or path.stem,
         spec=spec,
         weights={
-            key: load_tensor(file, entries[key], key, _rope_heads(key, spec) if architecture.is_interleaved_in_gguf else 0)
+            key: load_tensor(
+                file, entries[key], key, rope.half_split_rows(key, spec) if architecture.is_interleaved_in_gguf else None
+            )
             if found[0].layout is None
             else put_together(key, found, sizes, lambda piece: [load_tensor(file, stored[piece.tensor], piece.tensor)])
             for key, found in pieces.items()
@@ -157,15 +159,6 @@ def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], floats: Floa
     if num_held > _NOTABLE_GROWTH * num_stored:
         words = "%s: %d MiB of weights become %d MiB in memory, where each has 4 bits, 8 or 16: docs/kernels.md has the types"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
-
-
-def _rope_heads(name: str, spec: ModelSpec) -> int:
-    """Heads of a weight whose rows the converter has permuted; 0 for the others."""
-    group, _, kind = name.rpartition(".")
-    if kind.removesuffix("_bias") not in ("q", "k"):
-        return 0
-    attention = spec.layers[int(group.rpartition(".")[2])].attention
-    return attention.num_heads if kind[0] == "q" else attention.num_kv_heads
 
 
 def _refuse_other_formats(path: Path) -> None:

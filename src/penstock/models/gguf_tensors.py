@@ -32,18 +32,11 @@ def loaded_bytes(entry: TensorEntry, floats: Floats = Floats.BF16) -> int:
     return held_bytes(WeightFormat.F32 if len(entry.shape) == 1 else entry.format, *matrix_shape(entry), floats)
 
 
-def load_tensor(file: GgufFile, entry: TensorEntry, name: str, rope_heads: int = 0) -> WeightTensor:
-    """The weight called `name`. With `rope_heads` its rows leave the interleaved rope layout of llama-type GGUF files."""
+def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
+    """The weight called `name`, whose row (or number, of a vector) i is the file's `order[i]`; None: i."""
     num_rows, num_cols = matrix_shape(entry)
     stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
     if len(entry.shape) == 1:
         values = dequantize(stored, entry.format, num_cols)
-        order = None if not rope_heads else _half_split(num_cols, rope_heads)
         return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, values if order is None else values[:, order])
-    order = _half_split(num_rows, rope_heads) if rope_heads else None
     return WeightTensor(name, num_rows, num_cols, entry.format, stored, order=order)
-
-
-def _half_split(num_rows: int, num_heads: int) -> NDArray[np.intp]:
-    """Where the file has each row: of a head, half * head_dim / 2 + i at 2 i + half, as llama.cpp's converter put it."""
-    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.models import architectures, checks, hf_quantised
+from penstock.models import architectures, checks, hf_quantised, rope
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
@@ -90,7 +91,13 @@ def load_hf_directory(
         name=name or path.resolve().name,
         spec=spec,
         weights={
-            key: _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset)
+            key: _weight(
+                key,
+                first[key],
+                scales.get(found[0].tensor),
+                architecture.hf_norm_offset,
+                rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None,
+            )
             if found[0].layout is None
             else put_together(
                 key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
@@ -240,7 +247,7 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
             remedy="Use the bf16 original.",
         )
     if isinstance(tensor, PackedIntegers) or len(tensor.shape) == 1:
-        return [_weight(piece.tensor, tensor, scales, 0.0)]
+        return [_weight(piece.tensor, tensor, scales)]
     values = tensor.array().reshape(-1, *tensor.shape[-2:])
     turned = values.swapaxes(1, 2) if is_transposed else values
     return [
@@ -249,15 +256,20 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
     ]
 
 
-def _weight(name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float) -> WeightTensor:
+def _weight(
+    name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
+) -> WeightTensor:
+    """The weight called `name`, whose row (or number, of a vector) i is the tensor's `order[i]`; None: i."""
     num_rows, num_cols = (1, *tensor.shape)[-2:]
     if isinstance(tensor, PackedIntegers):
-        return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, column_order=tensor.column_order)
+        return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)
     values = tensor.array().reshape(num_rows, num_cols)
     is_bf16 = tensor.dtype == "BF16"
     if len(tensor.shape) == 1:
         wide = (values.astype(np.uint32) << 16).view(np.float32) if is_bf16 else np.ascontiguousarray(values, dtype=np.float32)
         if norm_offset and name.endswith("norm"):
             wide = wide + np.float32(norm_offset)
-        return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide)
-    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values, scales)
+        return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, wide if order is None else wide[:, order])
+    if scales is not None and order is not None:
+        scales = BlockScales(scales.of_rows(0, num_rows)[order], 1, scales.block_cols)
+    return WeightTensor(name, num_rows, num_cols, WeightFormat[tensor.dtype], values, scales, order)

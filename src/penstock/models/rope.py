@@ -3,7 +3,7 @@
 Loaders read `RopeParameters` and ask for a `Rotation`. Backends ask for the part that all keys of a layer share, which none
 needs to store: a constant vector c in every key adds q c to every score of a query, and softmax does not see it. Keys of some
 architectures have such a part: a bias that is large where the rotation is slowest (Qwen2.5: hundreds, where other columns are
-of size one), and beside which a scale of 32 columns is coarse.
+of size one), and beside which a scale of 32 columns is coarse. They also ask for the order of rows in files of another layout.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; YaRN and dynamic scaling, arXiv 2309.00071; LongRoPE,
 arXiv 2402.13753; `llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers'
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.program import KvWrite
-from penstock.types.model_spec import Rotation
+from penstock.types.model_spec import ModelSpec, Rotation
 
 Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
@@ -170,6 +170,23 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return grown(rope.mscale) / grown(rope.mscale_all_dim)
     return grown(1.0)
+
+
+def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
+    """The order in which a weight's rows (a bias's columns) have the half-split layout, of a file with pairs side by side.
+
+    A head turns by its columns 2 i and 2 i + 1 there; columns beyond those that turn stay. None for weights but q, k and their
+    biases.
+    """
+    layer, _, kind = name.rpartition(".")
+    if kind.removesuffix("_bias") not in ("q", "k"):
+        return None
+    attention = spec.layers[int(layer.rpartition(".")[2])].attention
+    num_heads, head_dim = attention.num_heads if kind[0] == "q" else attention.num_kv_heads, attention.head_dim
+    num_turning = head_dim if attention.rotation is None else 2 * len(attention.rotation.inv_freq)
+    columns = np.arange(head_dim)
+    columns[:num_turning] = columns[:num_turning].reshape(-1, 2).T.reshape(-1)
+    return (head_dim * np.arange(num_heads)[:, None] + columns).reshape(-1)
 
 
 F32 = NDArray[np.float32]
