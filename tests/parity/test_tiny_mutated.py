@@ -1,7 +1,7 @@
 """Settings that somebody changed in a model's files: refused with cause and remedy, or computed alike by two backends.
 
-What loads may be another model than the weights were made for. But native and reference have to agree on what it is: a
-setting that one of them misreads, or a size that makes a kernel read elsewhere, shows here.
+A file that loads may be of another model than the weights were made for. But native and reference have to agree on what it is:
+a setting that one of them misreads, or a size that makes a kernel read elsewhere, shows here.
 `HYPOTHESIS_PROFILE=thorough` tries more, in an order of its own each time.
 """
 
