@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from printed import origin, table
@@ -34,6 +33,7 @@ from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
 from penstock.serve.server import run_server
+from penstock.testing import sizes_of
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
@@ -49,7 +49,7 @@ class Sleeper:
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
         self.capacity = capacity
         self.depth = 1
-        self._rows = RowTable(**asdict(capacity), vocab_size=vocab_size)
+        self._rows = RowTable(**sizes_of(capacity), vocab_size=vocab_size)
         self._words = words
         self._step_s = step_s
         self._num_said = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
+from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 from tiny_models import TinyLlama, write_hf
@@ -30,7 +30,7 @@ def model_of(folder: Path, head_dim: int, **changes: object) -> LoadedModel:
 
 
 def native(model: LoadedModel, **options: object) -> NativeExecutor:
-    return NativeExecutor(model, architectures.describe(model.spec), num_threads=2, **asdict(CAPACITY), **options)  # type: ignore[arg-type]
+    return NativeExecutor(model, architectures.describe(model.spec), num_threads=2, **sizes_of(CAPACITY), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", info()["variants"])
@@ -39,7 +39,7 @@ def native(model: LoadedModel, **options: object) -> NativeExecutor:
 def test_heads_of_any_width_are_as_in_the_reference(tmp_path: Path, head_dim: int, dtype: KvDtype, variant: str) -> None:
     model = model_of(tmp_path, head_dim, has_qkv_bias=head_dim == 100, num_kv_heads=4 if head_dim == 80 else 2)
     found = native(model, kv_dtype=dtype, variant=variant, poison=True).forward_logits(TOKENS)
-    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=dtype, **asdict(CAPACITY))
+    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=dtype, **sizes_of(CAPACITY))
     wanted = reference.forward_logits(TOKENS)
     error = np.sqrt(np.mean((found - wanted) ** 2)) / np.sqrt(np.mean(wanted**2))
     assert error < TOLERANCE[dtype]
@@ -56,6 +56,6 @@ def test_a_block_takes_what_was_planned_for_it(tmp_path: Path, head_dim: int, dt
 def test_other_sizes_need_be_no_multiples_either(tmp_path: Path, sizes: dict[str, int]) -> None:
     model = model_of(tmp_path, **({"head_dim": 16} | sizes))
     found = native(model).forward_logits(TOKENS)
-    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=KvDtype.INT8, **asdict(CAPACITY))
+    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=KvDtype.INT8, **sizes_of(CAPACITY))
     wanted = reference.forward_logits(TOKENS)
     assert np.sqrt(np.mean((found - wanted) ** 2)) / np.sqrt(np.mean(wanted**2)) < TOLERANCE[KvDtype.INT8]

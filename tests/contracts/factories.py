@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from penstock.engine.ports import Executor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
-from penstock.testing import HashExecutor, HashModel
+from penstock.testing import HashExecutor, HashModel, sizes_of
 from penstock.types.plan import Capacity
 from tiny_models import TinyLlama, write_gguf
 
@@ -57,7 +57,7 @@ def tiny_model(shape: TinyLlama = UNTIED) -> LoadedModel:
 
 def make_reference(capacity: Capacity) -> Executor:
     model = tiny_model()
-    return ReferenceExecutor(model, architectures.describe(model.spec), poison=True, **asdict(capacity))
+    return ReferenceExecutor(model, architectures.describe(model.spec), poison=True, **sizes_of(capacity))
 
 
 def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED) -> Executor:
@@ -65,7 +65,7 @@ def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED) 
 
     model = tiny_model(shape)
     return NativeExecutor(
-        model, architectures.describe(model.spec), poison=True, variant=variant, num_threads=2, **asdict(capacity)
+        model, architectures.describe(model.spec), poison=True, variant=variant, num_threads=2, **sizes_of(capacity)
     )
 
 
@@ -86,9 +86,9 @@ def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> E
     }
     if is_hash:
         with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
-            return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **asdict(capacity))
+            return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **sizes_of(capacity))
     model = tiny_model(SMALL)
-    return executor.CudaExecutor(model, architectures.describe(model.spec), **kind, **asdict(capacity))
+    return executor.CudaExecutor(model, architectures.describe(model.spec), **kind, **sizes_of(capacity))
 
 
 CUDA_TESTS = (

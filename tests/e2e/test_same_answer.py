@@ -6,7 +6,7 @@ Alone or beside 31 others, whole or in chunks, from the prefix cache or computed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
+from penstock.testing import sizes_of
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingParams
@@ -36,7 +37,7 @@ EXCERPT = Path(__file__).parents[1] / "golden" / "sonnet_excerpt.txt"
 
 def make_bench(model: LoadedModel, variant: str, prompts: list[tuple[int, ...]], capacity: Capacity) -> Bench:
     program = architectures.describe(model.spec)
-    executor = NativeExecutor(model, program, **asdict(capacity), variant=variant, num_threads=2, poison=True)
+    executor = NativeExecutor(model, program, **sizes_of(capacity), variant=variant, num_threads=2, poison=True)
     return Bench(executor, prompts, (GREEDY, SAMPLED))
 
 

@@ -27,6 +27,7 @@ from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.recording import Recorder
+from penstock.testing import sizes_of
 from penstock.testing.hash_executor import HashExecutor
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, RowPlan, StepShape
@@ -86,7 +87,7 @@ def test_reference_steps_bring_the_weights_back_and_tell_how_slow_the_machine_is
 
 def test_every_shape_is_computed_in_every_round(tmp_path: Path) -> None:
     model = load_model(resolve(str(write_gguf(tmp_path / "tiny.gguf", TinyLlama(max_model_len=512))), tmp_path))
-    executor = NativeExecutor(model, describe(model.spec), **asdict(CAPACITY), num_threads=1)
+    executor = NativeExecutor(model, describe(model.spec), **sizes_of(CAPACITY), num_threads=1)
     runner = StepRunner(executor, 264)
     runner.fill()
     shapes = design(CAPACITY)

@@ -1,6 +1,6 @@
 """Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
 
-from penstock.testing.builders import make_core, make_load, make_request, make_scheduler
+from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, sizes_of
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.hash_executor import DEFAULT_CAPACITY, Expected, HashExecutor, HashMatcher, HashModel, expected_tokens
 
@@ -18,4 +18,5 @@ __all__ = [
     "make_request",
     "make_scheduler",
     "run_to_completion",
+    "sizes_of",
 ]

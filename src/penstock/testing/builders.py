@@ -75,6 +75,13 @@ def make_load(
     )
 
 
+def sizes_of(capacity: Capacity) -> dict[str, int]:
+    """The five numbers of a capacity that an executor is made with. Whether it has state, its program says."""
+    return {
+        name: getattr(capacity, name) for name in ("num_blocks", "block_size", "max_rows", "max_step_tokens", "max_model_len")
+    }
+
+
 def make_scheduler(
     capacity: Capacity = DEFAULT_CAPACITY,
     policies: Policies | None = None,

@@ -7,7 +7,6 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -31,6 +30,7 @@ from penstock.backends.cuda.stream import open_stream
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
+from penstock.testing import sizes_of
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
@@ -60,7 +60,7 @@ def tiny_heads_suit(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(attention: str = "auto", **changes: Any) -> CudaExecutor:
     model = small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "poison": True} | changes
-    return CudaExecutor(model, architectures.describe(model.spec), attention=attention, **settings, **asdict(CAPACITY))
+    return CudaExecutor(model, architectures.describe(model.spec), attention=attention, **settings, **sizes_of(CAPACITY))
 
 
 def clock(**speedups: float) -> Clock:

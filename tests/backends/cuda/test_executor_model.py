@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
+from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan, Ticket
 from penstock.types.sampling import SamplingParams
@@ -47,7 +48,7 @@ def small_model() -> LoadedModel:
 def make(**changes: Any) -> CudaExecutor:
     model = small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True} | changes
-    return CudaExecutor(model, architectures.describe(model.spec), **settings, **asdict(CAPACITY))
+    return CudaExecutor(model, architectures.describe(model.spec), **settings, **sizes_of(CAPACITY))
 
 
 def submit(executor: CudaExecutor, plan: StepPlan, followers: Sequence[str]) -> Ticket:
@@ -87,7 +88,7 @@ def run(executor: CudaExecutor) -> list[Any]:
 @pytest.mark.parametrize("num_tokens", [7, 23])
 def test_the_logits_of_a_text_are_those_of_the_reference(num_tokens: int) -> None:
     model = small_model()
-    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=KvDtype.INT8, **asdict(CAPACITY))
+    reference = ReferenceExecutor(model, architectures.describe(model.spec), kv_dtype=KvDtype.INT8, **sizes_of(CAPACITY))
     executor = make(kv_dtype=KvDtype.INT8)
     text = [10 + 31 * idx % 200 for idx in range(num_tokens)]
     found = executor.forward_logits(text)
