@@ -60,7 +60,9 @@ def write_model(path: Path) -> None:
     writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (VOCAB_SIZE - len(special))])
 
     def matrix(name: str, *shape: int) -> None:
-        blocks = rng.integers(0, 256, (int(np.prod(shape)) // BLOCK, BLOCK_BYTES), np.uint8)
+        # Never 0, which is -8: with a mean beside zero all tokens are alike after a few layers, and go to the same experts.
+        halves = rng.integers(1, 16, (2, int(np.prod(shape)) // BLOCK, BLOCK_BYTES), np.uint8)
+        blocks = halves[0] | halves[1] << 4
         scales = (0.2 / np.sqrt(shape[-1]) * rng.uniform(0.8, 1.2, len(blocks))).astype(np.float16)
         blocks[:, :2] = scales[:, None].view(np.uint8)
         writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=GGMLQuantizationType.Q4_0)
