@@ -55,10 +55,10 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
     self.pack_rows(matrix, first_row, static_cast<int>(rows), data.data());
 }
 
-int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data) {
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read) {
     check_shape(format, rows, cols);
     if (data) check_source(format, rows, cols, *data);
-    const int matrix = self.weights().add_matrix(format, rows, cols);
+    const int matrix = self.weights().add_matrix(format, rows, cols, is_partly_read);
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
 }
@@ -261,6 +261,13 @@ void write_block(Engine& self, int block, const Vector<uint8_t>& content) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const DiskError& error) {
+            PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+        }
+    });
     m.def("usable_variants", &usable_variants, "Kernel variants of this build that this machine can run, best first.");
 
     nb::enum_<SourceFormat>(m, "SourceFormat")
@@ -338,9 +345,11 @@ void bind_engine(nb::module_& m) {
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
              "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
-        .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(),
+        .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
+             "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
+        .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); without them, makes room for it, and `pack_rows` brings "
-             "them. Returns its id.")
+             "them. Returns its id. `is_partly_read`: a step needs only a part of it. OSError if the disk has no room.")
         .def("pack_rows", &pack_rows, "matrix"_a, "first_row"_a, "data"_a,
              "Packs some rows of a matrix (uint8 [rows, bytes per row]): whole panels of 16, or up to its last row.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
@@ -367,7 +376,8 @@ void bind_engine(nb::module_& m) {
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
              "is_renormalised"_a, "share_factor"_a, "samples"_a,
              "A mixture of experts but for the sum, SUM_EXPERTS of the id that it returns. The fields are those of instructions.h.")
-        .def("settle", &Engine::settle, "After the last weight: small pages that hold weights become huge ones, in the background.")
+        .def("settle", &Engine::settle, nb::call_guard<nb::gil_scoped_release>(),
+             "After the last weight: small pages that hold weights become huge ones, in the background. OSError if the disk fails.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
         .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
@@ -412,6 +422,7 @@ void bind_engine(nb::module_& m) {
              },
              "strand"_a, "layer"_a, "Of the last step: blocks that a strand's products were to fetch for the attention of one layer.")
         .def_prop_ro("weight_bytes", [](const Engine& self) { return self.weights().bytes(); })
+        .def_prop_ro("file_bytes", [](const Engine& self) { return self.weights().file_bytes(); }, "Those of the weights that lie in a file.")
         .def_prop_ro("experts_bytes", [](const Engine& self) { return self.experts().bytes(); },
                      "Memory for the pairs of a step's tokens and their experts.")
         .def_prop_ro("kv_bytes", [](const Engine& self) { return self.kv().bytes(); })

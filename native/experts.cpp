@@ -160,6 +160,7 @@ void Experts::run(const ExpertsOp& op, const float* x, const Activation& input, 
         case ExpertsPart::kScore: return score(layer, stage, task, x);
         case ExpertsPart::kGather: return gather(layer, stage, task, input, scratch_[member]);
         case ExpertsPart::kInner:
+            for (const int matrix : {shape.inner, shape.outer}) fetch(layer, matrix, stage, task);
             return multiply(layer, shape.inner, shape.inner_bias, work->gathered.view, floats_of(work->inner), stage, task);
         case ExpertsPart::kActivate: return activate(layer, stage, task, scratch_[member]);
         case ExpertsPart::kOuter:
@@ -230,6 +231,18 @@ void Experts::gather(const Layer& layer, const Stage& stage, int task, const Act
         const int32_t place = scratch.places[chosen[pair]]++;
         work->places[pair] = place;
         copy_row(work->gathered.view, place, input, pair / shape.num_chosen);
+    }
+}
+
+// What lies on the disk alone is read while other panels are multiplied: all tasks together ask for all of the layer's.
+void Experts::fetch(const Layer& layer, int matrix, const Stage& stage, int task) const {
+    if (!weights_.is_in_file(matrix)) return;
+    const int of_each = weights_.matrix(matrix).panels / layer.shape.num_experts;
+    const Panels panels(layer.work->ends, of_each, kernels_);
+    const Panels::Place end = panels.begin_of(task + 1, stage.num_tasks);
+    for (Panels::Place at = panels.begin_of(task, stage.num_tasks); at < end; at = {panels.next_with_rows(at.expert), 0}) {
+        const int first = at.expert * of_each;
+        fetch_panels(weights_.packed(matrix), first + at.panel, first + (at.expert == end.expert ? end.panel : of_each));
     }
 }
 

@@ -73,6 +73,7 @@ class Experts {
 
     bool fits(const Layer& other, const ExpertsLayer& layer, int64_t most_rows) const;
     std::unique_ptr<Workspace> make_workspace(const ExpertsLayer& layer, int64_t most_rows) const;
+    void fetch(const Layer& layer, int matrix, const Stage& stage, int task) const;
     void multiply(const Layer& layer, int matrix, int bias, const Activation& input, float* out, const Stage& stage, int task) const;
     bool is_quantised(int matrix) const { return weights_.matrix(matrix).kind != WeightKind::kBf16; }
 

@@ -1,9 +1,14 @@
 #include "packing.h"
 
+#include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
+#include <sys/statfs.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -18,8 +23,11 @@ constexpr size_t kMapFromBytes = size_t{1} << 18;  // malloc keeps freed pieces 
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 27;  // of an arena; of what is not used less than a page is touched
 constexpr int64_t kDearPageNs = 1'000'000;       // a huge page takes 0.1 ms, 512 small ones 0.5 ms
+constexpr uintptr_t kFetchedBytes = 1 << 17;     // of one wish Linux reads as much as its read-ahead allows: 128 KiB, unless told otherwise
 constexpr int64_t kMostMovedPages = 16384;       // each is a mapping of its own, of which Linux grants a process 65,530; 32 GiB
 constexpr uint16_t kOneF16 = 0x3C00;
+
+[[noreturn]] void throw_disk_error(int error, const char* what) { throw DiskError(error, std::generic_category(), what); }
 
 int64_t thread_cpu_ns() {
     timespec t{};
@@ -282,12 +290,47 @@ void Arena::settle(const std::stop_token& stop) {
     }
 }
 
-PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols) {
+FileArena::FileArena(int fd) : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
+    struct statfs system {};
+    if (fd_ < 0 || fstatfs(fd_, &system) != 0) throw_disk_error(errno, "the file can't be opened");
+    if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) {
+        close(fd_);
+        throw_disk_error(EOPNOTSUPP, "the file lies in memory");
+    }
+}
+
+FileArena::~FileArena() { close(fd_); }
+
+uint8_t* FileArena::take(int64_t bytes) {
+    sync_file_range(fd_, 0, bytes_, SYNC_FILE_RANGE_WRITE);  // begins to write what was packed: memory need not hold all of it
+    const int64_t page = sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
+    int error;
+    do error = posix_fallocate(fd_, bytes_, size);
+    while (error == EINTR);
+    if (error != 0) throw_disk_error(error, "no room in the file");
+    void* memory = mmap(nullptr, static_cast<size_t>(size), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, bytes_);
+    if (memory == MAP_FAILED) throw_disk_error(errno, "the file can't be mapped");
+    parts_.emplace_back(static_cast<uint8_t*>(memory), FreeMemory{static_cast<size_t>(size)});
+    bytes_ += size;
+    return parts_.back().get();
+}
+
+void FileArena::complete() {
+    if (fdatasync(fd_) != 0) throw_disk_error(errno, "the file can't be written");
+    for (const Memory& part : parts_) {
+        const size_t size = part.get_deleter().mapped_bytes;
+        mprotect(part.get(), size, PROT_READ);
+        madvise(part.get(), size, MADV_RANDOM);  // who needs more than a page asks for it
+    }
+}
+
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols) {
     PackedStorage packed;
     const int64_t panels = (rows + kPanel - 1) / kPanel;
     const auto take = [&](int64_t bytes) {
         packed.bytes += bytes;
-        return arena.take(bytes);
+        packed.parts.push_back({take_bytes(bytes), bytes / panels});
+        return packed.parts.back().begin;
     };
     WeightKind kind = WeightKind::kBf16;
     const uint8_t* table = nullptr;
@@ -317,6 +360,17 @@ bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int p
         }
     }
     return finite;
+}
+
+void fetch_panels(const PackedStorage& packed, int panel0, int panel1) {
+    const uintptr_t page = sysconf(_SC_PAGESIZE);
+    for (const auto& [begin, panel_bytes] : packed.parts) {
+        const uintptr_t first = reinterpret_cast<uintptr_t>(begin + panel0 * panel_bytes) / page * page;
+        const uintptr_t end = reinterpret_cast<uintptr_t>(begin + panel1 * panel_bytes);
+        for (uintptr_t at = first; at < end; at += kFetchedBytes) {
+            madvise(reinterpret_cast<void*>(at), std::min(kFetchedBytes, end - at), MADV_WILLNEED);  // a wish
+        }
+    }
 }
 
 }  // namespace penstock

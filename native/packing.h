@@ -5,8 +5,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stop_token>
+#include <system_error>
 #include <vector>
 
 #include "blocks.h"
@@ -68,9 +70,42 @@ class Arena {
     std::atomic<int64_t> small_bytes_{0};
 };
 
+// The disk has no room or failed, or there is none.
+struct DiskError : std::system_error {
+    using std::system_error::system_error;
+};
+
+// Memory for weights that is that of a file: the system takes pages away when it lacks memory, and reads them again when they are
+// wanted. No thread waits for a page that `fetch_panels` asked for in time.
+class FileArena {
+  public:
+    // Of an open file that is empty, which nobody else uses. DiskError if it lies in memory itself.
+    explicit FileArena(int fd);
+    FileArena(const FileArena&) = delete;
+    FileArena& operator=(const FileArena&) = delete;
+    ~FileArena();
+
+    // As `Arena::take`; its place on the disk is reserved, so that no write fails later for want of room. Or DiskError.
+    uint8_t* take(int64_t bytes);
+    // Nothing more is taken, and what was taken is only read. All of it is on the disk when this returns, or DiskError.
+    void complete();
+
+  private:
+    int fd_;
+    int64_t bytes_ = 0;
+    std::vector<Memory> parts_;
+};
+
 // A packed matrix whose memory is that of an arena.
 struct PackedStorage {
+    // One of its arrays, in which panels follow each other.
+    struct Part {
+        uint8_t* begin;
+        int64_t panel_bytes;
+    };
+
     PackedMatrix matrix{};
+    std::vector<Part> parts;
     SourceFormat format{};  // of the file's rows
     uint8_t* quants = nullptr;
     uint16_t* scales = nullptr;
@@ -78,10 +113,14 @@ struct PackedStorage {
     int64_t bytes = 0;
 };
 
-PackedStorage allocate_packed(Arena& arena, SourceFormat format, int rows, int cols);
+// `take` gives memory as an arena does.
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take, SourceFormat format, int rows, int cols);
 
 // The rows from panel `panel0` on, row-major as in the file: blocks of the format, or numbers, which become bf16. Quantised rows have
 // whole blocks. Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
 bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int panel1);
+
+// Has the system read panels [panel0, panel1) of a file's, as far as they are not in memory, while the caller goes on.
+void fetch_panels(const PackedStorage& packed, int panel0, int panel1);
 
 }  // namespace penstock

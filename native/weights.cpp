@@ -35,9 +35,13 @@ struct Packing final : Work {
 
 }  // namespace
 
-int Weights::add_matrix(SourceFormat format, int rows, int cols) {
-    matrices_.push_back(allocate_packed(arena_, format, rows, cols));
+int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read) {
+    const bool is_in_file = is_partly_read && file_;
+    const auto take = [&](int64_t bytes) { return is_in_file ? file_->take(bytes) : arena_.take(bytes); };
+    matrices_.push_back(allocate_packed(take, format, rows, cols));
+    is_in_file_.push_back(is_in_file);
     bytes_ += matrices_.back().bytes;
+    if (is_in_file) file_bytes_ += matrices_.back().bytes;
     return static_cast<int>(matrices_.size()) - 1;
 }
 
@@ -71,6 +75,7 @@ int Weights::add_order(const int32_t* columns, int64_t count) {
 
 void Weights::settle() {
     if (settler_.joinable()) return;
+    if (file_) file_->complete();
     arena_.complete();
     if (arena_.small_bytes() == 0) return;
     try {

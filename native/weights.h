@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -24,8 +25,10 @@ class Weights {
         const uint8_t* source;
     };
 
-    // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step.
-    int add_matrix(SourceFormat format, int rows, int cols);
+    // Matrices of which a step reads only a part lie in this file from now on: FileArena says more.
+    void keep_partly_read_in(int fd) { file_ = std::make_unique<FileArena>(fd); }
+    // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step. DiskError, see above.
+    int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false);
     // Rows as in the file, packed by the whole team. `first_row` begins a panel, and the last one ends one or is the matrix's last.
     void pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source);
     // A matrix of which a step reads single rows: it stays where and as it is, and must outlive this. It is not read now,
@@ -36,7 +39,9 @@ class Weights {
     // For each column that a matrix multiplies, the column of a buffer. std::invalid_argument unless all are in [0, count).
     int add_order(const int32_t* columns, int64_t count);
     // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
+    // DiskError if the file can't be written.
     void settle();
+    bool is_in_file(int id) const { return is_in_file_[id]; }
 
     // The parts of a matrix: its format in the file, rows, columns and bytes. std::out_of_range for an unknown id.
     const PackedStorage& packed(int id) const { return matrices_.at(id); }
@@ -48,16 +53,20 @@ class Weights {
     const int32_t* order(int id) const { return orders_[id].data(); }
 
     int64_t bytes() const { return bytes_; }
+    // Those of them that lie in the file.
+    int64_t file_bytes() const { return file_bytes_; }
     int64_t small_page_bytes() const { return arena_.small_bytes(); }
     void use_small_pages() { arena_.use_small_pages(); }  // for tests
 
   private:
     Arena arena_;
+    std::unique_ptr<FileArena> file_;
     std::vector<PackedStorage> matrices_;
+    std::vector<bool> is_in_file_;  // by matrix
     std::vector<Table> tables_;
     std::vector<Floats> vectors_;
     std::vector<std::vector<int32_t>> orders_;
-    int64_t bytes_ = 0;
+    int64_t bytes_ = 0, file_bytes_ = 0;
     std::jthread settler_;  // ends before anything else
 };
 

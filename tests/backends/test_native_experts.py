@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -93,7 +97,7 @@ class Layer:
         row = RowRun(cache, np.array(token_ids, np.int32), 0, each, np.ones(1, np.int32), each)
         return Interpreter(self.program(States("picked")), self.weights).run(row)
 
-    def native(self, variant: str, num_threads: int = 2) -> Engine:
+    def native(self, variant: str, num_threads: int = 2, file: int | None = None) -> Engine:
         shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "num_blocks": 2, "block_size": 16}
         engine = Engine(
             **shape,
@@ -103,6 +107,8 @@ class Layer:
             team=Team(num_threads),
             variant=variant,
         )
+        if file is not None:
+            engine.keep_partly_read_in(file)
         buffers = Buffers(engine)
         lower(self.program(), self.weights, cast("Engine", buffers), num_positions=1)
         engine.set_logits(buffers.last)
@@ -250,3 +256,42 @@ def test_a_gate_and_an_up_projection_of_different_formats_are_refused() -> None:
     layer.weights["u"] = tensor(np.random.default_rng(1), "u", 6 * 96, 64, WeightFormat.Q8_0)
     with pytest.raises(ModelError, match="Q4_0 and Q8_0"):
         layer.native("")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_in_a_file_give_the_same_bits_as_those_in_memory(tmp_path: Path, variant: str, name: str) -> None:
+    op, hidden, formats, _ = FORMATS[name]
+    layer = Layer(op, hidden, formats)
+    in_memory = layer.native(variant)
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        engine = layer.native(variant, file=file.fileno())
+        engine.settle()
+        assert os.fstat(file.fileno()).st_size >= engine.file_bytes > 0
+    assert engine.file_bytes == engine.weight_bytes == in_memory.weight_bytes
+    assert in_memory.file_bytes == 0
+    for num in (1, 33, MAX_TOKENS):
+        assert np.array_equal(layer.run(engine, range(num)), layer.run(in_memory, range(num)))
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    """A limit on the size of files is met like the end of the disk: the place is reserved at once."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    layer = Layer(EVEN, 64, FORMATS["4 bits"][2])
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                layer.native("", file=file.fileno())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert os.fstat(file.fileno()).st_size <= 4096
+
+
+def test_a_file_that_lies_in_memory_itself_is_refused() -> None:
+    descriptor = os.memfd_create("experts")
+    try:
+        with pytest.raises(OSError, match="lies in memory"):
+            Layer(EVEN, 64).native("", file=descriptor)
+    finally:
+        os.close(descriptor)

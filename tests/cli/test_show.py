@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from parity.tiny import write_case
+from parity.tiny_cases import CASES
 from tiny_models import TinyLlama, write_gguf
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,6 +38,19 @@ def test_a_program_reads_numbers(penstock: Penstock, tmp_path: Path) -> None:
     assert shown["sampling"] == {"top_k": 5}
     assert shown["num_parameters"] == sum(values.size for values in TinyLlama().weights().values())
     assert shown["memory"]["longest_request_tokens"] == 256
+
+
+def test_experts_on_disk_are_told_with_what_a_token_reads(penstock: Penstock, tmp_path: Path) -> None:
+    path = write_case(CASES["mixtral_gguf"], tmp_path)
+    result = penstock("show", path, "--no-speed", "--experts-on-disk", "--cache", tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.search(
+        r"memory +weights .*; experts of 242 KiB on disk, of which a token reads 103\.\d+ KiB; memory has room for all",
+        result.stdout,
+    )
+    shown = json.loads(penstock("show", path, "--no-speed", "--json", "--experts-on-disk", "--cache", tmp_path).stdout)
+    assert 0 < shown["memory"]["disk_bytes"] < shown["memory"]["weight_bytes"]
+    assert json.loads(penstock("show", path, "--no-speed", "--json").stdout)["memory"]["disk_bytes"] == 0
 
 
 def test_one_that_is_not_here_is_told_with_its_size(penstock: Penstock) -> None:

@@ -152,6 +152,9 @@ def _parameters(appraisal: Appraisal, size: ModelSize | None) -> str:
 
 
 def _memory(appraisal: Appraisal, size: ModelSize) -> str:
+    from penstock.deploy.experts import disk_words
+    from penstock.deploy.sizing import RESERVE_BYTES
+
     per_token = f"{size.kv_dtype.value} keys and values {format_size(size.kv_bytes_per_token)} a token"
     words = f"weights {format_size(size.num_weight_bytes)}, {per_token}"
     if appraisal.forecast is None:
@@ -159,7 +162,13 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     kv = appraisal.forecast.kv
     longest = f"longest request {counted(kv.max_model_len, 'token')}"
     free = format_size(appraisal.num_free_bytes)
-    return f"{words}; a server takes {format_size(kv.num_bytes)} for them, of {free} free: {longest}"
+    words = f"{words}; a server takes {format_size(kv.num_bytes)} for them, of {free} free: {longest}"
+    if appraisal.model is not None and appraisal.outline is not None and appraisal.outline.num_disk_bytes:
+        taken_bytes = (
+            size.num_weight_bytes - appraisal.outline.num_disk_bytes + kv.num_bytes + kv.num_step_bytes + RESERVE_BYTES
+        )
+        words += f"; {disk_words(appraisal.model, appraisal.num_free_bytes - taken_bytes)}"
+    return words
 
 
 def _speed(most: Bounds, size: ModelSize, hardware: Hardware) -> str:
@@ -205,6 +214,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
         if size is None
         else {
             "weight_bytes": size.num_weight_bytes,
+            "disk_bytes": 0 if appraisal.outline is None else appraisal.outline.num_disk_bytes,
             "kv_bytes_per_token": size.kv_bytes_per_token,
             "kv_dtype": size.kv_dtype.value,
             "kv_cache_bytes": None if forecast is None else forecast.kv.num_bytes,

@@ -69,6 +69,10 @@ class ModelConfig(Component):
         minimum=1,
         default_doc="the model's, or less if the KV cache cannot hold it",
     )
+    experts_on_disk: bool = flag(
+        False,
+        "Keep experts in a file in the folder for fetched weights, of which memory holds what it has room for; on the CPU.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.deploy import device
+from penstock.deploy.experts import check_disk
 from penstock.deploy.forecast import Forecast, Outline, forecast, outline_of
 from penstock.machine import available_memory_bytes
 from penstock.types.errors import PenstockError
@@ -32,7 +33,7 @@ class Refusal:
     """A check that failed."""
 
     check: str
-    """The thing that was checked: weights, tokenizer, chat template, sampling, backend or memory."""
+    """The thing that was checked: weights, tokenizer, chat template, sampling, backend, disk or memory."""
     cause: str
     remedy: str
 
@@ -67,6 +68,8 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
         with _check("backend", refusals):
             _check_backend(config, model)
         outline = outline_of(config, model, is_gpu=False)
+        with _check("disk", refusals):
+            check_disk(device.settled_elsewhere(config, is_gpu=False), model)
         with _check("memory", refusals):
             expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
     return Appraisal(

@@ -65,7 +65,7 @@ def settled(config: Config) -> Config:
     elif device == Device.CPU or is_cpu_named:
         cause = "the CPU is asked for"
     else:
-        cause = cuda.why_not() if config.backend.threads is None else "--threads is a setting of the CPU"
+        cause = _cpu_setting(config) or cuda.why_not()
         if cause is not None:
             # Of a machine that has neither the extra nor a GPU, nobody would think that one is used.
             is_expected = cuda.package_versions()["torch"] is None and isinstance(cuda.find_gpu(), str)
@@ -77,6 +77,13 @@ def settled(config: Config) -> Config:
         _check_cpu_settings(config, cause)
         chosen = replace(config.backend, device=Device.CPU.value, backend=backend or Backend.NATIVE.value)
     return replace(config, backend=chosen)
+
+
+def _cpu_setting(config: Config) -> str | None:
+    """A setting that only the CPU has, in words; None if there is none."""
+    if config.backend.threads is not None:
+        return "--threads is a setting of the CPU"
+    return "--experts-on-disk is a setting of the CPU" if config.model.experts_on_disk else None
 
 
 def settled_elsewhere(config: Config, *, is_gpu: bool) -> Config:
@@ -95,6 +102,11 @@ def _check_gpu_settings(config: Config) -> None:
         raise ConfigError(
             "threads is how many compute on the CPU, and a GPU is to be used.",
             remedy="Leave out --threads, or set --device cpu.",
+        )
+    if config.model.experts_on_disk:
+        raise ConfigError(
+            "experts_on_disk is set, and a GPU is to be used, which computes no experts.",
+            remedy="Leave out --experts-on-disk, or set --device cpu.",
         )
     _check_attention(config)
     if config.kv.gpu_memory_utilization is not None and config.kv.kv_cache_memory_bytes is not None:

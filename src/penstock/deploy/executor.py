@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
 from penstock.deploy.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
+from penstock.deploy.experts import disk_bytes, expert_file
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
@@ -50,9 +51,9 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Call
         return _make_as_measured(config, model, kv)
     if config.backend.backend == Backend.REFERENCE:
         return _make(config, model, kv.max_model_len, kv.num_blocks)
-    with loading_bar(model) as on_packed:
+    with loading_bar(model) as on_packed, expert_file(config, model) as file:
         team = team_of(num_threads(config.backend))
-        return _make(config, model, kv.max_model_len, kv.num_blocks, team=team, on_packed=on_packed)
+        return _make(config, model, kv.max_model_len, kv.num_blocks, team=team, on_packed=on_packed, expert_file=file)
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
         max_model_len=config.model.max_model_len,
         max_num_seqs=max_rows(config),
         max_step_tokens=max_step_tokens(config),
-        num_weight_bytes=model.num_weight_bytes,
+        num_weight_bytes=model.num_weight_bytes - disk_bytes(config, model),
         available_bytes=available_bytes,
     )
     return plan, None

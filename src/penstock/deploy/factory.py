@@ -25,6 +25,7 @@ from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.executor import build_executor, plan_memory
+from penstock.deploy.experts import check_disk, disk_bytes, disk_words
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
 from penstock.deploy.recorder import check_recording, open_recorder
@@ -121,19 +122,20 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
     # A GPU has memory of its own, which is measured anew for each model.
     is_on_gpu = device.is_on_gpu(config)
     share = MemoryShare()
+    num_weight_bytes = model.num_weight_bytes - disk_bytes(config, model)
     if not is_on_gpu:
-        share = replace(
-            share, num_weight_bytes=model.num_weight_bytes, num_kv_bytes=kv.num_bytes, num_step_bytes=kv.num_step_bytes
-        )
+        share = replace(share, num_weight_bytes=num_weight_bytes, num_kv_bytes=kv.num_bytes, num_step_bytes=kv.num_step_bytes)
     resources.memory.take(_served_names(config, source)[0], share)
     _log_model(model, config, kv)
+    if config.model.experts_on_disk:
+        _log.warning("%s", disk_words(model, available_bytes - share.num_bytes))
     if arms is not None:
         _log.info("A/B test: %s", arms.words)
     try:
         return _start(config, source, model, kv, resources, executor, arms)
     except MemoryError as error:
         raise NotEnoughMemory(
-            f"There is not enough memory: the weights take {format_size(model.num_weight_bytes)}, the KV cache "
+            f"There is not enough memory: the weights take {format_size(num_weight_bytes)}, the KV cache "
             f"{format_size(kv.num_bytes)}, and {format_size(available_bytes)} were free before.",
             remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or free some memory.",
         ) from error
@@ -161,8 +163,10 @@ def _plan(
         check_vocab=_check_vocab,
         served_len=config.model.max_model_len,
         generation=config.model.generation_config,
+        experts_on_disk=config.model.experts_on_disk,
     )
     device.check_head_dim(config, model)
+    check_disk(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
     return config, model, kv, executor, available_bytes
 
@@ -344,8 +348,13 @@ class EngineMaker:
         free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES
         free_bytes -= self._kv.num_bytes + self._kv.num_step_bytes
         room_bytes = device.weight_room_bytes(self.config, free_bytes)
-        floats, served_len = device.held_floats(self.config), self.config.model.max_model_len
-        model = load_model(self.source, max_weight_bytes=room_bytes, floats=floats, served_len=served_len)
+        model = load_model(
+            self.source,
+            max_weight_bytes=room_bytes,
+            floats=device.held_floats(self.config),
+            served_len=self.config.model.max_model_len,
+            experts_on_disk=self.config.model.experts_on_disk,
+        )
         executor = build_executor(self.config, model, self._kv, partial(self._resources.team, self.name))
         give_back_free_memory()
         return executor

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.deploy import device
+from penstock.deploy.experts import disk_bytes
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
@@ -36,6 +37,8 @@ class Outline:
     name: str
     spec: ModelSpec
     num_weight_bytes: int
+    num_disk_bytes: int
+    """Those of them that lie in a file: experts with --experts-on-disk."""
     num_read_bytes: int
     """Weights that a step reads: without an embedding of which it looks up rows."""
     is_quantised: bool
@@ -91,7 +94,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             max_model_len=config.model.max_model_len,
             max_num_seqs=device.max_rows(config),
             max_step_tokens=device.max_step_tokens(config),
-            num_weight_bytes=outline.num_weight_bytes,
+            num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes,
             available_bytes=memory_bytes,
         )
     return Forecast(config=config, outline=outline, kv_dtype=dtype, kv=kv)
@@ -118,6 +121,7 @@ def outline_of(config: Config, model: LoadedModel, *, is_gpu: bool) -> Outline:
         name=model.name,
         spec=model.spec,
         num_weight_bytes=sum(held.values()) if is_gpu else model.num_weight_bytes,
+        num_disk_bytes=0 if is_gpu else disk_bytes(config, model),
         num_read_bytes=read_bytes,
         is_quantised=_is_quantised(model),
         is_assumed=False,
@@ -154,6 +158,7 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
         name=name,
         spec=spec,
         num_weight_bytes=num_bytes,
+        num_disk_bytes=0,
         num_read_bytes=num_bytes - embedding,
         is_quantised=False,
         is_assumed=True,

@@ -75,7 +75,7 @@ def plan_kv(
         raise NotEnoughMemory(
             f"Weights of {format_size(num_weight_bytes)} and the experts of a step's {max_step_tokens} tokens, "
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
-            remedy="Lower --max-num-batched-tokens, free some memory, or take a smaller model.",
+            remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
     budget_bytes = kv.kv_cache_memory_bytes

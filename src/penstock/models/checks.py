@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
 from penstock.models.rope import RopeParameters, choice_words, frequencies
+from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughMemory
 from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, Rotation
 
@@ -178,13 +179,19 @@ def check_weights(program: Program, shapes: Mapping[str, tuple[int, int]], path:
             raise ModelError(f"{path}: {found}, but the model's description asks for {rows} x {cols}.", remedy=REFETCH)
 
 
-def check_memory(weight_bytes: int, max_bytes: int | None, path: Path) -> None:
-    """Raises NotEnoughMemory if the weights would take more than `max_bytes`."""
-    if max_bytes is not None and weight_bytes > max_bytes:
-        raise NotEnoughMemory(
-            f"{path}: the weights take {weight_bytes / 2**20:,.0f} MiB, but only {max_bytes / 2**20:,.0f} MiB are available.",
-            remedy="Free memory, or use a smaller or more strongly quantised model.",
-        )
+def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, experts_on_disk: bool) -> None:
+    """Raises NotEnoughMemory if the weights would take more than `max_bytes` of memory. `held` has the bytes of each."""
+    expert_bytes = sum(size for name, size in held.items() if is_of_experts(name))
+    needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
+    if max_bytes is None or needed <= max_bytes:
+        return
+    remedy = "Free memory, or use a smaller or more strongly quantised model."
+    if not experts_on_disk and needed - expert_bytes <= max_bytes:
+        remedy = f"{remedy[:-1]}; or keep the experts, {expert_bytes / 2**20:,.0f} MiB of them, on disk: --experts-on-disk."
+    raise NotEnoughMemory(
+        f"{path}: the weights take {needed / 2**20:,.0f} MiB, but only {max_bytes / 2**20:,.0f} MiB are available.",
+        remedy=remedy,
+    )
 
 
 def _some(names: list[str]) -> str:

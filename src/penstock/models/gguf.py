@@ -90,6 +90,7 @@ def load_gguf(
     floats: Floats = Floats.BF16,
     check_vocab: Callable[[GgufVocab], None] | None = None,
     served_len: int | None = None,
+    experts_on_disk: bool = False,
 ) -> LoadedModel:
     """The model of a GGUF file, or of a split one by its first file; matrices stay memory-mapped.
 
@@ -98,6 +99,7 @@ def load_gguf(
     Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read. So does what
     `check_vocab` raises.
+    With `experts_on_disk`, the weights of experts take no memory.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
@@ -117,7 +119,7 @@ def load_gguf(
             rows, cols = found_shapes[key]
             shape = (cols,) if key.endswith("_bias") else (rows, cols)
             entries[key] = replace(entries[key], shape=shape, num_bytes=entries[key].num_bytes // len(found[0].names))
-    checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path)
+    checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path, experts_on_disk=experts_on_disk)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
     if check_vocab is not None:
@@ -146,16 +148,16 @@ def load_gguf(
     )
 
 
-def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> int:
-    """As `LoadedModel.num_weight_bytes`, but for `floats`."""
+def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
+    """As `LoadedModel.num_weight_bytes`, of each weight and for `floats`."""
     held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
     if "output" in entries:
         held["embed"] = 0  # its rows are read in the file
-    return sum(held.values())
+    return held
 
 
 def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], floats: Floats) -> None:
-    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), _held_bytes(entries, floats)
+    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(_held_bytes(entries, floats).values())
     if num_held > _NOTABLE_GROWTH * num_stored:
         words = "%s: %d MiB of weights become %d MiB in memory, where each has 4 bits, 8 or 16: docs/kernels.md has the types"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)

@@ -36,6 +36,7 @@ def load_hf_directory(
     max_weight_bytes: int | None = None,
     floats: Floats = Floats.BF16,
     served_len: int | None = None,
+    experts_on_disk: bool = False,
 ) -> LoadedModel:
     """The model of a directory with config.json, safetensors and tokenizer.json; weights in bf16 and fp8 stay memory-mapped.
 
@@ -43,6 +44,7 @@ def load_hf_directory(
 
     Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
+    With `experts_on_disk`, the weights of experts take no memory.
     """
     _refuse_adapter(path)
     whole = read_json(path / "config.json")
@@ -71,14 +73,14 @@ def load_hf_directory(
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, found_shapes, path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
-    held = sum(
-        _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
+    held = {
+        key: _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
         for key, shape in found_shapes.items()
         if key != "embed" or spec.tie_word_embeddings
-    )
+    }
     if not spec.tie_word_embeddings:
-        held += _looked_up_bytes(first["embed"], floats)
-    checks.check_memory(held, max_weight_bytes, path)
+        held["embed"] = _looked_up_bytes(first["embed"], floats)
+    checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     tokenizer = find_tokenizer(path)
     bos_token_id = read_bos_id(config, spec.vocab_size)
     generation = read_json(path / "generation_config.json", is_optional=True)

@@ -22,12 +22,14 @@ def load_model(
     check_vocab: Callable[[GgufVocab], None] | None = None,
     generation: str = "none",
     served_len: int | None = None,
+    experts_on_disk: bool = False,
 ) -> LoadedModel:
     """The model of a source that is present, called `source.name`, for texts of up to `served_len` tokens (None: the model's).
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
     `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
     vocabulary, by `check_vocab`: this layer knows no tokenizers. `generation` is the setting `generation_config`.
+    With `experts_on_disk`, the weights of a mixture's experts take no memory.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -36,7 +38,12 @@ def load_model(
         from penstock.models.hf import load_hf_directory
 
         model = load_hf_directory(
-            source.path, name=source.name, max_weight_bytes=max_weight_bytes, floats=floats, served_len=served_len
+            source.path,
+            name=source.name,
+            max_weight_bytes=max_weight_bytes,
+            floats=floats,
+            served_len=served_len,
+            experts_on_disk=experts_on_disk,
         )
     else:
         from penstock.models.gguf import load_gguf
@@ -48,6 +55,7 @@ def load_model(
             floats=floats,
             check_vocab=check_vocab,
             served_len=served_len,
+            experts_on_disk=experts_on_disk,
         )
     return obeying(model, generation)
 

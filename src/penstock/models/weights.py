@@ -264,6 +264,11 @@ def held_floats(name: str, floats: Floats) -> Floats:
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
+def is_of_experts(name: str) -> bool:
+    """Whether a canonical name is that of the matrices of a layer's experts."""
+    return name.rpartition(".")[2] in ("expert_gate", "expert_up", "expert_down")
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The settings of generation in one file, as they stand there; `models.generation` checks them."""
@@ -308,6 +313,11 @@ class LoadedModel:
     def num_weight_bytes(self) -> int:
         """As the native backend holds them. An embedding of which only rows are read counts where it is not the file's."""
         return sum(self._held_bytes(name) for name in self.weights)
+
+    @property
+    def num_expert_bytes(self) -> int:
+        """Those of them that are a mixture's experts: a token wants a few of these."""
+        return sum(self._held_bytes(name) for name in self.weights if is_of_experts(name))
 
     def _held_bytes(self, name: str) -> int:
         tensor = self.weights[name]

@@ -30,7 +30,8 @@ class NativeExecutor:
     `num_threads`, where 0 is one per usable core. `variant` forces an instruction set (`penstock env` lists them).
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
     that the kernels can't work with (`block_size` must be a multiple of 16). `poison` is for tests: stale KV becomes NaN.
-    `on_packed` is told of weights as `lower` does it.
+    `on_packed` is told of weights as `lower` does it. If `expert_file` is given, the descriptor of an empty file, experts lie
+    there, and OSError is raised for what the disk refuses.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class NativeExecutor:
         variant: str = "",
         poison: bool = False,
         on_packed: Callable[[int], object] | None = None,
+        expert_file: int | None = None,
     ) -> None:
         self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._vocab_size = program.vocab_size
@@ -65,6 +67,8 @@ class NativeExecutor:
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
         )
+        if expert_file is not None:
+            self._engine.keep_partly_read_in(expert_file)
         lower(program, model.weights, self._engine, num_positions=max_model_len, on_packed=on_packed)
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
@@ -133,6 +137,11 @@ class NativeExecutor:
     def weight_bytes(self) -> int:
         """Bytes of packed weights."""
         return int(self._engine.weight_bytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Those of them that lie in a file."""
+        return int(self._engine.file_bytes)
 
     @property
     def small_page_bytes(self) -> int:

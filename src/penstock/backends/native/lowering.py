@@ -598,7 +598,7 @@ class _Weights:
                 remedy="Use a file with both in the same format, or --backend reference.",
             )
         matrix = self._engine.add_matrix(
-            _source_format(first), num_experts * sum(_in_panels(size) for size in sizes), first.num_cols
+            _source_format(first), num_experts * sum(_in_panels(size) for size in sizes), first.num_cols, is_partly_read=True
         )
         at = 0
         for expert in range(num_experts):
