@@ -88,10 +88,10 @@ void add_gated(Engine& self, int gate, int up, int activation, int out, int kind
     self.add_instruction(std::move(instruction));
 }
 
-void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap,
+void add_attention(Engine& self, int q, int out, int layer, int num_heads, float scale, int window, float softcap, int sinks,
                    bool of_samples) {
     Instruction instruction{InstructionKind::kAttention, Domain::kTokens, {}, {}, {}, {}};
-    instruction.attention = {q, out, layer, num_heads, scale, window, softcap, of_samples};
+    instruction.attention = {q, out, layer, num_heads, scale, window, softcap, sinks, of_samples};
     self.add_instruction(std::move(instruction));
 }
 
@@ -371,7 +371,7 @@ void bind_engine(nb::module_& m) {
         .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
-             "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
+             "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
         .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
              "is_renormalised"_a, "share_factor"_a, "samples"_a,

@@ -340,7 +340,8 @@ void Engine::run_gated(const GatedOp& op, int index, int task) {
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {
     const Buffer &q = buffers_[op.q], &out = buffers_[op.out];
     const int heads_per_kv = op.num_heads / shape_.num_kv_heads;
-    const int64_t column = int64_t{tile.kv_head} * heads_per_kv * shape_.head_dim;
+    const int64_t head = int64_t{tile.kv_head} * heads_per_kv, column = head * shape_.head_dim;
+    const float* const sinks = weights_.vector(op.sinks);
     return {q.row(tile.token) + column,
             out.row(tile.token) + column,
             q.width,
@@ -352,6 +353,7 @@ AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile&
             op.window,
             op.scale,
             op.softcap,
+            sinks ? sinks + head : nullptr,
             nullptr,
             tile.split < 0 ? nullptr : partials_.data() + planner_.last().splits[tile.split].partials,
             tile.first_segment,

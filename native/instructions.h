@@ -57,6 +57,7 @@ struct AttentionOp {
     float scale = 1.0f;
     int32_t window = 0;
     float softcap = 0.0f;
+    int32_t sinks = -1;        // vector [num_heads]
     bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
 };
 

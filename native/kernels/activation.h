@@ -49,7 +49,21 @@ PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
         case ActivationKind::kGeluQuick: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(x, mul(x, set1(1.702f))); });
         case ActivationKind::kRelu: return f([](vf x) PENSTOCK_LAMBDA { return relu(x); });
         case ActivationKind::kRelu2: return f([](vf x) PENSTOCK_LAMBDA { return mul(relu(x), relu(x)); });
+        case ActivationKind::kSwigluClamped: return;  // for_gate has it
     }
+}
+
+// (u + 1) * g * sigmoid(1.702 g), with g the gate cut at 7 and u its partner cut to [-7, 7]; NaN stays NaN
+PENSTOCK_INLINE vf swiglu_clamped(vf gate, vf up) {
+    const vf limit = set1(7.0f), g = min(limit, gate), u = max(set1(-7.0f), min(limit, up));
+    return mul(add(u, set1(1.0f)), times_sigmoid(g, mul(g, set1(1.702f))));
+}
+
+// Calls f with what the activation makes of a gate and its partner.
+template <typename F>
+PENSTOCK_INLINE void for_gate(ActivationKind kind, F f) {
+    if (kind == ActivationKind::kSwigluClamped) return f([](vf gate, vf up) PENSTOCK_LAMBDA { return swiglu_clamped(gate, up); });
+    for_activation(kind, [&](auto activate) PENSTOCK_LAMBDA { f([&](vf gate, vf up) PENSTOCK_LAMBDA { return mul(activate(gate), up); }); });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

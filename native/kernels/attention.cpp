@@ -49,6 +49,7 @@ Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
         pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
         pairs.last[p] = last;
         pairs.first[p] = first_seen(t, last);
+        pairs.head[p] = head;
         pairs.dither[p] = Dither::begin(last, t.kv_head * t.heads_per_kv + head);
         if (++head == t.heads_per_kv) head = 0, ++query;
     }

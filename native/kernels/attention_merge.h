@@ -43,9 +43,12 @@ void clear(const Pairs& pairs, int head_dim, const State& state) {
     memset(state.o, 0, sizeof(float) * pairs.count * head_dim);
 }
 
+// With a sink the sum has one more term, which no value belongs to. Relative to the bound it is infinite where the keys weigh nothing
+// beside it: then so do their values.
 void write_out(const AttentionTask& t, const Pairs& pairs, int head_dim, const State& state) {
     for (int p = 0; p < pairs.count; ++p) {
-        const vf inverse = set1(1.0f / state.sum[p]);
+        const float sink = t.sinks ? exp2f(t.sinks[pairs.head[p]] * kLog2E - state.max[p]) : 0.0f;
+        const vf inverse = set1(1.0f / (state.sum[p] + sink));
         const float* o = state.o + p * head_dim;
         for (int d = 0; d < head_dim; d += kLanes) store(t.out + pairs.offset[p] + d, mul(load(o + d), inverse));
     }

@@ -22,6 +22,7 @@ struct Pairs {
     int64_t offset[kTaskPairs];    // floats from the task's q and out
     int32_t last[kTaskPairs];      // position that a pair sees
     int32_t first[kTaskPairs];     // likewise
+    int32_t head[kTaskPairs];      // of those that share the KV head
     float factor[kTaskPairs];      // of its scores
     int32_t dither[kTaskPairs];    // where that of its weights begins
     int count;

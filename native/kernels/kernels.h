@@ -76,8 +76,8 @@ struct PanelRange {
     int begin, end, next;
 };
 
-// A product with a gate computes the first two; the others are operations on rows.
-enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5 };
+// A product with a gate computes the first two; the others are operations on rows. The last one is of a gate and its partner alone.
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
@@ -137,6 +137,7 @@ struct AttentionTask {
     int32_t window;              // 0, or how many last positions a query sees
     float scale;
     float softcap;               // 0 is none
+    const float* sinks;          // null, or a score of each of the query heads: e^score is one more term of their softmax's sums
     const AttentionTask* next;   // null, or the one that this thread computes after it: its keys are fetched ahead
     // Null, or where the results of single segments go: of the segment that begins at kSegment * i from
     // i * attention_partial_floats on. Then only the segments [first_segment, end_segment) are computed and nothing is merged.

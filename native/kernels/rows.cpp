@@ -87,9 +87,9 @@ void rope_row(float* x, const float* cos, const float* sin, int num_heads, int h
 }
 
 void gated_row(float* out, const float* gate, const float* up, int cols, ActivationKind kind) {
-    for_activation(kind, [&](auto activate) PENSTOCK_LAMBDA {
+    for_gate(kind, [&](auto activate) PENSTOCK_LAMBDA {
         for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
-            store_some(out + i, mul(activate(load_some(gate + i, count)), load_some(up + i, count)), count);
+            store_some(out + i, activate(load_some(gate + i, count), load_some(up + i, count)), count);
         });
     });
 }

@@ -32,13 +32,15 @@ F32_ = WeightFormat.F32
 NUM_IDS, MAX_TOKENS = 120, 100
 ODD = Experts("y", "x", "r", "g", "u", "d", num_experts=7, num_experts_per_token=3, intermediate_size=40, activation="silu")
 EVEN = replace(ODD, num_experts=6, num_experts_per_token=2, intermediate_size=96)
+BIASES = {"gate_bias": "gb", "up_bias": "ub", "down_bias": "db"}
+GPT_OSS = replace(EVEN, activation="swiglu_clamped", router_bias="rb", **BIASES)
 KINDS = {
     "renormalised": {},
     "all of a softmax": {"is_renormalised": False, "share_factor": 2.5},
     "sigmoid": {"scoring": "sigmoid", "selection_bias": "s"},
     "sigmoid as it is": {"scoring": "sigmoid", "is_renormalised": False, "router_bias": "rb"},
     "softmax with a bias": {"selection_bias": "s", "router_bias": "rb"},
-    "biases": {"gate_bias": "gb", "up_bias": "ub", "down_bias": "db"},
+    "biases": BIASES,
 }
 
 
@@ -145,6 +147,7 @@ FORMATS = {
     "odd floats": (ODD, 72, (F32_, F32_), 0.02),
     "4 bits": (EVEN, 64, (WeightFormat.Q4_0, WeightFormat.Q4_1), 0.1),
     "down of another kind": (ODD, 64, (WeightFormat.Q8_0, F32_), 0.1),
+    "gpt-oss": (GPT_OSS, 64, (WeightFormat.MXFP4, WeightFormat.MXFP4), 0.1),
     "up of floats": (replace(EVEN, intermediate_size=64), 72, (F32_, WeightFormat.Q4_0), 0.1),
 }
 

@@ -12,7 +12,7 @@ from backends.native_probe import F32, Probe, bf16, bf16_bytes
 from penstock.backends.native import info
 from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import ACTIVATION_KINDS
-from penstock.backends.reference.interpreter import activate
+from penstock.backends.reference.interpreter import activate, gated
 from penstock.backends.reference.kv_cache import round_to_int8
 from penstock.models.weights import WeightFormat, dequantize
 from penstock.types.kv_dtype import KEY_GROUP
@@ -327,7 +327,7 @@ def test_layer_norm(variant: str, width: int, has_bias: bool) -> None:
 def test_activations(variant: str, name: Activation, width: int) -> None:
     """With a gate and without; what is no number stays none."""
     rng = np.random.default_rng(width)
-    gate, up = random_rows(rng, 4, width) * 8, random_rows(rng, 4, width)
+    gate, up = random_rows(rng, 4, width) * 8, random_rows(rng, 4, width) * 4
     gate[0, :4] = 120.0, -120.0, 0.0, -0.0  # beyond the range of exp
     gate[3, 5] = np.nan
     gated_probe, plain_probe = (Probe(4, width, variant=variant) for _ in range(2))
@@ -335,16 +335,16 @@ def test_activations(variant: str, name: Activation, width: int) -> None:
     x, y, out = gated_probe.input(gate, raw), gated_probe.input(up), gated_probe.buffer(width)
     gated_probe.row(RowOpKind.GATED, out=out, x=x, y=y, n=ACTIVATION_KINDS[name])
     gated_probe.finish(out)
-    x = plain_probe.input(gate, raw)
-    plain_probe.row(RowOpKind.ACTIVATE, out=x, x=x, n=ACTIVATION_KINDS[name])
-    plain_probe.finish(x)
-    active = activate(gate, name)
-    found = plain_probe.run(range(4))
+    wanted, found = gated(gate, up, name), gated_probe.run(range(4))
     assert np.isnan(found[3, 5])
-    assert (np.abs(found - active) <= 1e-6 + 4e-6 * np.abs(active))[~np.isnan(active)].all()
-    found = gated_probe.run(range(4))
-    assert np.isnan(found[3, 5])
-    assert (np.abs(found - active * up) <= 5e-6 + 5e-6 * np.abs(active * up))[~np.isnan(active)].all()
+    assert (np.abs(found - wanted) <= 5e-6 + 5e-6 * np.abs(wanted))[~np.isnan(wanted)].all()
+    if name != "swiglu_clamped":  # which is of a gate
+        x = plain_probe.input(gate, raw)
+        plain_probe.row(RowOpKind.ACTIVATE, out=x, x=x, n=ACTIVATION_KINDS[name])
+        plain_probe.finish(x)
+        active, found = activate(gate, name), plain_probe.run(range(4))
+        assert np.isnan(found[3, 5])
+        assert (np.abs(found - active) <= 1e-6 + 4e-6 * np.abs(active))[~np.isnan(active)].all()
 
 
 def test_a_sum_with_a_factor(variant: str) -> None:
@@ -426,6 +426,7 @@ def attention_probe(
     head_dim: int,
     num_threads: int = 2,
     kv_format: KvFormat = KvFormat.INT8,
+    sinks: F32 | None = None,
     **options: float,
 ) -> Probe:
     probe = Probe(
@@ -453,6 +454,7 @@ def attention_probe(
         head_dim**-0.5,
         int(options.get("window", 0)),
         float(options.get("softcap", 0.0)),
+        -1 if sinks is None else probe.engine.add_vector(sinks),
         of_samples=bool(options.get("of_samples", False)),
     )
     probe.finish(out)
@@ -460,7 +462,16 @@ def attention_probe(
 
 
 def attention_of(
-    q: F32, k: F32, v: F32, *, heads: int, kv_heads: int, head_dim: int, window: int = 0, softcap: float = 0.0
+    q: F32,
+    k: F32,
+    v: F32,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: F32 | None = None,
 ) -> F32:
     """Causal attention of one whole sequence, in float64."""
     length = len(q)
@@ -473,8 +484,10 @@ def attention_of(
     distance = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (distance >= 0) & ((distance < window) if window else True)
     scores = np.where(seen, scores, -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vh).reshape(length, -1)
+    of_sinks = np.full((heads, 1, 1), -np.inf) if sinks is None else sinks[:, None, None].astype(np.float64)
+    top = np.maximum(scores.max(-1, keepdims=True), of_sinks)
+    p = np.exp(scores - top)
+    return np.einsum("hqk,khd->qhd", p / (p.sum(-1, keepdims=True) + np.exp(of_sinks - top)), vh).reshape(length, -1)
 
 
 def rounded_queries(q: F32, heads: int, head_dim: int) -> F32:
@@ -560,6 +573,48 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
             tokens = range(begin, min(begin + chunk, length))
             part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
             assert (part == whole[begin : begin + chunk]).all(), (chunk, begin)
+
+
+SINKS = np.array([-30.0, -1.0, 0.0, 3.0, 6.0, 30.0], np.float32)
+
+
+@pytest.mark.parametrize("window", [0, 19])
+@KV_FORMATS
+def test_a_sink_is_one_more_term_of_its_heads_softmax(variant: str, window: int, kv_format: KvFormat) -> None:
+    """From one that weighs nothing to one that weighs all, in one segment and in two, whole and in chunks."""
+    length, shape = 300, {"heads": 6, "kv_heads": 2, "head_dim": 16, "window": window}
+    rng = np.random.default_rng(21)
+    q, k, v = (random_rows(rng, length, n * 16) for n in (6, 2, 2))
+    table = (1 + rng.permutation(55)).astype(np.int32)[None, :20]
+    run = {"query_lens": [length], "block_tables": table}
+    made = {"kv_format": kv_format, "sinks": SINKS, **shape}
+    whole = attention_probe(q, k, v, variant, **made).run(range(length), **run)
+    expected = attention_of(*rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format), **shape, sinks=SINKS)
+    assert np.abs(whole - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
+    assert np.abs(whole - expected).mean() < (5e-4 if kv_format is KvFormat.INT16 else 1.5e-3)
+    without = attention_probe(q, k, v, variant, kv_format=kv_format, **shape).run(range(length), **run)
+    assert (whole[:, :16] == without[:, :16]).all()
+    assert np.abs(whole[:, 16:32] - without[:, 16:32]).max() > 0.05
+    probe = attention_probe(q, k, v, variant, **made)
+    for begin in range(0, length, 7):
+        tokens = range(begin, min(begin + 7, length))
+        part = probe.run(tokens, query_lens=[len(tokens)], context_lens=[begin], block_tables=table)
+        assert (part == whole[begin : begin + 7]).all()
+
+
+@KV_FORMATS
+def test_a_sink_far_above_or_below_all_scores_breaks_nothing(variant: str, kv_format: KvFormat) -> None:
+    """Scores of tens of thousands, and a sink of 1e30: the values get all of the weight, or none."""
+    rng = np.random.default_rng(22)
+    q, k, v = (random_rows(rng, 40, 32) for _ in range(3))
+    shape = {"heads": 2, "kv_heads": 2, "head_dim": 16, "kv_format": kv_format}
+    run = {"query_lens": [40], "block_tables": np.arange(1, 4, dtype=np.int32)[None]}
+    sinks = np.array([-1e30, 1e30], np.float32)
+    for factor in (1.0, 2.0**16):
+        found = attention_probe(q * np.float32(factor), k, v, variant, **shape, sinks=sinks).run(range(40), **run)
+        without = attention_probe(q * np.float32(factor), k, v, variant, **shape).run(range(40), **run)
+        assert (found[:, :16] == without[:, :16]).all()
+        assert (found[:, 16:] == 0).all()
 
 
 @pytest.mark.parametrize("which", ["key", "value"])
@@ -861,9 +916,11 @@ def test_attention_rows_of_a_mixed_step_do_not_see_each_other(variant: str) -> N
     assert (mixed == np.concatenate(expected)).all()
 
 
-@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize(("window", "sinks"), [(0, None), (700, None), (0, SINKS)], ids=["plain", "window", "sinks"])
 @KV_FORMATS
-def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, window: int, kv_format: KvFormat) -> None:
+def test_long_attention_split_over_threads_gives_the_same_bits(
+    variant: str, window: int, sinks: F32 | None, kv_format: KvFormat
+) -> None:
     """One decode, or a few queries, that see six segments: one thread computes them in turn, several divide them."""
     length, num_blocks = 1500, 100
     rng = np.random.default_rng(13)
@@ -872,13 +929,13 @@ def test_long_attention_split_over_threads_gives_the_same_bits(variant: str, win
     results = []
     for num_threads in (1, 2, 3):
         shape = {"heads": 6, "kv_heads": 2, "head_dim": 16, "num_blocks": num_blocks, "window": window}
-        probe = attention_probe(q, k, v, variant, num_threads=num_threads, kv_format=kv_format, **shape)
+        probe = attention_probe(q, k, v, variant, num_threads=num_threads, kv_format=kv_format, sinks=sinks, **shape)
         probe.run(range(length - 6), query_lens=[length - 6], block_tables=table)
         chunk = probe.run(range(length - 6, length - 1), query_lens=[5], context_lens=[length - 6], block_tables=table)
         decode = probe.run([length - 1], query_lens=[1], context_lens=[length - 1], block_tables=table)
         results.append(np.concatenate([chunk, decode]))
     seen = rounded(q, k, v, heads=6, kv_heads=2, head_dim=16, kv_format=kv_format)
-    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=16, window=window)[length - 6 :]
+    expected = attention_of(*seen, heads=6, kv_heads=2, head_dim=16, window=window, sinks=sinks)[length - 6 :]
     assert np.abs(results[0] - expected).max() < (2**-8 if kv_format is KvFormat.INT16 else 2**-7) * np.abs(v).max()
     assert (results[0] == results[1]).all()
     assert (results[0] == results[2]).all()

@@ -116,7 +116,8 @@ class Decoder:
             growth = turn.query_growth, turn.growth_len
             self._ops.append(Rope(q, spec.num_heads, spec.head_dim, *angles, *growth))
             self._ops.append(Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
-        if spec.has_qkv_bias and not qk_norms and not spec.softcap:  # a norm rescales a bias, and a capped score sees it
+        # A norm rescales a bias; a capped score sees what all keys share, and so does a sink beside the scores.
+        if spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks):
             write = KvWrite(layer, k, v, f"{at}.k_bias", *angles)
         else:
             write = KvWrite(layer, k, v)

@@ -161,7 +161,16 @@ class Engine:
     def add_linear(self, ops: Sequence[tuple[int, int, int, int, int]], samples: bool) -> None: ...
     def add_gated(self, gate: int, up: int, activation: int, out: int, kind: int, samples: bool) -> None: ...
     def add_attention(
-        self, q: int, out: int, layer: int, num_heads: int, scale: float, window: int, softcap: float, of_samples: bool = False
+        self,
+        q: int,
+        out: int,
+        layer: int,
+        num_heads: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: int = -1,
+        of_samples: bool = False,
     ) -> None: ...
     @property
     def block_bytes(self) -> int: ...

@@ -54,7 +54,7 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
-ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5}
+ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "swiglu_clamped": 6}
 _OF_PRODUCTS = ("silu", "gelu_tanh")
 """Activations that a product of a gate and an up projection computes; the others run on its rows."""
 COMPUTED = frozenset(
@@ -63,9 +63,10 @@ COMPUTED = frozenset(
         *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *("Attention", "Attention.window", "Attention.softcap", "Add", "Add.factor", "GatherRows"),
+        *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("Logits", "Logits.scale", "Softcap", "Act", "GatedActivation"),
-        *(f"{op} with {kind}" for op in ("Act", "GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
+        *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
+        *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
         *("Experts", "Experts.scoring", "Experts.is_renormalised", "Experts.share_factor"),
         *("Experts.router_bias", "Experts.selection_bias"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
@@ -439,10 +440,12 @@ class _Emitter:
 
     def _emit_attention(self, group: Attend) -> None:
         op = group.op
-        q, out = self._padded(op.q, op.num_heads), self._written(op.out)
+        q, out, sinks = self._padded(op.q, op.num_heads), self._written(op.out), self._weights.vector_or_none(op.sinks)
         self.flush()
         attended = out if self._is_whole else self._padded_buffer(op.out, op.num_heads)
-        self._engine.add_attention(q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, group.of_samples)
+        self._engine.add_attention(
+            q, attended, op.layer, op.num_heads, op.scale, op.window, op.softcap, sinks, group.of_samples
+        )
         if not self._is_whole:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
 
