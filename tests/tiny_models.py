@@ -134,8 +134,10 @@ def write_gguf_file(
     vocab_size: int,
     *,
     matrix_type: str,
+    other_types: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write metadata, a tokenizer and tensors, those of one dimension as F32. Returns `path`."""
+    """Write metadata, a tokenizer and tensors, those of one dimension as F32, and some others by the end of their names as
+    `other_types` says. Returns `path`."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
@@ -147,8 +149,9 @@ def write_gguf_file(
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(tokens) - len(SPECIAL_TOKENS)))
     writer.add_token_merges(list(_MERGES[:num_merges]))
-    kind = GGMLQuantizationType[matrix_type]
     for name, values in tensors.items():
+        of_end = [kind for end, kind in (other_types or {}).items() if name.endswith(end)]
+        kind = GGMLQuantizationType[of_end[0] if of_end else matrix_type]
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:

@@ -61,10 +61,10 @@ def tiny_model_bench(variant: str, directory: Path) -> Bench:
     return make_bench(load_gguf(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
 
 
-def experts_bench(variant: str, directory: Path) -> Bench:
-    """Mixtures of 7 experts of 40 columns, 3 of them for each token."""
-    case = CASES_OF_PARITY["mixtral"]
-    path = write_case(replace(case, config={**case.config, "max_position_embeddings": 640}), directory / "experts")
+def experts_bench(name: str, variant: str, directory: Path) -> Bench:
+    """Mixtures of 7 experts of 40 columns, 3 of them for each token: those of one of the parity tests' models."""
+    case = CASES_OF_PARITY[name]
+    path = write_case(replace(case, config={**case.config, "max_position_embeddings": 640}), directory / name)
     rng = np.random.default_rng(1)
     prompts = [tuple(int(t) for t in rng.integers(0, case.vocab_size, 1 + 13 * i)) for i in range(NUM_REQUESTS)]
     return make_bench(load_hf_directory(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
@@ -74,7 +74,7 @@ VARIANTS: list[str] = info()["variants"]
 CASES = [
     pytest.param(("default", VARIANTS[0]), marks=pytest.mark.model, id=f"default-{VARIANTS[0]}"),
     *(pytest.param(("tiny", v), id=f"tiny-{v}") for v in VARIANTS),
-    pytest.param(("experts", VARIANTS[0]), id=f"experts-{VARIANTS[0]}"),
+    *(pytest.param((name, VARIANTS[0]), id=f"{name}-{VARIANTS[0]}") for name in ("mixtral", "gpt_oss")),
 ]
 
 
@@ -83,7 +83,8 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     kind, variant = request.param
     if kind == "default":
         return default_model_bench(variant)
-    return (experts_bench if kind == "experts" else tiny_model_bench)(variant, tmp_path_factory.mktemp("tiny"))
+    directory = tmp_path_factory.mktemp("tiny")
+    return tiny_model_bench(variant, directory) if kind == "tiny" else experts_bench(kind, variant, directory)
 
 
 @pytest.fixture(scope="module")

@@ -263,7 +263,7 @@ COMPRESSED: dict[str, Any] = {"weights": {"type": "int", "num_bits": 4, "strateg
         ({"quant_method": "awq", "version": "gemv"}, "AWQ's format gemv"),
         ({"quant_method": "awq", "bits": 8}, "with 8 bits"),
         ({"quant_method": "bitsandbytes"}, "the quantisation bitsandbytes is not"),
-        ({"quant_method": "mxfp4"}, "the quantisation mxfp4 is not"),
+        ({"quant_method": "quark"}, "the quantisation quark is not"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "the quantisation modelopt NVFP4 is not"),
         ({"quant_method": None}, "no quant_method"),
         ({"quant_method": 4}, "not of type str"),

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from fp8_models import write_fp8_hf
 from packed_models import Packing, write_packed_hf
+from parity.tiny import write_case
+from parity.tiny_cases import CASES
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.weights import LoadedModel
@@ -31,8 +33,8 @@ DELETED = object()
 HOSTILE: tuple[Any, ...] = (
     DELETED, None, True, False, -1, 0, 1, 2, 7, 31, 2**31, 2**63, 10**30, -0.5, 0.5, 1e308, float("nan"), float("inf"), "", "x",
     "../../etc/passwd", "/dev/zero", "\ud800", "\0", "F32", "F16", "BF16", "I8", "I32", "I64", "F8_E4M3", "F8_E5M2", "U8",
-    "gptq", "awq", "compressed-tensors", "linear", "llama3", [], {}, [[]], [None], [1], [0, 0], [2**62, 4], ["a"], {"a": 1},
-    {"a": {}},
+    "gptq", "awq", "compressed-tensors", "mxfp4", "linear", "llama3", [], {}, [[]], [None], [1], [0, 0], [2**62, 4], ["a"],
+    {"a": 1}, {"a": {}},
 )  # fmt: skip
 BROKEN = (b"", b"[", b"null", b"[" * 100_000, b'{"a":' * 20_000, b"\xff\xfe", b"\0" * 64, b"1" * 5000, b'{"a":' + b"1" * 5000)
 
@@ -110,6 +112,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "int-quantized": lambda path: write_packed_hf(path, TINY, Packing("int-quantized", bits=8)),
     "fp8 of rows": lambda path: write_fp8_hf(path, TINY, "row"),
     "fp8 of blocks": lambda path: write_fp8_hf(path, TINY, "block"),
+    "mxfp4": lambda path: write_case(CASES["gpt_oss_mxfp4"], path),
 }
 
 

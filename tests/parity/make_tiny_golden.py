@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
 from .golden import GOLDEN_DIR
@@ -73,6 +73,20 @@ def check_gguf(name: str, case: TinyCase, logits: FloatArray) -> str:
     return ", tensors of the GGUF file as read by transformers"
 
 
+def check_mxfp4(case: TinyCase, logits: FloatArray) -> str:
+    """Asks transformers' own reader of MXFP4 for the logits; returns words on them. AssertionError if they are others."""
+    if case.gguf is not None or not case.has_mxfp4_experts:
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_case(case, Path(directory))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.float32
+        )
+    error = relative_error(case, model, logits)
+    assert error < MAX_GGUF_ERROR, f"transformers reads another model from the MXFP4 directory: {error:.4f}"
+    return ", MXFP4 as read by transformers"
+
+
 def relative_error(case: TinyCase, model: PreTrainedModel, logits: FloatArray) -> float:
     with bf16_cache(model):
         theirs = TorchExecutor(model.eval()).forward_logits(case_token_ids(case))
@@ -94,7 +108,7 @@ def answers(name: str, case: TinyCase) -> dict[str, np.ndarray]:
                 ids[number, step] = np.argsort(-scores, kind="stable")[:NUM_TOP]
                 logprobs[number, step] = scores[ids[number, step]]
                 text.append(int(ids[number, step, 0]))
-    note = check_gguf(name, case, logits)
+    note = check_gguf(name, case, logits) + check_mxfp4(case, logits)
     print(f"{name}: {len(logits)} tokens, logits of {logits.std():.2f} deviation{note}")
     return {
         f"{name}/weights_sha256": np.array(weights_sha256(case)),

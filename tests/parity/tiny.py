@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.architectures import find
-from tiny_models import TOKENIZER_METADATA, GgufValue, interleave, write_gguf_file, write_hf_files
+from tiny_models import (
+    TOKENIZER_METADATA,
+    Encoded,
+    GgufValue,
+    encode,
+    interleave,
+    write_encoded,
+    write_gguf_file,
+    write_hf_files,
+)
 
 from .golden import GOLDEN_DIR
 
@@ -70,7 +79,11 @@ class TinyCase:
     norm_centre: float = 1.0
     """Around which the weights of norms lie; 0 for Gemma, which adds 1 to them."""
     transposed: tuple[str, ...] = ()
-    """Ends of the names of matrices that have inputs as rows, in a directory alone."""
+    """Ends of the names of matrices, or of cubes of them, that have inputs as rows, in a directory alone."""
+    factors: Mapping[str, float] | None = None
+    """Ends of the names of tensors whose values are so many times as large."""
+    has_mxfp4_experts: bool = False
+    """The matrices of experts are in MXFP4, in whichever file; in a directory as gpt-oss is published."""
     dtype: str = "bf16"
     """Type of the weights in a Hugging Face directory."""
     num_shards: int = 1
@@ -95,6 +108,8 @@ class TinyCase:
     def stored_weights(self) -> dict[str, FloatArray]:
         """The values that the file holds: a GGUF's matrices are rounded to its type."""
         weights = self.weights()
+        if self.has_mxfp4_experts:
+            weights |= {name: _from_mxfp4(to_mxfp4(weights[name])) for name in weights if is_cube(name)}
         if self.gguf is None or self.gguf.matrix_type in ("F32", "BF16"):
             return weights
         from gguf import GGMLQuantizationType
@@ -115,8 +130,9 @@ class TinyCase:
         raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(math.prod(shape))
         values = (raw >> np.uint64(40)).astype(np.float64) / 2.0**24 - 0.5
         is_norm = len(shape) == 1 and name.endswith(".weight")
-        num_inputs = shape[0 if name.endswith(self.transposed) else -1]
+        num_inputs = shape[-2 if name.endswith(self.transposed) else -1]
         scaled = values * math.sqrt(12 / num_inputs) if len(shape) > 1 else values + is_norm * self.norm_centre
+        scaled = scaled * next((factor for end, factor in (self.factors or {}).items() if name.endswith(end)), 1.0)
         bits = scaled.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
         return bits.view(np.float32).reshape(shape)
 
@@ -145,7 +161,47 @@ def write_case(case: TinyCase, directory: Path) -> Path:
         weights = {f"language_model.{name}": values for name, values in weights.items()}  # as nearly all files have them
         weights["vision_tower.patch.weight"] = np.ones((3, 5), np.float32)
         weights["multi_modal_projector.linear.weight"] = np.ones((5, 3), np.float32)
-    return write_hf_files(directory, config, weights, case.vocab_size, dtype=case.dtype, num_shards=case.num_shards)
+    if case.has_mxfp4_experts:
+        config = {**config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    write_hf_files(directory, config, weights, case.vocab_size, dtype=case.dtype, num_shards=case.num_shards)
+    if case.has_mxfp4_experts:
+        encoded = {new: part for name, values in weights.items() for new, part in _in_mxfp4(name, values)}
+        write_encoded(directory / "model.safetensors", encoded)
+    return directory
+
+
+def is_cube(name: str) -> bool:
+    """Whether a tensor is of the matrices of experts, as transformers names them."""
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def to_mxfp4(values: FloatArray) -> NDArray[np.uint8]:
+    """A cube with inputs as rows, rounded to GGML's blocks of 32 inputs. [experts, outputs, blocks, 17]"""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    turned = np.ascontiguousarray(values.swapaxes(1, 2))
+    return quantize(turned, GGMLQuantizationType.MXFP4).reshape(*turned.shape[:2], -1, 17)
+
+
+def _from_mxfp4(blocks: NDArray[np.uint8]) -> FloatArray:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    turned = dequantize(blocks.reshape(*blocks.shape[:2], -1), GGMLQuantizationType.MXFP4)
+    return np.ascontiguousarray(turned.swapaxes(1, 2), dtype=np.float32)
+
+
+def _in_mxfp4(name: str, values: FloatArray) -> Iterator[tuple[str, Encoded]]:
+    """A tensor as in the published files of gpt-oss: a cube is one of blocks, with neighbours in a byte, and one of scales."""
+    if not is_cube(name):
+        yield name, ("BF16", values.shape, encode(values, "bf16"))
+        return
+    blocks = to_mxfp4(values)
+    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+    pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+    yield f"{name}_blocks", ("U8", pairs.shape, pairs.tobytes())
+    yield f"{name}_scales", ("U8", blocks.shape[:3], np.ascontiguousarray(blocks[..., 0]).tobytes())
 
 
 def _of_each_expert(names: str, name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
@@ -187,21 +243,23 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         **{f"{key}.{name}": value for name, value in gguf.metadata.items()},
     }
     tensors = {name: np.asarray(values, np.float32) for name, values in (gguf.vectors or {}).items()}
-    weights = {new: part for name, values in case.weights().items() for new, part in _experts_in_gguf(name, values)}
+    weights = {name: _turned(values) if name.endswith(case.transposed) else values for name, values in case.weights().items()}
+    is_interleaved = case.architecture == "gpt_oss"
+    weights = {new: part for name, values in weights.items() for new, part in _experts_in_gguf(name, values, is_interleaved)}
     for name, values in weights.items():
         if name.endswith("norm.weight"):
             values = values + np.float32(gguf.norm_offset)
         heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads", num_heads)}.get(name.split(".")[-2])
         if gguf.is_interleaved and heads:
             values = interleave(values, heads)
-        values = np.ascontiguousarray(values.T) if name.endswith(case.transposed) else values
         if key == "falcon" and name.endswith("query_key_value.weight"):
             values = _queries_first(values, config["num_key_value_heads"], head_dim)
         found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
     told = {name: value for name, value in metadata.items() if value is not None}
-    return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
+    types = {"_exps.bias": "F32", **({"_exps.weight": "MXFP4"} if case.has_mxfp4_experts else {})}
+    return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type, other_types=types)
 
 
 def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> FloatArray:
@@ -210,15 +268,22 @@ def _queries_first(values: FloatArray, num_kv_heads: int, head_dim: int) -> Floa
     return np.concatenate([part.reshape(-1, values.shape[1]) for part in (heads[:, :-2], heads[:, -2], heads[:, -1])])
 
 
-def _experts_in_gguf(name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
+def _turned(values: FloatArray) -> FloatArray:
+    return np.ascontiguousarray(values.swapaxes(-1, -2))
+
+
+def _experts_in_gguf(name: str, values: FloatArray, is_interleaved: bool) -> Iterator[tuple[str, FloatArray]]:
     """A tensor by the name that llama.cpp's table has for it; of experts the gate and the up projection are two."""
-    found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)", name)
+    found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
     if found is None:
-        yield name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer."), values
+        name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+        yield f"{name}.weight" if name.endswith("sinks") else name, values
         return
-    parts = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
-    for part, rows in zip(parts, np.split(values, len(parts), axis=1), strict=True):
-        yield f"{found[1]}mlp.experts.{part}.weight", np.ascontiguousarray(rows)
+    names = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+    num = len(names)
+    parts = [values[:, i::num] for i in range(num)] if is_interleaved else np.split(values, num, axis=1)
+    for part, rows in zip(names, parts, strict=True):
+        yield f"{found[1]}mlp.experts.{part}.{'bias' if found[3] else 'weight'}", np.ascontiguousarray(rows)
 
 
 def case_token_ids(case: TinyCase) -> list[int]:

@@ -604,6 +604,72 @@ _GEMMA3_GGUF = Gguf(
     metadata={"attention.sliding_window": 6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
 )
 
+_GPT_OSS = settings(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    num_hidden_layers=3,
+    num_local_experts=7,
+    num_experts_per_tok=3,
+    intermediate_size=40,
+    sliding_window=6,
+    layer_types=[_LOCAL, _GLOBAL, _LOCAL],
+    attention_bias=True,
+    swiglu_limit=7.0,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 3000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+    },
+)
+_WIDE_GPT_OSS = {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}
+
+
+def _gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    return shapes(
+        config,
+        **_qkv_bias(config),
+        **dict.fromkeys(("mlp__gate_proj__weight", "mlp__up_proj__weight", "mlp__down_proj__weight")),
+        self_attn__o_proj__bias=(hidden,),
+        self_attn__sinks=(3,),
+        mlp__router__weight=(7, hidden),
+        mlp__router__bias=(7,),
+        mlp__experts__gate_up_proj=(7, hidden, 2 * inner),
+        mlp__experts__gate_up_proj_bias=(7, 2 * inner),
+        mlp__experts__down_proj=(7, inner, hidden),
+        mlp__experts__down_proj_bias=(7, hidden),
+    )
+
+
+_GPT_OSS_CASE = TinyCase(
+    architecture="gpt_oss",
+    config=_GPT_OSS,
+    shapes=_gpt_oss_shapes(_GPT_OSS),
+    seed=43,
+    transposed=("experts.gate_up_proj", "experts.down_proj"),
+    factors={"experts.gate_up_proj": 3.0, "experts.down_proj": 0.3},  # some gates and their partners are beyond 7
+    refused_by={"cuda": "Attention.sinks"},
+)
+_MXFP4_CASE = replace(_GPT_OSS_CASE, config=_WIDE_GPT_OSS, shapes=_gpt_oss_shapes(_WIDE_GPT_OSS), has_mxfp4_experts=True)
+_GPT_OSS_GGUF = Gguf(
+    architecture="gpt-oss",
+    metadata={
+        **_GGUF_EXPERTS,
+        "expert_feed_forward_length": 40,
+        "attention.sliding_window": 6,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 16,
+        "rope.scaling.yarn_beta_fast": 4.0,
+        "rope.scaling.yarn_beta_slow": 0.5,
+    },
+)
+_MXFP4_GGUF = replace(_GPT_OSS_GGUF, metadata={**_GPT_OSS_GGUF.metadata, "expert_feed_forward_length": 64})
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
         "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
@@ -670,6 +736,10 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "glm4_gguf": replace(_GLM4_CASE, gguf=Gguf(architecture="glm4", metadata={"rope.dimension_count": 18}), golden="glm4"),
         "cohere2": _COHERE2_CASE,
         "cohere2_gguf": replace(_COHERE2_CASE, gguf=_COHERE2_GGUF, golden="cohere2"),
+        "gpt_oss": _GPT_OSS_CASE,
+        "gpt_oss_gguf": replace(_GPT_OSS_CASE, gguf=_GPT_OSS_GGUF, golden="gpt_oss"),
+        "gpt_oss_mxfp4": _MXFP4_CASE,
+        "gpt_oss_mxfp4_gguf": replace(_MXFP4_CASE, gguf=_MXFP4_GGUF, golden="gpt_oss_mxfp4"),
         "exaone4": _EXAONE4_CASE,
         "exaone4_gguf": replace(_EXAONE4_CASE, gguf=_EXAONE4_GGUF, golden="exaone4"),
         "phi3": _PHI3_CASE,

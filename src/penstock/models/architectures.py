@@ -31,6 +31,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gemma3": "penstock.models.gemma:GEMMA3",
         "glm4": "penstock.models.glm4:GLM4",
         "gpt2": "penstock.models.gpt2:GPT2",
+        "gpt_oss": "penstock.models.gpt_oss:GPT_OSS",
         "granite": "penstock.models.granite:GRANITE",
         "llama": "penstock.models.llama:LLAMA",
         "mistral": "penstock.models.mistral:MISTRAL",
@@ -54,6 +55,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "FalconForCausalLM": "falcon",
         "Glm4ForCausalLM": "glm4",
         "GPT2LMHeadModel": "gpt2",
+        "GptOssForCausalLM": "gpt_oss",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3",
@@ -87,6 +89,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "gemma3": "gemma3",
         "glm4": "glm4",
         "gpt2": "gpt2",
+        "gpt-oss": "gpt_oss",
         "granite": "granite",
         "llama": "llama",
         "mistral3": "mistral",
@@ -262,6 +265,8 @@ class Architecture:
     """The same of GGUF files: the converter has put the rows of q and k into that layout, or left them there."""
     has_partial_rope: bool = False
     """Rotations may turn the first columns of a head only."""
+    is_yarn_truncated_in_gguf: bool = True
+    """YaRN's range of pairs begins and ends at whole ones: GGUF files have no word on it."""
     hf_norm_offset: float = 0.0
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
 

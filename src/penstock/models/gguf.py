@@ -191,7 +191,7 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: i
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
     architecture = architectures.GGUF_NAMES[key]
-    parameters = _read_rope(file, key, sizes, may_be_partial=architectures.find(architecture).has_partial_rope)
+    parameters = _read_rope(file, key, sizes, architectures.find(architecture))
     served_len = served_len or sizes["max_model_len"]
     rotation = checks.rotation(parameters, sizes["head_dim"], served_len, file.path)
     return spec_of_equal_layers(
@@ -225,10 +225,10 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
     }
 
 
-def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_partial: bool) -> rope.RopeParameters:
+def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture: Architecture) -> rope.RopeParameters:
     head_dim, trained_len = sizes["head_dim"], sizes["max_model_len"]
     dim = file.get(f"{key}.rope.dimension_count", int) or head_dim
-    if dim != head_dim and not (may_be_partial and 0 < dim < head_dim and dim % 2 == 0):
+    if dim != head_dim and not (architecture.has_partial_rope and 0 < dim < head_dim and dim % 2 == 0):
         raise checks.unsupported(file.path, f"{key}.rope.dimension_count is {dim}", f"whole heads, {head_dim}, are")
     base = file.get(f"{key}.rope.freq_base", float, 10000.0)
     if base is None or not math.isfinite(base) or base <= 0.0 or base == 1.0:
@@ -269,6 +269,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], *, may_be_par
         attention_factor=attention_factor,
         beta_fast=_positive(file, f"{key}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=_positive(file, f"{key}.rope.scaling.yarn_beta_slow", 1.0),
+        truncate=architecture.is_yarn_truncated_in_gguf,
         short_factor=() if short is None else _read_factors(file, short, dim // 2),
         long_factor=() if long is None else _read_factors(file, long, dim // 2),
         divisors=() if whole is None else _read_factors(file, whole, dim // 2),

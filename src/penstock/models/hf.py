@@ -14,8 +14,9 @@ from penstock.models import architectures, checks, hf_quantised, rope
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
-from penstock.models.hf_quantised import read_quantisation
+from penstock.models.hf_quantised import Stored, read_quantisation
 from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_ends
+from penstock.models.mxfp4 import Mxfp4Cube
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
@@ -153,9 +154,6 @@ def _architecture_name(config: JsonFile) -> str:
     return architectures.our_name(", ".join(map(str, names)) or "none", architectures.HF_CLASSES, config.path)
 
 
-Stored = StoredTensor | PackedIntegers
-
-
 def _text_name(name: str) -> str:
     """The name that a tensor would have in a model of text alone."""
     found = _TEXT.fullmatch(name)
@@ -223,6 +221,8 @@ def _format(tensor: Stored) -> WeightFormat:
     """The format of a matrix, as far as its bytes in memory depend on it."""
     if isinstance(tensor, PackedIntegers):
         return tensor.format
+    if isinstance(tensor, Mxfp4Cube):
+        return WeightFormat.MXFP4
     return WeightFormat.F8_E4M3 if tensor.dtype == FLOAT8 else WeightFormat.BF16
 
 
@@ -242,6 +242,8 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
 
 def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
     """The tensor that a piece is of, with outputs as rows: a matrix, or one for each expert. Raises ModelError."""
+    if isinstance(tensor, Mxfp4Cube):
+        return tensor.matrices()
     is_transposed = piece.layout is not None and piece.layout.is_transposed
     if (isinstance(tensor, PackedIntegers) or scales is not None) and (is_transposed or len(tensor.shape) > 2):
         raise ModelError(
@@ -262,6 +264,7 @@ def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
     """The weight called `name`, whose row (or number, of a vector) i is the tensor's `order[i]`; None: i."""
+    assert not isinstance(tensor, Mxfp4Cube)  # its names are those of `Parts` alone
     num_rows, num_cols = (1, *tensor.shape)[-2:]
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)

@@ -1,10 +1,11 @@
 """The quantised matrices of a Hugging Face directory: which settings are served, and which tensors make up a matrix.
 
-`models.hf` calls it before it gives tensors their names. Two kinds are served:
+`models.hf` calls it before it gives tensors their names. Three kinds are served:
 
 - fp8 (e4m3): a matrix and a tensor of scales, named as the matrix and `_scale` (compressed-tensors, ModelOpt, AutoFP8) or
   `_scale_inv` (DeepSeek, which means the same): one for all, one for each row, or one for each block of rows and columns.
-- integers of 4 or 8 bits (`models.packed_integers`), as GPTQ, AWQ and compressed-tensors pack them.
+- integers of 4 or 8 bits (`models.packed_integers`), as GPTQ, AWQ and compressed-tensors pack them;
+- experts in MXFP4 (`models.mxfp4`), as gpt-oss is published.
 
 Scales of activations and of keys and values are left aside: a backend rounds activations in its own way.
 Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/NVIDIA/Model-Optimizer,
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from penstock.models.checks import unsupported
 from penstock.models.formats import WeightFormat, dequantize
 from penstock.models.hf_config import JsonFile
+from penstock.models.mxfp4 import Mxfp4Cube, mxfp4_cube
 from penstock.models.packed_integers import AWQ_ORDER, Integers, PackedIntegers, packed_integers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor
 from penstock.models.weights import BlockScales
@@ -44,6 +46,7 @@ class _Method(Enum):
     AWQ = auto()
     COMPRESSED = auto()
     """Integers of compressed-tensors."""
+    MXFP4 = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
         return _gptq(read)
     if method == "awq":
         return _awq(read)
+    if method == "mxfp4":  # what is not converted has no blocks
+        return Quantisation(_Method.MXFP4)
     if method == "fp8":
         return Quantisation(_Method.FLOATS, block=_as_block(read, settings.get("weight_block_size")))
     if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
@@ -168,16 +173,20 @@ def _as_block(settings: JsonFile, value: object) -> Block | None:
 def _unsupported(settings: JsonFile, what: str) -> ModelError:
     return ModelError(
         f"{settings.path}: {what} is not supported.",
-        remedy="Use a GGUF file, the bf16 original, or one in fp8 (e4m3), GPTQ, AWQ or compressed-tensors (4 or 8 bits).",
+        remedy="Use a GGUF file, the bf16 original, or one in fp8 (e4m3), MXFP4, GPTQ, AWQ or compressed-tensors (4, 8 bits).",
     )
+
+
+Stored = StoredTensor | PackedIntegers | Mxfp4Cube
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
     """The tensors of all files, with quantised matrices put together."""
 
-    tensors: Mapping[str, StoredTensor | PackedIntegers]
-    """By their names in the files; of packed integers, the name that the matrix would have if it were not packed."""
+    tensors: Mapping[str, Stored]
+    """By their names in the files; of packed integers, the name that the matrix would have if it were not packed. One in MXFP4
+    keeps the name of its blocks: files of floats have its columns as rows."""
     scales: Mapping[str, BlockScales]
     """Scales of those in fp8."""
 
@@ -187,7 +196,8 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
 
     Reads scales and zero points, but no weights.
     """
-    packed, used = _packed(quantisation, tensors)
+    packed: Mapping[str, PackedIntegers | Mxfp4Cube]
+    packed, used = _cubes(tensors) if quantisation.method is _Method.MXFP4 else _packed(quantisation, tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     rest, scales = _split_scales(rest, quantisation.block)
     if packed:
@@ -200,11 +210,27 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
     return Matrices({**rest, **packed}, scales)
 
 
-def conversion_notes(tensors: Iterable[StoredTensor | PackedIntegers]) -> tuple[str, ...]:
+def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
     """Says in words which matrices of integers become floats."""
     number = sum(isinstance(tensor, PackedIntegers) and tensor.format is WeightFormat.F32 for tensor in tensors)
     matrices = counted(number, "matrix of packed integers is", "matrices of packed integers are")
     return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
+
+
+# MXFP4
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def _cubes(tensors: Tensors) -> tuple[dict[str, Mxfp4Cube], set[str]]:
+    """The matrices of experts by name, and the names of all tensors that they are made of."""
+    found: dict[str, Mxfp4Cube] = {}
+    used: set[str] = set()
+    for name in [name for name in tensors if name.endswith(_BLOCKS)]:
+        parts = _Parts(name, _BLOCKS, tensors, used)
+        blocks, scales = (parts.require(end).integers("U8") for end in (_BLOCKS, _SCALES))
+        found[name] = mxfp4_cube(tensors[name].path, name, blocks, scales)
+    return found, used
 
 
 # Integers
@@ -359,7 +385,7 @@ _ENDS: Mapping[_Method, tuple[str, ...]] = {
 """Ends of the names of integers."""
 
 
-def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Mapping[str, PackedIntegers]) -> dict[str, StoredTensor]:
+def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]) -> dict[str, StoredTensor]:
     """Without the biases of packed matrices that are zero in every layer: AutoGPTQ writes them for models that have none."""
     biases = {name: f"{name.removesuffix('.weight')}.bias" for name in packed}
     by_kind: dict[str, list[str]] = {}

@@ -27,7 +27,7 @@ _MAX_VALUES = 1 << 48
 FLOAT8 = "F8_E4M3"
 FLOATS: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, FLOAT8: np.uint8}
 """Types of numbers that weights may have, and the NumPy type of their bits."""
-_INTEGERS: Mapping[str, type[np.generic]] = {"I8": np.int8, "I32": np.int32, "I64": np.int64}
+_INTEGERS: Mapping[str, type[np.generic]] = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _DTYPES: Mapping[str, type[np.generic]] = {**FLOATS, **_INTEGERS}
 
 
@@ -56,7 +56,7 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """The values [shape] of a tensor of one of these types: `I8`, `I32`, `I64`. Raises ModelError for another type."""
+        """The values [shape] of a tensor of one of these types: `I8`, `U8`, `I32`, `I64`. Raises ModelError for another."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",

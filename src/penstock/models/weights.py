@@ -119,11 +119,11 @@ class WeightTensor:
             )
         return self.ordered_rows(begin, end)
 
-    def ordered_rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """The same as `rows`, for callers that obey the `column_order`."""
+    def ordered_rows(self, begin: int, end: int, step: int = 1) -> NDArray[np.generic]:
+        """The same as `rows`, or every `step`-th of them, for callers that obey the `column_order`."""
         if isinstance(self.stored, Stacked):
-            return self.stored.rows(begin, end)
-        return self.stored[begin:end] if self.order is None else self.stored[self.order[begin:end]]
+            return self.stored.rows(begin, end)[::step]
+        return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
         """Rows [begin, end) that cover those of [first, end) in order, of a bounded number of values.
@@ -207,7 +207,7 @@ class Cut:
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
         """Rows [begin, end) of these, in the matrix's format and its order of columns."""
         first = self.first + begin * self.step
-        return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1)[:: self.step]
+        return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1, self.step)
 
     def scales(self) -> NDArray[np.float32]:
         """The scales of F8_E4M3, for each row. [num_rows, blocks of columns]"""

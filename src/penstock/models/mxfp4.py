@@ -1,0 +1,92 @@
+"""Matrices of experts in MXFP4, as gpt-oss is published. Rows become GGML's blocks of the same numbers when they are read.
+
+A weight is 2^(scale - 127) times a number of E2M1; 32 consecutive columns of a row share the scale. In the file a byte has two
+neighbouring columns; in a block of GGML it has two that are 16 apart. `models.hf_quantised` finds the tensors.
+Sources: OCP Microscaling Formats 1.0; integrations/mxfp4.py of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.formats import BLOCKS, WeightFormat
+from penstock.models.weights import WeightTensor, convert_rows
+from penstock.types.errors import ModelError
+
+U8 = NDArray[np.uint8]
+_COLS, _BLOCK_BYTES = BLOCKS[WeightFormat.MXFP4]
+_HALF = _COLS // 2
+_NO_NUMBER = 255
+"""The scale that stands for no number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Cube:
+    """A matrix for each expert."""
+
+    path: Path
+    """Its file, for error messages."""
+    name: str
+    """Its tensor of blocks."""
+    blocks: U8
+    """[num_experts, num_rows, groups, 16]"""
+    scales: U8
+    """[num_experts, num_rows, groups]"""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_experts, num_rows, num_cols)"""
+        num_experts, num_rows, groups = self.scales.shape
+        return num_experts, num_rows, groups * _COLS
+
+    def matrices(self) -> Sequence[WeightTensor]:
+        """The matrix of each expert."""
+        _, num_rows, num_cols = self.shape
+        return [
+            WeightTensor(self.name, num_rows, num_cols, WeightFormat.MXFP4, _Rows(self.path, self.name, *parts))
+            for parts in zip(self.blocks, self.scales, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The rows of one matrix."""
+
+    path: Path
+    name: str
+    packed: U8
+    """[num_rows, groups, 16]"""
+    scales: U8
+    """[num_rows, groups]"""
+
+    def __getitem__(self, rows: slice | NDArray[np.intp]) -> U8:
+        """Some rows. uint8 [n, groups * 17]. Raises ModelError for a scale that is no number."""
+        packed, scales = self.packed[rows], self.scales[rows]
+        if (scales == _NO_NUMBER).any():
+            raise ModelError(f"{self.path}: a scale of {self.name} is no number.", remedy="Fetch the model again.")
+        groups = scales.shape[1]
+
+        def blocks(part: slice) -> U8:
+            first, second = packed[part, :, : _HALF // 2], packed[part, :, _HALF // 2 :]
+            found = np.empty((*scales[part].shape, _BLOCK_BYTES), np.uint8)
+            found[..., 0] = scales[part]
+            found[..., 1::2] = first & 15 | second << 4
+            found[..., 2::2] = first >> 4 | second & 0xF0
+            return found.reshape(-1, groups * _BLOCK_BYTES)
+
+        return convert_rows(blocks, np.empty((len(scales), groups * _BLOCK_BYTES), np.uint8), groups * _COLS)
+
+
+def mxfp4_cube(path: Path, name: str, blocks: NDArray[np.generic], scales: NDArray[np.generic]) -> Mxfp4Cube:
+    """The cube of two tensors of bytes. Reads neither. Raises ModelError for shapes that do not fit."""
+    if blocks.ndim != 4 or blocks.shape[3] != _HALF or blocks.shape[:3] != scales.shape or not scales.size:
+        raise ModelError(
+            f"{path}: {name} is {blocks.shape}, and its scales are {scales.shape}: blocks of 16 bytes have a scale each.",
+            remedy="Fetch the model again.",
+        )
+    return Mxfp4Cube(path, name, blocks.astype(np.uint8, copy=False), scales.astype(np.uint8, copy=False))
