@@ -55,8 +55,9 @@ def is_refused_or_computed_alike(path: Path, token_ids: list[int]) -> None:
             assert len(str(answer)) < 10_000
     if isinstance(native, ModelError) or isinstance(reference, ModelError):
         assert isinstance(native, ModelError), f"only the reference refuses it: {reference}"
-    elif np.isfinite(reference).all() and reference.std() > 1e-3:
-        assert np.sqrt(((native - reference) ** 2).mean()) < MAX_RELATIVE_RMS * reference.std()
+    elif np.isfinite(reference).all() and (std := float(reference.astype(np.float64).std())) > 1e-3:
+        shares = (native.astype(np.float64) - reference) / std  # the squares of large logits have no float32
+        assert np.sqrt((shares**2).mean()) < MAX_RELATIVE_RMS
 
 
 @pytest.fixture(scope="module")

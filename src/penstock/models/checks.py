@@ -66,11 +66,12 @@ def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
 
 
 def check_spec(spec: ModelSpec, path: Path) -> None:
-    """Reals of the spec are usable. Raises ModelError."""
+    """Windows and reals of the spec are usable. Raises ModelError."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
-    if any(layer.attention.window < 0 for layer in spec.layers):
-        raise ModelError(f"{path}: a window of attention is below 0.", remedy=REFETCH)
+    for window in {layer.attention.window for layer in spec.layers}:
+        if not 0 <= window <= MAX_MODEL_LEN:
+            raise ModelError(f"{path}: a window of attention is {window}, outside of 0 to {MAX_MODEL_LEN}.", remedy=REFETCH)
     attentions = {layer.attention for layer in spec.layers}
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
