@@ -86,8 +86,9 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED)  ## write docs/configuration.md from the settings
+docs: $(INSTALLED_TEST)  ## write docs/configuration.md from the settings, and into docs/models.md what was checked
 	@$(BIN)/python tests/configuration_page.py > docs/configuration.md
+	@PYTHONPATH=tests $(BIN)/python -m parity.checked
 
 docs-site: $(INSTALLED_DOCS)  ## build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

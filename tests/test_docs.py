@@ -11,10 +11,12 @@ from types import ModuleType
 import pytest
 from click import Context
 
+from parity import checked
 from penstock.cli.main import cli, main
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
+from penstock.models import architectures
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -31,6 +33,13 @@ def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
+
+
+def test_the_table_of_what_was_checked_is_that_of_the_cases() -> None:
+    page = checked.PAGE.read_text(encoding="utf-8")
+    assert page.count(checked.BEGIN) == page.count(checked.END) == 1
+    assert checked.written_into(page) == page, "run `make docs`"
+    assert checked.REAL_WEIGHTS.keys() <= architectures.ARCHITECTURES.keys()
 
 
 def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(

@@ -1,0 +1,64 @@
+"""The table of docs/models.md on how each architecture was checked, made of the cases: `make docs` writes it.
+
+It reads the cases and which of them `test_tiny.py` runs through the core. Formats, never decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.models import architectures
+
+from .test_tiny import runs
+from .tiny import TinyCase
+from .tiny_cases import CASES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- written by `make docs` from tests/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
+REAL_WEIGHTS: Mapping[str, str] = {
+    "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens",
+    "qwen2": "Qwen2.5-Coder 1.5B: [400 tokens](decisions/int8-activations.md)",
+}
+"""Architectures of which released weights were compared, by our names, and where that stands. No others were at hand."""
+
+
+def render() -> str:
+    """The table, a row for each architecture."""
+    columns = ["architecture", "tiny models of a directory", "of a GGUF file", "through the core", "real weights"]
+    lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
+    for name in sorted(architectures.ARCHITECTURES):
+        cases = {key: case for key, case in CASES.items() if case.architecture == name}
+        directories = [case.hf_class for case in cases.values() if case.gguf is None]
+        files = [case.gguf for case in cases.values() if case.gguf is not None]
+        types = f", in {', '.join(dict.fromkeys(file.matrix_type for file in files))}" if files else ""
+        of_files = _counted([file.architecture for file in files]) + types
+        cells = [name, _counted(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "none")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _counted(names: list[str]) -> str:
+    """Each name once, with the number of cases that have it if there are several."""
+    counts = {name: names.count(name) for name in names}
+    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items()) or "no such files"
+
+
+def _core_words(cases: Mapping[str, TinyCase]) -> str:
+    """The backends and types of KV with which all cases went through the core; AssertionError for a case that did not."""
+    ran = [param.values for param in runs(is_through_core=True)]  # type: ignore[attr-defined]
+    kinds: dict[str, list[str]] = {}
+    for _, backend, kv_dtype in (run for run in ran if run[0] in cases):
+        kinds.setdefault(backend, []).append(kv_dtype.value)
+    assert {run[0] for run in ran} >= cases.keys()
+    return "; ".join(f"{backend}, KV in {' and '.join(dict.fromkeys(found))}" for backend, found in kinds.items())
+
+
+def written_into(page: str) -> str:
+    """The page with this table between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + render() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written_into(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
