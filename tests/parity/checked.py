@@ -31,7 +31,8 @@ def render() -> str:
         cases = {key: case for key, case in CASES.items() if case.architecture == name}
         directories = [case.hf_class for case in cases.values() if case.gguf is None]
         files = [case.gguf for case in cases.values() if case.gguf is not None]
-        types = f", in {', '.join(dict.fromkeys(file.matrix_type for file in files))}" if files else ""
+        kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
+        types = f", in {', '.join(dict.fromkeys(kinds))}" if files else ""
         of_files = _counted([file.architecture for file in files]) + types
         cells = [name, _counted(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "none")]
         lines.append(f"| {' | '.join(cells)} |")

@@ -8,32 +8,16 @@
 #   MODEL=NAME|FILE  another model (default smollm2:135m); PROMPTS=N takes the first N prompts, for larger ones
 #   WINDOW_TOKENS=N  length of the texts whose perplexity is compared (default 1024), for models with windows of their own
 #   PARITY_REUSE=1   compare with the reference's answers of the last run
-#   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python)
+#   PYTHON=...       interpreter for build/parity-venv (default .venv/bin/python), which venv.sh makes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-PYTHON=${PYTHON:-.venv/bin/python}
 TRACES=${TRACES:-../shared/traces}
 MODEL=${MODEL:-smollm2:135m}
 # Threads that wait do not spin: on a busy machine that is several times faster.
 export OMP_WAIT_POLICY=PASSIVE
 VENV=build/parity-venv
 ANSWERS=build/parity
-REQUIREMENTS=tests/parity/requirements.txt
-
-make_venv() {
-  if cmp -s "$REQUIREMENTS" "$VENV/installed-requirements.txt"; then return; fi
-  echo "Making $VENV with torch and transformers; the first time takes minutes."
-  rm -rf "$VENV"
-  "$PYTHON" -m venv "$VENV"
-  local -a index=()
-  # The CPU build is a tenth of the size. Not on PyPI: ask PyTorch's index, unless the machine's own settings know it.
-  if ! "$VENV/bin/pip" index versions torch 2>/dev/null | grep -q '+cpu'; then
-    index=(--extra-index-url https://download.pytorch.org/whl/cpu)
-  fi
-  "$VENV/bin/pip" install --quiet --disable-pip-version-check "${index[@]}" --requirement "$REQUIREMENTS"
-  cp "$REQUIREMENTS" "$VENV/installed-requirements.txt"
-}
 
 answer() {
   local -a windows=()
@@ -51,7 +35,7 @@ answer() {
 [[ -e $MODEL ]] || .venv/bin/penstock pull "$MODEL"
 path=$(.venv/bin/python -c 'import sys; from tests.parity.executors import find_model; print(find_model(sys.argv[1]).path)' "$MODEL")
 if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/manifest.json ]]; then
-  make_venv
+  tests/parity/venv.sh
   answer "$path"
 fi
 exec .venv/bin/python -m tests.parity.full "$ANSWERS" --model "$MODEL" "$@"
