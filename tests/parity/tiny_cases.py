@@ -286,27 +286,22 @@ _GRANITE_EXPERTS = {
     "block_sparse_moe__experts__down_proj": (7, 72, 40),
 }
 _GGUF_EXPERTS = {"expert_count": 7, "expert_used_count": 3}
-_NOT_CUDA = {"cuda": "Experts"}
 _GGUF_GRANITE = {"embedding_scale": 3.0, "attention.scale": 0.3, "residual_scale": 0.5, "logit_scale": 2.0}
-_MIXTRAL_CASE = TinyCase(
-    architecture="mixtral", config=_MIXTRAL, shapes=shapes(_MIXTRAL, **_experts(_MIXTRAL, 40)), seed=34, refused_by=_NOT_CUDA
-)
+_MIXTRAL_CASE = TinyCase(architecture="mixtral", config=_MIXTRAL, shapes=shapes(_MIXTRAL, **_experts(_MIXTRAL, 40)), seed=34)
 _QWEN3_MOE_CASE = TinyCase(
     architecture="qwen3_moe",
     config=_QWEN3_MOE,
     shapes=shapes(_QWEN3_MOE, **_HEAD_NORMS, **_experts(_QWEN3_MOE, 40)),
     seed=35,
-    refused_by=_NOT_CUDA,
 )
 _OLMOE_SHAPES = shapes({**_OLMOE, "head_dim": 24}, **_ROW_NORMS, **_experts(_OLMOE, 40))
-_OLMOE_CASE = TinyCase(architecture="olmoe", config=_OLMOE, shapes=_OLMOE_SHAPES, seed=32, refused_by=_NOT_CUDA)
+_OLMOE_CASE = TinyCase(architecture="olmoe", config=_OLMOE, shapes=_OLMOE_SHAPES, seed=32)
 _GRANITE_MOE_SHAPES = shapes({**_GRANITE_MOE, "head_dim": 24}, **{**_experts(_GRANITE_MOE, 40), **_GRANITE_EXPERTS})
 _GRANITE_MOE_CASE = TinyCase(
     architecture="granite_moe",
     config=_GRANITE_MOE,
     shapes=_GRANITE_MOE_SHAPES,
     seed=33,
-    refused_by=_NOT_CUDA,
 )
 
 _PHI3 = settings("phi3", "Phi3ForCausalLM", head_dim=None, sliding_window=6)
@@ -652,7 +647,6 @@ _GPT_OSS_CASE = TinyCase(
     seed=43,
     transposed=("experts.gate_up_proj", "experts.down_proj"),
     factors={"experts.gate_up_proj": 3.0, "experts.down_proj": 0.3},  # some gates and their partners are beyond 7
-    refused_by={"cuda": "Attention.sinks"},
 )
 _MXFP4_CASE = replace(_GPT_OSS_CASE, config=_WIDE_GPT_OSS, shapes=_gpt_oss_shapes(_WIDE_GPT_OSS), has_mxfp4_experts=True)
 _GPT_OSS_GGUF = Gguf(

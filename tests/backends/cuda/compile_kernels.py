@@ -22,15 +22,17 @@ import torch
 from absent_gpu import SHARED_BYTES, AbsentGpu
 
 from penstock.backends.cuda.executor import CudaExecutor
+from penstock.backends.cuda.kernels import activation, dequantise, norm
 from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.weights import DenseMatrix
 from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec, spec_of_equal_layers
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -72,6 +74,14 @@ def small(hidden: int, heads: int, kv_heads: int, head_dim: int, has_bias: bool)
     )
 
 
+def mixture(num_experts: int, num_chosen: int) -> ModelSpec:
+    """The same with sinks, and with experts, which are narrow: kernels are not made for their width."""
+    mlp = ExpertsMlp(num_experts=num_experts, num_experts_per_token=num_chosen, intermediate_size=64)
+    dense = small(1024, 8, 2, 128, False)
+    attention = replace(dense.layers[0].attention, has_sinks=True)
+    return replace(dense, architecture="mixtral", layers=(LayerSpec(attention=attention, mlp=mlp),))
+
+
 def weights(spec: ModelSpec, fmt: WeightFormat) -> dict[str, WeightTensor]:
     """Zeros, vectors of ones."""
     attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
@@ -79,10 +89,18 @@ def weights(spec: ModelSpec, fmt: WeightFormat) -> dict[str, WeightTensor]:
     h, m = spec.hidden_size, mlp.intermediate_size
     shapes = {"embed": (spec.vocab_size, h), "output": (spec.vocab_size, h)}
     shapes |= {f"layers.0.{name}": shape for name, shape in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q)))}
-    shapes |= {f"layers.0.{name}": shape for name, shape in (("gate", (m, h)), ("up", (m, h)), ("down", (h, m)))}
     vectors = {"norm": h, "layers.0.attn_norm": h, "layers.0.mlp_norm": h}
+    if isinstance(mlp, ExpertsMlp):
+        count, begin = mlp.num_experts, "layers.0.expert_"
+        vectors["layers.0.router"] = count * h
+    else:
+        count, begin = 1, "layers.0."
+    inner, outer = (count * m, h), (count * h, m)
+    shapes |= {f"{begin}{name}": shape for name, shape in (("gate", inner), ("up", inner), ("down", outer))}
     if attention.has_qkv_bias:
         vectors |= {"layers.0.q_bias": q, "layers.0.k_bias": kv, "layers.0.v_bias": kv}
+    if attention.has_sinks:
+        vectors["layers.0.sinks"] = attention.num_heads
     made = {name: matrix(name, rows, cols, fmt) for name, (rows, cols) in shapes.items()}
     ones = {name: WeightTensor(name, 1, n, WeightFormat.F32, np.ones((1, n), np.float32)) for name, n in vectors.items()}
     return made | ones
@@ -127,8 +145,8 @@ def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, dete
         num_layers=1,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=program.num_kv_heads,
+        head_dim=program.head_dim,
         kv_dtype=kv_dtype,
         dtype=torch.bfloat16,
         device="cpu",
@@ -175,17 +193,31 @@ def compile_sampling(spec: ModelSpec) -> None:
     executor.close()
 
 
+def compile_rest(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Kernels, and variants of these, that no model above has."""
+    x, vector, ids = torch.zeros((4, 576), dtype=dtype), torch.ones(576), torch.zeros(4, dtype=torch.int32)
+    for kind in activation.KINDS:
+        activation.gated(x, x, x, kind)
+    norm.layer_norm(x, x, vector, vector, 1e-5)
+    norm.layer_norm(x, x, vector, None, 1e-5)
+    dequantise.look_up(x, DenseMatrix(x.clone()), ids, added=x)
+
+
 def cases() -> Iterator[Case]:
     yield small(*MODELS["llama-8b"]), WeightFormat.BF16, KvDtype.BF16
     yield small(*MODELS["llama-8b"]), WeightFormat.F8_E4M3, KvDtype.BF16
     yield small(*MODELS["llama-8b"]), WeightFormat.Q4_1, KvDtype.BF16
     yield small(*MODELS["qwen2.5-1.5b"]), WeightFormat.Q8_0, KvDtype.INT8
     yield small(*MODELS["smollm2-135m"]), WeightFormat.Q4_0, KvDtype.BF16
+    yield mixture(128, 8), WeightFormat.BF16, KvDtype.BF16
+    yield mixture(8, 2), WeightFormat.Q4_1, KvDtype.BF16
 
 
 def more_cases() -> Iterator[Case]:
     for fmt in BLOCKS:
         yield small(1024, 8, 4, 128, False), fmt, KvDtype.BF16
+        if BLOCKS[fmt][0] <= 64:
+            yield mixture(8, 2), fmt, KvDtype.BF16
     for head_dim, group in HEADS:
         for kv_dtype in KvDtype:
             yield small(2 * group * head_dim, 2 * group, 2, head_dim, False), WeightFormat.BF16, kv_dtype
@@ -196,6 +228,7 @@ def compile_all(chosen: list[Case]) -> None:
         for deterministic in (False, True):
             compile_steps(spec, fmt, kv_dtype, deterministic=deterministic)
     compile_sampling(small(*MODELS["smollm2-135m"]))
+    compile_rest()
 
 
 def main() -> None:

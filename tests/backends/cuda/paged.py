@@ -11,6 +11,7 @@ import torch
 
 from interpreted import DEVICE
 from penstock.backends.cuda.kernels.attention import AttentionWorkspace, paged_attention
+from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.interpreter import attend
@@ -136,6 +137,7 @@ class Scene:
         deterministic: bool = False,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: F32 | None = None,
         workspace: AttentionWorkspace | None = None,
         max_seq_len: int | None = None,
     ) -> list[F32]:
@@ -160,6 +162,7 @@ class Scene:
             softcap=softcap,
             workspace=workspace or self.workspace(deterministic=deterministic),
             deterministic=deterministic,
+            sinks=None if sinks is None else on_device(sinks * LOG2_E, np.float32),
         )
         answers = out.float().cpu().numpy().reshape(len(q), self.num_heads, self.head_dim)
         return np.split(answers, np.cumsum([s.query_len for s in spans])[:-1])
@@ -168,7 +171,7 @@ class Scene:
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 
-    def expected(self, spans: Sequence[Span], *, window: int = 0, softcap: float = 0.0) -> list[F32]:
+    def expected(self, spans: Sequence[Span], *, window: int = 0, softcap: float = 0.0, sinks: F32 | None = None) -> list[F32]:
         """The reference's answers."""
         op = Attention("", "", LAYER, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, "causal", window, softcap)
         answers = []
@@ -179,7 +182,7 @@ class Scene:
             answers.append(
                 np.stack(
                     [
-                        attend(self.queries[span.row][p], k[start : p + 1], v[start : p + 1], op)
+                        attend(self.queries[span.row][p], k[start : p + 1], v[start : p + 1], op, sinks)
                         for start, p in zip(starts, range(span.context_len, end), strict=True)
                     ]
                 )

@@ -65,6 +65,16 @@ class TestDecode:
         answers = scene.attend(spans, softcap=5.0, deterministic=deterministic)
         assert_near(answers, scene.expected(spans, softcap=5.0))
 
+    @MODES
+    @pytest.mark.parametrize("softcap", [0.0, 5.0])
+    def test_sinks_below_and_above_all_scores(self, softcap: float, *, deterministic: bool) -> None:
+        """Merged from parts, written by one program, and in prompts."""
+        scene = Scene([1, 1200, 70], num_heads=4, num_kv_heads=2, size=3.0)
+        sinks = np.array([-30.0, 0.5, 4.0, 30.0], np.float32)
+        for spans in (ends(scene), [Span(0, 0, 1), Span(1, 1199, 1), Span(2, 3, 30)], [Span(1, 1150, 50)]):
+            answers = scene.attend(spans, sinks=sinks, softcap=softcap, deterministic=deterministic)
+            assert_near(answers, scene.expected(spans, sinks=sinks, softcap=softcap))
+
     def test_contexts_of_several_deterministic_splits(self) -> None:
         length = 2 * attention.DETERMINISTIC_SPLIT + 33
         scene = Scene([length, 700, 20], num_heads=2, num_kv_heads=1, size=3.0)

@@ -38,6 +38,15 @@ def test_decodes_in_a_batch_are_the_whole(whole: tuple[Scene, int, F32]) -> None
         np.testing.assert_array_equal(got[0], answer[spot])
 
 
+def test_decodes_with_sinks_are_the_whole() -> None:
+    scene = Scene([600, 90], num_heads=2, num_kv_heads=1, size=3.0)
+    sinks = np.array([-2.0, 5.0], np.float32)
+    (whole,) = scene.attend([Span(0, 500, 100)], deterministic=True, sinks=sinks)
+    answers = scene.attend([Span(0, 599, 1), Span(1, 89, 1), Span(0, 511, 1)], deterministic=True, sinks=sinks)
+    np.testing.assert_array_equal(answers[0][0], whole[99])
+    np.testing.assert_array_equal(answers[2][0], whole[11])
+
+
 @pytest.mark.parametrize("chunk", [(450, 130), (1000, 94), (511, 2), (3, 40)])
 def test_a_chunk_beside_others_is_the_whole(whole: tuple[Scene, int, F32], chunk: tuple[int, int]) -> None:
     scene, window, answer = whole

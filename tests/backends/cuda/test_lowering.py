@@ -207,6 +207,7 @@ WEIGHTS = {
     "kv2": tensor(HEAD, 32, seed=10),
     "kv_bias": tensor(HEAD, seed=11),
     "positions": tensor(64, 32, seed=12),
+    "sinks": tensor(2, seed=13, size=2.0),
 }
 
 
@@ -276,6 +277,8 @@ PROGRAMS = {
     ),
     "attention_without_positions": (*PROJECTIONS, WRITE, ATTENTION, Linear("x", "a", "square")),
     "one_rotation": (*PROJECTIONS, Rope("k", 1, HEAD, INV_FREQ), WRITE, ATTENTION, Linear("x", "a", "square")),
+    "sinks": (*PROJECTIONS, WRITE, replace(ATTENTION, sinks="sinks"), Linear("x", "a", "square")),
+    "sinks_and_softcap": (*PROJECTIONS, WRITE, replace(ATTENTION, sinks="sinks", softcap=0.4), Linear("x", "a", "square")),
     "window_and_softcap": (*PROJECTIONS, WRITE, replace(ATTENTION, window=5, softcap=0.4), Linear("x", "a", "square")),
     "norm_of_heads": (
         *PROJECTIONS,

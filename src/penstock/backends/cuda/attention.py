@@ -27,10 +27,12 @@ class AttentionShape:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    has_sinks: bool = False
 
     @staticmethod
     def of(op: Attention) -> AttentionShape:
-        return AttentionShape(op.num_heads, op.num_kv_heads, op.head_dim, op.scale, op.window, op.softcap)
+        heads = (op.num_heads, op.num_kv_heads, op.head_dim)
+        return AttentionShape(*heads, op.scale, op.window, op.softcap, op.sinks is not None)
 
     @property
     def group(self) -> int:

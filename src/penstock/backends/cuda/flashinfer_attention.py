@@ -77,8 +77,8 @@ def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_k
         return f"the model computes in {str(dtype).removeprefix('torch.')}"
     if len(shapes) != 1:
         return "the attention of the model's layers differs"
-    if shapes[0].window or shapes[0].softcap:
-        return "the model's attention has a window or a soft cap"
+    if shapes[0].window or shapes[0].softcap or shapes[0].has_sinks:
+        return "the model's attention has a window, a soft cap or sinks"
     if shapes[0].head_dim not in HEAD_DIMS:
         return f"heads have {shapes[0].head_dim} columns"
     return None
@@ -173,7 +173,16 @@ class FlashInferAttention:
     def begin(self, step: StepTensors) -> None:
         page_indices(self._indices, step.block_tables, self._indptr, step.num_rows)
 
-    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        layer: KvLayer,
+        step: StepTensors,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         assert out.is_contiguous(), "FlashInfer writes answers one after the other"
+        assert sinks is None, "`why_unfit` refuses sinks"
         heads = (step.num_tokens, shape.num_heads, shape.head_dim)
         self._planned.run(q.view(heads), (layer.k, layer.v), out=out.view(heads))

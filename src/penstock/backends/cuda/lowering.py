@@ -14,7 +14,9 @@ import torch
 
 from penstock.backends.cuda.attention import AttentionShape
 from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
+from penstock.backends.cuda.experts import Mixture, Scratch
 from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv
+from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.linear import Linear as LinearProduct
 from penstock.backends.cuda.linear import Workspace
@@ -28,6 +30,7 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -53,9 +56,21 @@ COMPUTED = frozenset(
         *("Embed", "Embed.scale", "EmbedPositions", "RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
         *("Linear", "Linear.bias", "Linear.residual", "Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
-        *("Attention", "Attention.window", "Attention.softcap", "Add", "Add.factor", "GatherRows", "Softcap"),
+        *(
+            "Attention",
+            "Attention.window",
+            "Attention.softcap",
+            "Attention.sinks",
+            "Add",
+            "Add.factor",
+            "GatherRows",
+            "Softcap",
+        ),
         *("GatedActivation", *(f"GatedActivation with {kind}" for kind in activation.KINDS)),
         *("Act", *(f"Act with {kind}" for kind in activation.KINDS if kind != "swiglu_clamped")),
+        *("Experts", *(f"Experts with {kind}" for kind in activation.KINDS), "Experts.scoring", "Experts.is_renormalised"),
+        *("Experts.share_factor", "Experts.router_bias", "Experts.selection_bias"),
+        *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
         *("Logits", "Logits.scale"),
     }
 )
@@ -149,6 +164,8 @@ class _Lowering:
         self._buffers = Buffers(
             program, dtype, device, max_tokens=limits.max_tokens, max_samples=limits.max_samples, remedy=REMEDY
         )
+        self._scratches: dict[tuple[int, int, int, int], Scratch] = {}
+        """Memory of mixtures of experts, by numbers of experts and widths."""
         self._matrices: dict[str, list[Matrix]] = {}
         """Matrices of products with one weight, which an embedding may share."""
         self._is_on_samples = False
@@ -159,7 +176,8 @@ class _Lowering:
 
     @property
     def buffer_bytes(self) -> int:
-        return self._buffers.num_bytes + self._workspace.num_bytes
+        scratch_bytes = sum(scratch.num_bytes for scratch in self._scratches.values())
+        return self._buffers.num_bytes + self._workspace.num_bytes + scratch_bytes
 
     def run(self) -> None:
         for feature in (feature for op in self._ops for feature in features(op)):
@@ -192,6 +210,8 @@ class _Lowering:
                 self._emit_kv_write(op)
             case Attention():
                 self._emit_attention(op)
+            case Experts():
+                self._emit_experts(op)
             case Embed():
                 self._emit_embed(op)
             case EmbedPositions():
@@ -319,6 +339,17 @@ class _Lowering:
         self._products.append(product)
         return product
 
+    def _emit_experts(self, op: Experts) -> None:
+        x, out, count = self._buffer(op.x), self._buffer(op.out), self._count()
+        key = (op.num_experts, op.num_experts_per_token, op.intermediate_size, out.shape[1])
+        if key not in self._scratches:
+            max_tokens = max(self._limits.max_tokens, self._limits.max_samples)
+            self._scratches[key] = Scratch.allocate(op, out.shape[1], max_tokens, self._dtype, self._device)
+        modes = {"deterministic": self._deterministic, "round_to_fp8": self._round_to_fp8}
+        mixture = Mixture(op, self._tensor_in_order, self._scratches[key], self._dtype, self._device, **modes)
+        self.weight_bytes += mixture.num_bytes
+        self._launch(lambda step: mixture(out[: count(step)], x[: count(step)]))
+
     def _emit_logits(self, op: Logits) -> None:
         if not self._is_on_samples:
             raise ModelError("the cuda backend computes logits of gathered rows only.", remedy=REMEDY)
@@ -364,8 +395,9 @@ class _Lowering:
     def _emit_attention(self, op: Attention) -> None:
         q, out, layer, shape = self._buffer(op.q), self._buffer(op.out), self._cache.layer(op.layer), AttentionShape.of(op)
         own = self._own_attention(shape)
+        sinks = None if op.sinks is None else self._vector(op.sinks) * LOG2_E
         self._launch(
-            lambda step: (step.attention or own).attend(out[: step.num_tokens], q[: step.num_tokens], layer, step, shape)
+            lambda step: (step.attention or own).attend(out[: step.num_tokens], q[: step.num_tokens], layer, step, shape, sinks)
         )
 
     def _own_attention(self, shape: AttentionShape) -> TritonAttention:
@@ -400,6 +432,16 @@ class _Lowering:
             raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
         return self._weights[name]
 
+    def _tensor_in_order(self, name: str) -> WeightTensor:
+        """One whose columns are in the order of a value's, which embeddings and experts need."""
+        tensor = self._tensor(name)
+        if tensor.column_order is not None:
+            raise ModelError(
+                f"the columns of {name!r} are in another order (act-order), which is not supported for this matrix.",
+                remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
+            )
+        return tensor
+
     def _vector(self, name: str) -> torch.Tensor:
         return load_vector(self._tensor(name), torch.float32, self._device)
 
@@ -410,13 +452,9 @@ class _Lowering:
 
     def _table_of_rows(self, name: str) -> Matrix:
         """The matrix of an embedding, which a product may have, too."""
-        if self._tensor(name).column_order is not None:
-            raise ModelError(
-                f"the columns of {name!r} are in another order (act-order), in which no rows are looked up.",
-                remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
-            )
+        tensor = self._tensor_in_order(name)
         if name not in self._matrices:
-            self._matrices[name] = load_matrices([self._tensor(name)], self._dtype, self._device)
+            self._matrices[name] = load_matrices([tensor], self._dtype, self._device)
             self.weight_bytes += sum(matrix.num_bytes for matrix in self._matrices[name])
         return self._matrices[name][0]
 

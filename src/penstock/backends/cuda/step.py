@@ -59,9 +59,18 @@ class StepAttention(Protocol):
         """Before the step's first layer, on the device."""
         ...
 
-    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        layer: KvLayer,
+        step: StepTensors,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """One layer's, whose keys and values of this step are in the cache.
 
-        q, out [num_tokens, num_heads * head_dim]; rows of q may lie apart.
+        q, out [num_tokens, num_heads * head_dim]; rows of q may lie apart. `sinks` are given if the shape has them: those of
+        the program times log2(e), float32 [num_heads].
         """
         ...

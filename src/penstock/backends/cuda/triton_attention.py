@@ -54,7 +54,15 @@ class TritonAttention:
     def begin(self, step: StepTensors) -> None:
         """Grids follow from the step's own numbers."""
 
-    def attend(self, out: torch.Tensor, q: torch.Tensor, layer: KvLayer, step: StepTensors, shape: AttentionShape) -> None:
+    def attend(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        layer: KvLayer,
+        step: StepTensors,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         paged_attention(
             out,
             q,
@@ -68,4 +76,5 @@ class TritonAttention:
             softcap=shape.softcap,
             workspace=self.workspace,
             deterministic=self.deterministic,
+            sinks=sinks,
         )

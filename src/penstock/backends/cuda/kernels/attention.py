@@ -236,12 +236,15 @@ def paged_attention(
     softcap: float,
     workspace: AttentionWorkspace,
     deterministic: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """See `program.Attention`; the keys and values of the step are in the cache already.
 
-    q, out [num_tokens, num_heads * head_dim]; rows may lie apart. `scale` is positive.
+    q, out [num_tokens, num_heads * head_dim]; rows may lie apart. `scale` is positive. `sinks` are exponents of two: those of
+    the program times log2(e), float32 [num_heads].
     """
-    launch = _Launch(out, q, layer, step, num_heads, num_kv_heads, head_dim, scale, window, softcap, workspace, deterministic)
+    shape = (num_heads, num_kv_heads, head_dim, scale, window, softcap)
+    launch = _Launch(out, q, layer, step, *shape, workspace, deterministic, sinks)
     splits = None
     if step.max_query_len == 1 or step.num_rows > 1:
         splits = _plan_splits(launch)
@@ -267,6 +270,7 @@ class _Launch:
     softcap: float
     workspace: AttentionWorkspace
     deterministic: bool
+    sinks: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -299,6 +303,7 @@ class _Launch:
             workspace.stats,
             step.query_start_loc,
             step.context_lens,
+            self.sinks,
             self.out.stride(0),
             self._factor,
             splits.num_parts,
@@ -307,6 +312,7 @@ class _Launch:
             COLUMNS=_columns(self.head_dim),
             TILE=shape.tile,
             WINDOW=self.window,
+            HAS_SINKS=self.sinks is not None,
             **cut,
             num_warps=1,
         )
@@ -336,12 +342,14 @@ class _Launch:
             self.workspace.stats,
             self.step.row_of_token,
             self.step.query_start_loc,
+            self.sinks,
             self.out.stride(0),
             self._factor,
             num_parts,
             int(leaves_decodes),
             HEAD_DIM=self.head_dim,
             COLUMNS=_columns(self.head_dim),
+            HAS_SINKS=self.sinks is not None,
             num_warps=1,
         )
 
@@ -375,6 +383,7 @@ class _Launch:
             step.block_tables,
             step.query_start_loc,
             step.context_lens,
+            self.sinks,
             self.out.stride(0),
             self.q.stride(0),
             step.block_tables.stride(0),
@@ -393,4 +402,5 @@ class _Launch:
             "WINDOW": self.window,
             "SOFTCAP": self.softcap,
             "IS_INT8": self.is_int8,
+            "HAS_SINKS": self.sinks is not None,
         }

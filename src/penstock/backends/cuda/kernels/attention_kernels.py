@@ -48,6 +48,7 @@ def decode_kernel(
     tables_ptr,
     query_start_loc_ptr,
     context_lens_ptr,
+    sinks_ptr,
     out_stride,
     q_stride,
     table_stride,
@@ -64,6 +65,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_INT8: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -101,7 +103,8 @@ def decode_kernel(
         )  # fmt: skip
         if is_direct != 0:
             at = out_ptr + token.to(tl.int64) * out_stride + head[:, None] * HEAD_DIM + column[None, :]
-            tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
+            found = normalised(acc, top, total, sinks_ptr, head, m < GROUP, factor, HAS_SINKS)
+            tl.store(at, found.to(out_ptr.dtype.element_ty), mask=is_q)
         else:
             place = (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_parts + part
             _store_part(parts_ptr, stats_ptr, place, acc, top, total, m < GROUP, COLUMNS)
@@ -114,6 +117,7 @@ def merge_kernel(
     stats_ptr,
     query_start_loc_ptr,
     context_lens_ptr,
+    sinks_ptr,
     out_stride,
     factor,
     num_parts,
@@ -124,6 +128,7 @@ def merge_kernel(
     SPLIT_TILES: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """The answer of one query head of one row with one query."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -133,10 +138,10 @@ def merge_kernel(
     position = tl.load(context_lens_ptr + row)
     _, _, _, _, count = _splits(position, num_programs, TILE, SPLIT_TILES, LEAST_TILES, WINDOW)
     place = (row.to(tl.int64) * tl.num_programs(0) + head) * num_parts
-    acc, total = _merged(parts_ptr, stats_ptr, place, count, factor, COLUMNS)
+    found = _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS, HAS_SINKS)
     column = tl.arange(0, COLUMNS)[None, :]
     at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
-    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    tl.store(at, found.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_parts", "leaves_decodes", "row_of_token_ptr", "query_start_loc_ptr"])
@@ -146,12 +151,14 @@ def merge_prefill_kernel(
     stats_ptr,
     row_of_token_ptr,
     query_start_loc_ptr,
+    sinks_ptr,
     out_stride,
     factor,
     num_parts,
     leaves_decodes,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """The answer of one query head of one token that `prefill_kernel` computed in parts."""
     head, token = tl.program_id(0), tl.program_id(1)
@@ -160,15 +167,15 @@ def merge_prefill_kernel(
     if leaves_decodes != 0 and query_len == 1:
         return
     place = (token.to(tl.int64) * tl.num_programs(0) + head) * num_parts
-    acc, total = _merged(parts_ptr, stats_ptr, place, num_parts, factor, COLUMNS)
+    found = _merged(parts_ptr, stats_ptr, place, num_parts, sinks_ptr, head, factor, COLUMNS, HAS_SINKS)
     column = tl.arange(0, COLUMNS)[None, :]
     at = out_ptr + token.to(tl.int64) * out_stride + head * HEAD_DIM + column
-    tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    tl.store(at, found.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
 @triton.jit
-def _merged(parts_ptr, stats_ptr, place, count, factor, COLUMNS: tl.constexpr):
-    """The sum of `count` parts, of which the first is at `place`, in their order. [1, COLUMNS], [1]"""
+def _merged(parts_ptr, stats_ptr, place, count, sinks_ptr, head, factor, COLUMNS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The answer of `count` parts, of which the first is at `place`, added in their order. [1, COLUMNS]"""
     column = tl.arange(0, COLUMNS)[None, :]
     one = tl.arange(0, 1)
     acc = tl.zeros([1, COLUMNS], tl.float32)
@@ -182,7 +189,7 @@ def _merged(parts_ptr, stats_ptr, place, count, factor, COLUMNS: tl.constexpr):
             part_top = tl.load(stats_ptr + at * 2, mask=is_part, other=float("-inf"))
             part_total = tl.load(stats_ptr + at * 2 + 1, mask=is_part, other=0.0)
             acc, top, total = merge(acc, top, total, part, part_top, part_total, factor)
-    return acc, total
+    return normalised(acc, top, total, sinks_ptr, head + one, one == 0, factor, HAS_SINKS)
 
 
 @triton.jit
@@ -195,7 +202,7 @@ def _store_part(parts_ptr, stats_ptr, place, acc, top, total, mask, COLUMNS: tl.
 
 
 @triton.jit
-def _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
+def row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES: tl.constexpr):
     """Which row a tile is of, if the tiles of row r begin at `query_start_loc[r] // QUERIES + r`: that leaves room for all."""
     low = 0
     high = num_rows
@@ -223,6 +230,7 @@ def prefill_kernel(
     tables_ptr,
     query_start_loc_ptr,
     context_lens_ptr,
+    sinks_ptr,
     out_stride,
     q_stride,
     table_stride,
@@ -239,6 +247,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IS_INT8: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -248,7 +257,7 @@ def prefill_kernel(
     """
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # A row's last queries see the most: they start first.
-    row = _row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
+    row = row_of_tile(query_start_loc_ptr, tile, num_rows, QUERIES)
     start = tl.load(query_start_loc_ptr + row)
     query_len = tl.load(query_start_loc_ptr + row + 1) - start
     first_query = (tile - (start // QUERIES + row)) * QUERIES
@@ -294,7 +303,8 @@ def prefill_kernel(
         )  # fmt: skip
     if tl.num_programs(2) == 1:
         at = out_ptr + token[:, None] * out_stride + head[:, None] * HEAD_DIM + column[None, :]
-        tl.store(at, normalised(acc, total).to(out_ptr.dtype.element_ty), mask=is_q)
+        found = normalised(acc, top, total, sinks_ptr, head, has_query, factor, HAS_SINKS)
+        tl.store(at, found.to(out_ptr.dtype.element_ty), mask=is_q)
     else:
         place = (token * (NUM_KV_HEADS * GROUP) + head) * tl.num_programs(2) + tl.program_id(2)
         _store_part(parts_ptr, stats_ptr, place, acc, top, total, has_query, COLUMNS)

@@ -1,4 +1,5 @@
 """Products of activations with matrices of any layout, in Triton. Called by `linear`; large dense products are cuBLAS's there.
+`experts` has a kernel of its own, which walks through a matrix as the one here.
 
 A program computes one tile of 128 outputs for a tile of tokens. The weights are the left operand: those that are unpacked in
 registers are multiplied from there, and a step with few tokens pads the short side of the product, not the long one.
@@ -7,7 +8,7 @@ own sum. How many there are follows from the matrix alone, and they are added in
 them (few tokens) or one program one after the other. So with one `block_tokens` the bits of a token's result never depend on
 how many tokens there are.
 """
-# ruff: noqa: ANN001, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806  # kernels, which Triton reads: constants have capitals
 
 from __future__ import annotations
 
@@ -97,16 +98,10 @@ def _launch(
     how = cut(matrix)
     block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, triton.next_power_of_2(num_tokens)))
     tiles = triton.cdiv(matrix.num_rows, TILE_ROWS) * triton.cdiv(num_tokens, block_tokens)
-    quantised = None if isinstance(matrix, DenseMatrix) else matrix
-    has_row_scale = quantised is not None and quantised.row_scales is not None
-    scales, offsets = (None, None) if quantised is None else (quantised.scales, quantised.offsets)
     _matmul_kernel[(tiles, how.num_splits if is_parallel else 1)](
         out,
         x,
-        matrix.values,
-        None if scales is None else words_of(scales),
-        None if offsets is None else words_of(offsets),
-        None if quantised is None else quantised.row_scales,
+        *tensors_of(matrix),
         bias,
         residual,
         num_tokens,
@@ -115,30 +110,47 @@ def _launch(
         how.num_steps,
         triton.cdiv(how.num_steps, how.num_splits),
         how.num_splits,
-        0 if quantised is None else quantised.padded_rows,
+        0 if isinstance(matrix, DenseMatrix) else matrix.padded_rows,
         x.stride(0),
         matrix.num_rows if is_parallel else out.stride(0),
         0 if residual is None else residual.stride(0),
-        BITS=16 if quantised is None else quantised.bits,
-        STEP_COLS=STEP_COLS,
-        QUARTER_COLS=QUARTER_COLS,
-        GROUP=0 if quantised is None else quantised.group,
-        ZERO=0 if quantised is None else quantised.zero,
-        IS_FLOAT=quantised is not None and quantised.is_float,
-        HAS_OFFSET=offsets is not None,
-        HAS_ROW_SCALE=has_row_scale,
-        IS_EVEN=matrix.num_cols % STEP_COLS == 0,
         IS_PARALLEL=is_parallel,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         BLOCK_TOKENS=block_tokens,
-        BLOCK_ROWS=TILE_ROWS,
-        IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
-        num_warps=4,
-        # Sums times a row's scale are rounded before they are added, here as where splits are programs of their own.
-        enable_fp_fusion=not has_row_scale,
-        num_stages=4 if quantised is None else 6,
+        **constants_of(matrix),
     )
+
+
+def tensors_of(matrix: Matrix) -> tuple[torch.Tensor | None, ...]:
+    """Values, scales, offsets and rows' scales, as a kernel takes them."""
+    if isinstance(matrix, DenseMatrix):
+        return matrix.values, None, None, None
+    scales, offsets = (None if part is None else words_of(part) for part in (matrix.scales, matrix.offsets))
+    return matrix.values, scales, offsets, matrix.row_scales
+
+
+def constants_of(matrix: Matrix) -> dict[str, int | bool]:
+    """Constants of a kernel that walks through a matrix, and how it is compiled."""
+    quantised = None if isinstance(matrix, DenseMatrix) else matrix
+    has_row_scale = quantised is not None and quantised.row_scales is not None
+    return {
+        "BITS": 16 if quantised is None else quantised.bits,
+        "STEP_COLS": STEP_COLS,
+        "QUARTER_COLS": QUARTER_COLS,
+        "GROUP": 0 if quantised is None else quantised.group,
+        "ZERO": 0 if quantised is None else quantised.zero,
+        "IS_FLOAT": quantised is not None and quantised.is_float,
+        "HAS_OFFSET": quantised is not None and quantised.offsets is not None,
+        "HAS_ROW_SCALE": has_row_scale,
+        "IS_EVEN": matrix.num_cols % STEP_COLS == 0,
+        "BLOCK_ROWS": TILE_ROWS,
+        "IS_INTERPRETED": bool(triton.knobs.runtime.interpret),
+        "num_warps": 4,
+        # Sums times a row's scale are rounded before they are added, here as where splits are programs of their own.
+        "enable_fp_fusion": not has_row_scale,
+        "num_stages": 4 if quantised is None else 6,
+    }
 
 
 @triton.jit
@@ -147,6 +159,63 @@ def _load_tokens(ptrs, token_mask, first_col, num_cols, COLS: tl.constexpr, IS_E
     cols = tl.arange(0, COLS)
     mask = token_mask[:, None] if IS_EVEN else token_mask[:, None] & (first_col + cols < num_cols)[None, :]
     return tl.load(ptrs + first_col + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def add_steps(
+    acc,
+    begin,
+    end,
+    value_ptrs,
+    x_ptrs,
+    scales_ptr,
+    offsets_ptr,
+    rows,
+    row_mask,
+    token_mask,
+    num_cols,
+    padded_rows,
+    BITS: tl.constexpr,
+    STEP_COLS: tl.constexpr,
+    QUARTER_COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
+    """The product of some rows and tokens over the columns of steps [begin, end), added to acc [rows, tokens].
+
+    `value_ptrs` are at the rows' first columns: [rows, 1], or of a matrix in tiles [rows, QUARTER_COLS]. A row's own scale is
+    not in it.
+    """
+    dtype = x_ptrs.dtype.element_ty
+    for step in range(begin, end):
+        first_col = step * STEP_COLS
+        if BITS == 16:
+            step_cols = tl.arange(0, STEP_COLS)
+            mask = row_mask[:, None]
+            if not IS_EVEN:
+                mask = mask & (first_col + step_cols < num_cols)[None, :]
+            weights = tl.load(value_ptrs + first_col + step_cols[None, :], mask=mask, other=0.0)
+            x = _load_tokens(x_ptrs, token_mask, first_col, num_cols, STEP_COLS, IS_EVEN)
+            acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+        else:
+            BRICKS: tl.constexpr = BITS // 4
+            at = step * padded_rows + rows
+            for brick in tl.static_range(BRICKS):
+                words = tl.load(value_ptrs + (step * BRICKS + brick) * (BLOCK_ROWS * QUARTER_COLS))
+                for i in tl.static_range(4 // BRICKS):
+                    weights = quarter_weights(
+                        words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, IS_FLOAT,
+                        HAS_OFFSET, STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
+                    )  # fmt: skip
+                    col = first_col + (brick * (4 // BRICKS) + i) * QUARTER_COLS
+                    x = _load_tokens(x_ptrs, token_mask, col, num_cols, QUARTER_COLS, IS_EVEN)
+                    acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_steps", "split_steps", "num_splits"])
@@ -188,7 +257,6 @@ def _matmul_kernel(
     # Programs that read the same weights are neighbours: the second finds them in the cache.
     num_token_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS)
     tile, token_tile = tl.program_id(0) // num_token_tiles, tl.program_id(0) % num_token_tiles
-    dtype = x_ptr.dtype.element_ty
 
     tokens = token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     token_mask = tokens < num_tokens
@@ -196,7 +264,6 @@ def _matmul_kernel(
     lanes = tl.arange(0, BLOCK_ROWS)
     rows = tile * BLOCK_ROWS + lanes
     row_mask = rows < num_rows
-    step_cols = tl.arange(0, STEP_COLS)
     places = tl.arange(0, QUARTER_COLS)
     if BITS == 16:
         value_ptrs = values_ptr + rows.to(tl.int64)[:, None] * num_cols
@@ -212,27 +279,11 @@ def _matmul_kernel(
     end_split = first_split + 1 if IS_PARALLEL else num_splits
     for split in range(first_split, end_split):
         acc = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
-        for step in range(split * split_steps, tl.minimum(num_steps, (split + 1) * split_steps)):
-            first_col = step * STEP_COLS
-            if BITS == 16:
-                mask = row_mask[:, None]
-                if not IS_EVEN:
-                    mask = mask & (first_col + step_cols < num_cols)[None, :]
-                weights = tl.load(value_ptrs + first_col + step_cols[None, :], mask=mask, other=0.0)
-                x = _load_tokens(x_ptrs, token_mask, first_col, num_cols, STEP_COLS, IS_EVEN)
-                acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
-            else:
-                at = step * padded_rows + rows
-                for brick in tl.static_range(BRICKS):
-                    words = tl.load(value_ptrs + (step * BRICKS + brick) * BRICK)
-                    for i in tl.static_range(4 // BRICKS):
-                        weights = quarter_weights(
-                            words, scales_ptr, offsets_ptr, at, i, brick * (4 // BRICKS) + i, BITS, GROUP, ZERO, IS_FLOAT,
-                            HAS_OFFSET, STEP_COLS, QUARTER_COLS, dtype, IS_INTERPRETED,
-                        )  # fmt: skip
-                        col = first_col + (brick * (4 // BRICKS) + i) * QUARTER_COLS
-                        x = _load_tokens(x_ptrs, token_mask, col, num_cols, QUARTER_COLS, IS_EVEN)
-                        acc = tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+        acc = add_steps(
+            acc, split * split_steps, tl.minimum(num_steps, (split + 1) * split_steps), value_ptrs, x_ptrs, scales_ptr,
+            offsets_ptr, rows, row_mask, token_mask, num_cols, padded_rows, BITS, STEP_COLS, QUARTER_COLS, GROUP, ZERO,
+            IS_FLOAT, HAS_OFFSET, IS_EVEN, BLOCK_ROWS, IS_INTERPRETED,
+        )  # fmt: skip
         if HAS_ROW_SCALE:  # of each split, whoever adds them; not fused with the addition (see the launch)
             acc *= tl.load(row_scales_ptr + rows)[:, None]  # padded
         total += acc

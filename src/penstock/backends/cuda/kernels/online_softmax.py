@@ -88,8 +88,17 @@ def merge(acc, top, total, part, part_top, part_total, factor):
 
 
 @triton.jit
-def normalised(acc, total):
-    """The answer; where nothing was summed, 0."""
+def normalised(acc, top, total, sinks_ptr, head, is_head, factor, HAS_SINKS: tl.constexpr):
+    """The answer; where nothing was summed, 0. A head's sink, an exponent of two, adds to the sum of the weights alone.
+
+    head, is_head [M]
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_head, other=0.0)
+        base = tl.maximum(top * factor, sink)
+        kept = tl.math.exp2(tl.fma(top, factor, -base))
+        acc *= kept[:, None]
+        total = tl.fma(total, kept, tl.math.exp2(sink - base))
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
