@@ -50,7 +50,7 @@ class GoldenMaker:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[dict[str, str]], *, asks: bool = False) -> str:
-        return self.template.render(messages=list(messages), add_generation_prompt=asks)
+        return self.template.render(messages=list(messages), add_generation_prompt=asks, eos_token=self.gguf.eos_token)
 
     def prompt_ids(self, prompt: ParityPrompt) -> list[int]:
         return self.encode(self.render(prompt.messages, asks=True) if prompt.messages else prompt.text)

@@ -132,8 +132,8 @@ class GgufReference:
         return str(self._field("tokenizer.chat_template"))
 
     @property
-    def eos_token_id(self) -> int:
-        return int(self._field("tokenizer.ggml.eos_token_id"))
+    def eos_token(self) -> str:
+        return str(self._field("tokenizer.ggml.tokens")[self._field("tokenizer.ggml.eos_token_id")])
 
     def state(self, config: LlamaConfig | Qwen2Config) -> Iterator[tuple[str, torch.Tensor]]:
         """The exact values of every tensor in float32, one after the other, by transformers' names and in its layout."""

@@ -92,3 +92,16 @@ def test_metadata_of_gguf(files: dict[str, Path], name: str, data: st.DataObject
         overwritten[value : value + 4] = number.to_bytes(4, "little")
     with Changed(file, bytes(overwritten)):
         is_refused_or_computed_alike(file, case_token_ids(CASES[name])[:NUM_TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("granite", "attention_multiplier", 1e-40), ("granite", "embedding_multiplier", 1e30), ("granite", "rope_theta", 1e-40)],
+)
+def test_values_that_once_got_through(files: dict[str, Path], name: str, key: str, value: float) -> None:
+    """Numbers that float32 has, but not what follows from them."""
+    file = files[name] / "config.json"
+    tree = {**json.loads(file.read_text()), "rope_parameters": None, key: value}
+    with Changed(file, json.dumps(tree).encode()), pytest.raises(ModelError, match="without measure|too large") as refused:
+        load_model(catalog.resolve(str(files[name]), files[name]))
+    assert refused.value.remedy

@@ -33,7 +33,7 @@ _LIMITS: Mapping[str, int] = {
 """Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
 _MAX_FACTOR = 2.0**64
 _MAX_ROTARY = 2.0**20
-"""Far above every published model, too: beyond them float32 overflows, and an angle has no digits left."""
+"""Far above every published model, too: beyond them float32 overflows, or falls to 0, and an angle has no digits left."""
 
 
 def json_object(text: bytes) -> dict[str, Any]:
@@ -75,8 +75,10 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     attentions = {layer.attention for layer in spec.layers}
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
-    if not all(0.0 <= factor <= _MAX_FACTOR for factor in factors):
-        cause = "a factor or cap of the embeddings, the scores, the layers or the logits is below 0, too large or no number"
+    if not all(factor == 0.0 or 1 / _MAX_FACTOR <= factor <= _MAX_FACTOR for factor in factors):
+        cause = (
+            "a factor or cap of the embeddings, the scores, the layers or the logits is below 0, without measure or no number"
+        )
         raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
