@@ -76,9 +76,7 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
     if not all(factor == 0.0 or 1 / _MAX_FACTOR <= factor <= _MAX_FACTOR for factor in factors):
-        cause = (
-            "a factor or cap of the embeddings, the scores, the layers or the logits is below 0, without measure or no number"
-        )
+        cause = "a factor or cap of embeddings, scores, layers or logits is below 0, beyond measure or no number"
         raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
     rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
