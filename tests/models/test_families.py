@@ -165,6 +165,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("falcon", {"multi_query": False}),
         ("falcon", {"activation": "mish"}),
         ("glm4", {"hidden_act": "gelu"}),
+        ("cohere", {"use_qk_norm": True}),
         ("cohere2", {"use_qk_norm": True}),
         ("cohere2", {"use_parallel_block": False}),
         ("cohere2", {"sliding_window": None}),
@@ -197,6 +198,13 @@ def test_a_glm_4_of_pictures_in_a_gguf_file_is_refused(tmp_path: Path) -> None:
         gguf = replace(case.gguf, metadata={**case.gguf.metadata, key: value})
         with pytest.raises(ModelError, match=key):
             load_gguf(write_case(replace(case, gguf=gguf), tmp_path))
+
+
+def test_a_cohere_turns_at_the_base_of_its_release_if_it_names_none(tmp_path: Path) -> None:
+    for name, base in (("cohere", 500_000), ("cohere2", 10_000)):
+        rotation = spec_of(tmp_path, changed(CASES[name], rope_parameters=None)).layers[0].attention.rotation
+        assert rotation is not None
+        assert rotation.inv_freq[1] == pytest.approx(base ** (-2 / 24))
 
 
 def test_a_cohere_2_that_names_no_types_has_a_period_of_four(tmp_path: Path) -> None:

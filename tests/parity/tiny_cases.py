@@ -470,6 +470,32 @@ _GLM4_CASE = TinyCase(
     ),
     seed=45,
 )
+_GLM = settings("glm", "GlmForCausalLM", attention_bias=True)
+_GLM_CASE = TinyCase(
+    architecture="glm",
+    config=_GLM,
+    shapes=shapes(
+        _GLM,
+        **_qkv_bias(_GLM),
+        mlp__gate_proj__weight=None,
+        mlp__up_proj__weight=None,
+        mlp__gate_up_proj__weight=(200, 72),
+    ),
+    seed=47,
+)
+_COHERE = settings(
+    "cohere",
+    "CohereForCausalLM",
+    head_dim=None,
+    rms_norm_eps=None,
+    layer_norm_eps=0.05,
+    logit_scale=0.3,
+    tie_word_embeddings=True,
+)
+_COHERE_CASE = TinyCase(
+    architecture="cohere", config=_COHERE, shapes=shapes(_COHERE, post_attention_layernorm__weight=None), seed=52
+)
+_COHERE_GGUF = Gguf(architecture="command-r", metadata={"attention.layer_norm_epsilon": 0.05, "logit_scale": 0.3})
 _COHERE2 = settings(
     "cohere2",
     "Cohere2ForCausalLM",
@@ -728,6 +754,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "falcon2_biases": replace(_FALCON_CASE, config=_FALCON2, shapes=_falcon_shapes(_FALCON2, "input_layernorm"), seed=44),
         "glm4": _GLM4_CASE,
         "glm4_gguf": replace(_GLM4_CASE, gguf=Gguf(architecture="glm4", metadata={"rope.dimension_count": 18}), golden="glm4"),
+        "glm": _GLM_CASE,
+        "cohere": _COHERE_CASE,
+        "cohere_gguf": replace(_COHERE_CASE, gguf=_COHERE_GGUF, golden="cohere"),
         "cohere2": _COHERE2_CASE,
         "cohere2_gguf": replace(_COHERE2_CASE, gguf=_COHERE2_GGUF, golden="cohere2"),
         "gpt_oss": _GPT_OSS_CASE,

@@ -24,11 +24,13 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
-        "cohere2": "penstock.models.cohere2:COHERE2",
+        "cohere": "penstock.models.cohere:COHERE",
+        "cohere2": "penstock.models.cohere:COHERE2",
         "exaone4": "penstock.models.exaone4:EXAONE4",
         "falcon": "penstock.models.falcon:FALCON",
         "gemma2": "penstock.models.gemma:GEMMA2",
         "gemma3": "penstock.models.gemma:GEMMA3",
+        "glm": "penstock.models.glm4:GLM",
         "glm4": "penstock.models.glm4:GLM4",
         "gpt2": "penstock.models.gpt2:GPT2",
         "gpt_oss": "penstock.models.gpt_oss:GPT_OSS",
@@ -50,9 +52,11 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
+        "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere2",
         "Exaone4ForCausalLM": "exaone4",
         "FalconForCausalLM": "falcon",
+        "GlmForCausalLM": "glm",
         "Glm4ForCausalLM": "glm4",
         "GPT2LMHeadModel": "gpt2",
         "GptOssForCausalLM": "gpt_oss",
@@ -82,6 +86,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
 """`architectures` in a config.json -> our name."""
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
+        "command-r": "cohere",
         "cohere2": "cohere2",
         "exaone4": "exaone4",
         "falcon": "falcon",

@@ -1,6 +1,6 @@
-"""GLM 4 of 2025 (Z.ai): a Llama with norms before and behind both halves of a layer. Heads turn in part, by neighbouring pairs.
+"""GLM 4 (Z.ai): a Llama whose heads turn in part, by neighbouring pairs. That of 2025 has norms before and behind both halves.
 
-Sources: modeling_glm4.py of transformers; src/models/glm4.cpp of llama.cpp.
+Sources: ChatGLM, arXiv 2406.12793; modeling_glm.py and modeling_glm4.py of transformers; src/models/glm4.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.models import checks, gemma
+from penstock.models import checks, gemma, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
 from penstock.models.hf_config import JsonFile
 from penstock.types.model_spec import ModelSpec
@@ -37,6 +37,15 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+GLM = Architecture(
+    describe=llama.describe,
+    of_hf=_of_hf,
+    hf_values=_values,
+    hf_layer={**HF_LAYER, "mlp.gate_up_proj.weight": _GATE_AND_UP},
+    is_interleaved_in_hf=True,
+    has_partial_rope=True,
+)
+"""In GGUF files q, k and v are one tensor, with pairs side by side, which is not read."""
 GLM4 = Architecture(
     describe=gemma.describe,
     of_hf=_of_hf,

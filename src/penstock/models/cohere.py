@@ -1,7 +1,8 @@
-"""Command R7B and its like (Cohere 2): attention and MLP side by side on one layer norm, and windows in most layers.
+"""Command R and Aya (Cohere), Command R7B and A (Cohere 2): attention and MLP side by side on one layer norm.
 
-Layers that see all positions do not turn; the others turn by neighbouring pairs of columns.
-Sources: Command A, arXiv 2504.00698; modeling_cohere2.py of transformers; src/models/cohere2.cpp of llama.cpp.
+Heads turn by neighbouring pairs of columns. Cohere 2 has windows in most layers; those that see all positions do not turn.
+Sources: Command A, arXiv 2504.00698; modeling_cohere.py and modeling_cohere2.py of transformers; src/models/command-r.cpp and
+cohere2.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
 
 _PERIOD = 4
-"""Every so many layers one sees all positions, unless a file says otherwise."""
+"""Cohere 2: every so many layers one sees all positions, unless a file says otherwise."""
 _ONLY = {
     "hidden_act": "silu",
     "rotary_pct": 1.0,
@@ -32,30 +33,40 @@ _ONLY = {
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    usual = {"logit_scale": 0.0625, "sliding_window": 4096, "tie_word_embeddings": True}
+    usual = {"logit_scale": 0.0625, "rope_theta": 500_000.0, "tie_word_embeddings": True}
     return {**usual, **values, "rms_norm_eps": values.get("layer_norm_eps", 1e-5)}
+
+
+def _values2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _values({"rope_theta": 10_000.0, "sliding_window": 4096, **values})
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for key, value in _ONLY.items():
         config.only(key, value)
-    usual = local_layers_of_period(spec, config.get("sliding_window_pattern", int) or _PERIOD)
-    spec = with_windows(config, spec, config.require("sliding_window", int), usual)
     return _with(spec, config.positive("logit_scale"))
 
 
+def _of_hf2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    usual = local_layers_of_period(spec, config.get("sliding_window_pattern", int) or _PERIOD)
+    return with_still_layers(with_windows(config, _of_hf(config, spec), config.require("sliding_window", int), usual))
+
+
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    return _with(spec, file.require(f"{file.require('general.architecture', str)}.logit_scale", float))
+
+
+def _of_gguf2(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.require("cohere2.attention.sliding_window", int)
-    spec = spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIOD))
-    return _with(spec, file.require("cohere2.logit_scale", float))
+    return with_still_layers(_of_gguf(file, spec).with_windows(window, local_layers_of_gguf(file, spec, _PERIOD)))
 
 
 def _with(spec: ModelSpec, logit_scale: float) -> ModelSpec:
-    spec = with_still_layers(replace(spec, norm="layer", logit_scale=logit_scale))
+    spec = replace(spec, norm="layer", logit_scale=logit_scale)
     return spec.with_layers(lambda _, layer: replace(layer, has_attn_norm=False))
 
 
-COHERE2 = Architecture(
+COHERE = Architecture(
     describe=falcon.describe,
     of_hf=_of_hf,
     of_gguf=_of_gguf,
@@ -65,3 +76,4 @@ COHERE2 = Architecture(
     is_interleaved_in_hf=True,
     is_interleaved_in_gguf=True,
 )
+COHERE2 = replace(COHERE, of_hf=_of_hf2, of_gguf=_of_gguf2, hf_values=_values2)
