@@ -321,7 +321,9 @@ void bind_engine(nb::module_& m) {
         .value("SUM_EXPERTS", RowOpKind::kSumExperts)
         .value("LAYER_NORM", RowOpKind::kLayerNorm)
         .value("ACTIVATE", RowOpKind::kActivate)
-        .value("LOOKUP_POSITION", RowOpKind::kLookupPosition);
+        .value("LOOKUP_POSITION", RowOpKind::kLookupPosition)
+        .value("SHORT_CONV", RowOpKind::kShortConv)
+        .value("KEEP_STATE", RowOpKind::kKeepState);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -338,13 +340,15 @@ void bind_engine(nb::module_& m) {
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
-                int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format) {
-                 const EngineShape shape{num_layers, num_kv_heads, head_dim,        vocab_size, num_blocks,
-                                         block_size, max_rows,     max_step_tokens, kv_format};
+                int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
+                int num_states, int state_columns, int state_width) {
+                 const EngineShape shape{num_layers, num_kv_heads,    head_dim,  vocab_size, num_blocks,    block_size,
+                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width};
                  new (self) Engine(shape, std::move(team), variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
-             "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8)
+             "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
+             "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0)
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,

@@ -12,6 +12,7 @@
 #endif
 
 #include "cpu.h"
+#include "short_conv.h"
 
 namespace penstock {
 
@@ -36,6 +37,9 @@ const EngineShape& checked(const EngineShape& s) {
     if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
     if (s.head_dim % kPanel != 0 || s.head_dim > kLargestHeadDim) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
     if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
+    if (s.num_states > 0 && (s.state_columns < 1 || s.state_columns > s.block_size || s.state_width < 1)) {
+        throw std::invalid_argument("the state of a layer has 1 to block_size columns of 1 or more numbers");
+    }
     if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
     return s;
 }
@@ -286,6 +290,11 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
             const Buffer& out = buffers_[op.out];
             return experts_.sum(op.weight, row, out.row(row), static_cast<int>(out.width));
         }
+        case RowOpKind::kShortConv: {
+            const ShortConvLayer layer{op.n, buffers_[op.x].data(), weights_.vector(op.weight), weights_.vector(op.y)};
+            return convolve(shape_, kv_, input_, layer, row, buffers_[op.out].row(row));
+        }
+        case RowOpKind::kKeepState: return keep_state(shape_, kv_, input_, {op.n, buffers_[op.x].data(), nullptr, nullptr}, row);
         case RowOpKind::kQuantize:
         case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
     }

@@ -18,7 +18,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
-    kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition,
+    kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -26,11 +26,13 @@ struct RowOp {
     RowOpKind kind;
     int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
     int32_t x = -1;        // buffer
-    int32_t y = -1;        // second buffer; kLayerNorm: vector of the bias, or -1
+    int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
-    // keys share, or -1), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
+    // keys share, or -1; kShortConv), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
     int32_t weight = -1;
-    int32_t n = 0;         // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), activation kind (kGated, kActivate)
+    // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
+    // kind (kGated, kActivate)
+    int32_t n = 0;
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps, scale, or factor of the second buffer (kAdd)
 };
@@ -125,9 +127,12 @@ struct StepInput {
 };
 
 struct EngineShape {
-    int32_t num_layers, num_kv_heads, head_dim, vocab_size;
+    int32_t num_layers;  // with keys and values
+    int32_t num_kv_heads, head_dim, vocab_size;
     int32_t num_blocks, block_size, max_rows, max_step_tokens;
     KvFormat kv_format;
+    // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
+    int32_t num_states = 0, state_columns = 0, state_width = 0;
 };
 
 }  // namespace penstock

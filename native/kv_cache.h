@@ -1,5 +1,5 @@
-// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says. A few tokens take few
-// pages. Knows no requests and no block tables.
+// The keys and values of one model: blocks of all layers, [num_blocks][num_layers], each as KvLayer says, and behind them the block's
+// recurrent state, bf16 [num_states][state_columns][state_width]. A few tokens take few pages. Knows no requests and no block tables.
 
 #pragma once
 
@@ -18,8 +18,10 @@ class KvCache {
     KvLayer layer(int index) const;
     int64_t bytes() const { return block_bytes_ * shape_.num_blocks; }
     int64_t block_bytes() const { return block_bytes_; }
-    // Bytes of a block in one layer.
-    int64_t layer_block_bytes() const { return block_bytes_ / shape_.num_layers; }
+    // Bytes of a block's keys and values in one layer.
+    int64_t layer_block_bytes() const { return layer_block_bytes_; }
+    // Where a block keeps the state of a position, in a layer of those with a state. [state_width]
+    uint16_t* state(int32_t block, int32_t layer, int32_t position) const;
 
     // From now on a thread of low priority sees to pages (KvMemory).
     void begin() { memory_.begin(); }
@@ -30,7 +32,7 @@ class KvCache {
     // A block of all layers, one after the other, in the layout of the cache. [block_bytes]
     void read_block(int block, uint8_t* out) const;
     void write_block(int block, const uint8_t* content);
-    // Fills a block's positions from `first` on with NaN, so that a test sees any use of them.
+    // Fills a block's positions from `first` on with NaN, so that a test sees any use of them; its state as well if all are.
     void poison_block(int block, int first);
 
   private:
@@ -38,7 +40,7 @@ class KvCache {
 
     EngineShape shape_;
     const KernelTable& kernels_;
-    int64_t block_bytes_;
+    int64_t layer_block_bytes_, block_bytes_;
     KvMemory memory_;
 };
 

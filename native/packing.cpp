@@ -15,6 +15,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "bf16.h"
+
 namespace penstock {
 
 namespace {
@@ -63,12 +65,6 @@ uint16_t to_f16(float x) {
     const uint32_t normal = (size + 0xC8000FFFu + (size >> 13 & 1u)) >> 13;   // exponent - 112, and rounding
     const uint32_t finite = size < 0x38800000u ? subnormal : normal;
     return static_cast<uint16_t>(sign | (size >= 0x47800000u ? 0x7C00u : finite));
-}
-
-// To the nearest, ties to even; NaN stays NaN.
-uint16_t to_bf16(float x) {
-    const uint32_t bits = bits_of(x), rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
-    return static_cast<uint16_t>(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : rounded) >> 16);
 }
 
 float from_f16(uint16_t h) {

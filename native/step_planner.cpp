@@ -49,6 +49,8 @@ void StepPlanner::count_last_instruction() {
         costs_.weight_bytes += w.bytes;
         if (w.matrix.kind != WeightKind::kBf16) fetching += cost;
     };
+    for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
+    num_attentions_ += instruction.kind == InstructionKind::kAttention;
     for (const LinearOp& op : instruction.linears) count(op.weight);
     if (instruction.kind == InstructionKind::kGated) {
         count(instruction.gated.gate);
@@ -89,7 +91,7 @@ Fetching::Share StepPlanner::fetched_by(int stage, int task) const {
     return fetching_.share(plan_.strands[stage / num_own_].blocks, stage % num_own_, task, plan_.stages[stage].num_tasks);
 }
 
-bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / shape_.num_layers <= kCachedLayerBytes; }
+bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_layers() <= kCachedLayerBytes; }
 
 // As many as pay and can be of about equal cost; one strand if several would not. Experts are read by one strand: with half of the rows
 // each, two would read nearly all of them twice.
@@ -117,6 +119,15 @@ void StepPlanner::add_up_costs() {
     }
 }
 
+// Where a strand ends that has its share of the cost up to this token: with a whole tile of rows, which may be within a row of the step,
+// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h).
+int StepPlanner::end_of_strand(int64_t token) const {
+    const int end = (static_cast<int>(token) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
+    if (num_states_ == 0 || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
+    const int32_t* const after = std::upper_bound(input_.query_start_loc, input_.query_start_loc + input_.num_rows, end);
+    return *after - end < end - after[-1] ? *after : after[-1];
+}
+
 // Into strands of about equal cost, which may begin and end within a row; into none if they can't be equal.
 void StepPlanner::divide_tokens(int wanted) {
     const int64_t total = cost_until_.back();
@@ -124,9 +135,8 @@ void StepPlanner::divide_tokens(int wanted) {
     Strand strand{0, 0, 0, 0};
     for (int i = 1; i <= wanted; ++i) {
         const auto share = std::lower_bound(cost_until_.begin(), cost_until_.end(), total * i / wanted) - cost_until_.begin() + 1;
-        const int end = (static_cast<int>(share) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
         strand.first_token = strand.end_token;
-        strand.end_token = i == wanted ? input_.num_tokens : std::min(end, input_.num_tokens);
+        strand.end_token = i == wanted ? input_.num_tokens : std::max(strand.first_token, end_of_strand(share));
         strand.first_logit = strand.end_logit;
         while (strand.end_logit < input_.num_logits && input_.logit_tokens[strand.end_logit] < strand.end_token) ++strand.end_logit;
         if (strand.first_token == strand.end_token) return plan_.strands.clear();
@@ -144,7 +154,7 @@ Team::Strands StepPlanner::strands_of_run() const {
     const bool cuts_row = std::any_of(plan_.strands.begin(), plan_.strands.end(), [&](const Strand& strand) {
         return !std::binary_search(starts, starts + input_.num_rows + 1, strand.first_token);
     });
-    const int stages_of_layer = static_cast<int>(program_.size()) / shape_.num_layers;
+    const int stages_of_layer = static_cast<int>(program_.size()) / num_layers();
     return {num_strands(), stages_of_layer / num_strands(), cuts_row, static_cast<int>(plan_.stages.size()) - num_strands() * num_own_};
 }
 

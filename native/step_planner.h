@@ -115,11 +115,14 @@ class StepPlanner {
 
     // How many members share a strand.
     int takers() const { return ceil_div(num_members_, num_strands()); }
+    // Of the program; at least those with keys and values.
+    int num_layers() const { return std::max(shape_.num_layers, num_states_ + num_attentions_); }
     bool layer_fits_cache() const;
 
     void plan_strands();
     void add_up_costs();
     void divide_tokens(int wanted);
+    int end_of_strand(int64_t token) const;
 
     void plan_attention(Strand& strand);
     TileRange add_tiles(const Strand& strand, int heads_per_kv, bool of_samples);
@@ -140,6 +143,8 @@ class StepPlanner {
     int num_members_;
     int num_own_ = 0;
     bool has_experts_ = false;
+    int num_states_ = 0;
+    int num_attentions_ = 0;
     Costs costs_;
     Fetching fetching_;
 

@@ -240,7 +240,7 @@ def test_a_server_counts_the_memory_of_the_largest_step_before_it_starts(name: s
         architecture="mixtral",
         vocab_size=NUM_IDS,
         hidden_size=hidden,
-        layers=(LayerSpec(attention=attention, mlp=mlp),) * num_layers,
+        layers=(LayerSpec(mixer=attention, mlp=mlp),) * num_layers,
         norm_eps=1e-5,
         max_model_len=1,
         tie_word_embeddings=True,

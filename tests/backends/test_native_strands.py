@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parity.tiny import write_case
+from parity.tiny_cases import CASES
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
+from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
@@ -162,3 +166,19 @@ def test_a_row_that_costs_as_much_as_all_others_leaves_the_step_whole(tmp_path: 
     assert steps.num_strands == 1
     steps.run(*short, (1, 1), *short)
     assert steps.num_strands == 2
+
+
+def test_a_row_with_recurrent_state_is_not_cut(tmp_path: Path) -> None:
+    """A token finds the inputs of those before it in the step's buffers, which another strand may have filled again."""
+    case = CASES["lfm2"]
+    path = write_case(replace(case, config={**case.config, "max_position_embeddings": 512}), tmp_path / "lfm2")
+    model, alone = load_hf_directory(path), dict[str, Answers]()
+    for num_threads, repeats in ((1, 1), (2, 5), (3, 5), (5, 5)):
+        steps = Steps(model, num_threads)
+        for name, shapes in SHAPES.items():
+            for _ in range(repeats):
+                answers = steps.run(*shapes)
+                assert answers == alone.setdefault(name, answers), name
+                assert steps.num_strands == 1 or len(shapes) > 1
+                assert steps.num_strands > 1 or num_threads == 1 or name != "decodes"
+        steps.executor.close()

@@ -28,8 +28,10 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    ShortConv,
     Softcap,
     States,
+    StateShape,
 )
 from penstock.models.weights import WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
@@ -243,6 +245,56 @@ def test_a_sink_takes_its_share_of_a_softmax_and_gives_nothing():
     total = (np.exp(scores) * np.tri(NUM_TOKENS)[:, None]).sum(-1)
     kept = np.repeat(total / (total + np.exp(sinks)), HEAD_DIM, axis=1)
     assert_close(row.buffers["z"], row.buffers["y"] * kept)
+
+
+WIDTH = 6
+
+
+def short_conv(op: ShortConv, inputs: np.ndarray, chunks: list[int], weights: dict[str, np.ndarray]) -> np.ndarray:
+    """The results of a text that is computed in chunks of so many tokens."""
+    cache, results, context_len = make_cache(state=StateShape(2, op.kernel - 1, WIDTH), poison=True), [], 0
+    for num_tokens in chunks:
+        row = make_row(context_len, num_tokens, cache, x=inputs[context_len : context_len + num_tokens])
+        cache.forget([block for block in (3, 1, 5, 2) if block * 4 in row.slots], 0)  # blocks that the chunk begins
+        results.append(run(row, op, **weights).buffers["y"])
+        context_len += num_tokens
+    return np.concatenate(results)
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_short_conv(kernel: int, has_bias: bool):
+    num_tokens = 14
+    inputs, weight, bias = values(num_tokens, 3 * WIDTH), values(WIDTH, kernel), values(WIDTH)
+    op = ShortConv("y", "x", 1, "w", kernel, "bias" if has_bias else None)
+    b, c, u = np.split(inputs, 3, axis=1)
+    v = round_to_bf16(b * u).astype(float)
+    expected = np.zeros((num_tokens, WIDTH))
+    for t in range(num_tokens):
+        for column in range(WIDTH):
+            taps = [(i, t - kernel + 1 + i) for i in range(kernel)]
+            total = sum(float(weight[column, i]) * v[at, column] for i, at in taps if at >= 0)
+            expected[t, column] = float(c[t, column]) * (total + has_bias * float(bias[column]))
+    whole = short_conv(op, inputs, [num_tokens], {"w": weight, "bias": bias})
+    assert_close(whole, expected)
+    for chunks in ([1] * 14, [3, 3, 3, 3, 2], [4, 4, 4, 2], [5, 1, 8], [13, 1]):
+        assert np.array_equal(short_conv(op, inputs, chunks, {"w": weight, "bias": bias}), whole), chunks
+
+
+def test_a_state_inside_a_block_is_gone():
+    """A token that goes on before the last one of its block gets another result: no hit may end there."""
+    inputs, weights = values(8, 3 * WIDTH), {"w": values(WIDTH, 3)}
+    op, cache = ShortConv("y", "x", 0, "w", 3), make_cache(state=StateShape(1, 2, WIDTH))
+    whole = run(make_row(0, 7, cache, x=inputs[:7]), op, **weights).buffers["y"]
+    inside = run(make_row(6, 1, cache, x=inputs[6:7]), op, **weights).buffers["y"]
+    assert not np.allclose(inside, whole[6], rtol=1e-3)
+    behind = run(make_row(4, 1, cache, x=inputs[4:5]), op, **weights).buffers["y"]
+    assert np.array_equal(behind[0], whole[4]), "behind the end of a block it is still there"
+
+
+def test_a_block_has_place_for_its_state():
+    with pytest.raises(ValueError, match="blocks of 4 positions can't hold 5 columns"):
+        make_cache(state=StateShape(1, 5, WIDTH))
 
 
 def test_queries_may_grow_with_their_position():

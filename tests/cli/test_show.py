@@ -57,3 +57,14 @@ def test_one_that_is_not_here_is_told_with_its_size(penstock: Penstock) -> None:
     result = penstock("show", "qwen2.5-coder")
     assert result.returncode == 1
     assert "It takes 1.04 GiB. Fetch it with `penstock pull qwen2.5-coder`." in result.stderr
+
+
+def test_recurrent_state_is_part_of_the_memory(penstock: Penstock, tmp_path: Path) -> None:
+    """Three convolutions of 72 columns with a kernel of 3: 2 x 3 x 72 numbers of 16 bits, in whole cache lines."""
+    path = write_case(CASES["lfm2"], tmp_path / "lfm2")
+    memory = json.loads(penstock("show", path, "--json", "--no-speed").stdout)["memory"]
+    assert memory["state_bytes_per_block"] == 896
+    assert memory["kv_bytes_per_token"] == 32 * 2 + 4
+    assert memory["kv_cache_bytes"] % (16 * memory["kv_bytes_per_token"] + 896) == 0
+    result = penstock("show", path, "--no-speed")
+    assert "a token, recurrent state 896 B a block of tokens; a server takes" in result.stdout

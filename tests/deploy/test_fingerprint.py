@@ -55,7 +55,7 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model, KvConfig(kv_cache_dtype="int8")) != own
     assert fingerprint(model, num_positions=800) == own
     assert fingerprint(model, num_positions=300) != own
-    layers = tuple(replace(layer, attention=replace(layer.attention, has_qkv_bias=False)) for layer in SPEC.layers)
+    layers = tuple(replace(layer, mixer=replace(layer.attention, has_qkv_bias=False)) for layer in SPEC.layers)
     without = replace(SPEC, layers=layers)
     assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
     turned = replace(SPEC.layers[0].attention, rotation=Rotation(inv_freq=(1.0,) * 8))

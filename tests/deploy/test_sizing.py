@@ -17,7 +17,7 @@ from penstock.config import KvConfig
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import ExpertsMlp, ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -140,6 +140,15 @@ def test_the_experts_of_the_largest_step_are_counted() -> None:
     with pytest.raises(NotEnoughMemory, match=r"the experts of a step's 8192 tokens, 1\.\d+ GiB, leave no KV cache") as refused:
         plan(spec=spec, available_bytes=free, max_step_tokens=8192)
     assert "--max-num-batched-tokens" in refused.value.remedy
+
+
+def test_recurrent_state_is_counted() -> None:
+    conv = ShortConvSpec(kernel=3)
+    spec = make_spec().with_layers(lambda i, layer: replace(layer, mixer=conv) if i % 3 else layer)
+    found = plan(KvConfig(kv_cache_memory_bytes=GIB), spec=spec)
+    assert spec.state_bytes == 20 * 2 * 576 * 2
+    assert found.num_bytes == found.num_blocks * (BLOCK_BYTES // 3 + spec.state_bytes)
+    assert found.num_blocks == GIB // (BLOCK_BYTES // 3 + spec.state_bytes)
 
 
 def test_fewer_than_two_blocks_is_refused() -> None:

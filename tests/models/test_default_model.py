@@ -29,7 +29,7 @@ def test_what_the_file_says(source):
     spec = model.spec
     attention = spec.layers[0].attention
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (9, 3, 64)
-    assert set(spec.layers) == {LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=1536))}
+    assert set(spec.layers) == {LayerSpec(mixer=attention, mlp=GatedMlp(intermediate_size=1536))}
     assert (spec.vocab_size, spec.num_layers, spec.hidden_size, spec.max_model_len) == (49152, 30, 576, 8192)
     assert spec.tie_word_embeddings
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 0))

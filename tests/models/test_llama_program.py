@@ -101,7 +101,7 @@ def test_bias_belongs_to_q_k_and_v_alone():
 def test_a_bias_is_taken_off_keys_only_where_every_key_has_it_and_only_softmax_sees_it(qk_norms, softcap, is_shared):
     spec = spec_of_equal_layers(**FIELDS | {"has_qkv_bias": True})
     attention = dataclasses.replace(spec.layers[0].attention, softcap=softcap)
-    spec = dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], attention=attention),))
+    spec = dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], mixer=attention),))
     build = Decoder(spec)
     build.attention(0, build.embed(), qk_norms=qk_norms)
     ops = build.states("x").ops

@@ -43,13 +43,13 @@ def read_config(case: TinyCase) -> PretrainedConfig:
 def make_model(case: TinyCase) -> PreTrainedModel:
     """The model in float32, in eval mode."""
     model = AutoModelForCausalLM.from_config(read_config(case), dtype=torch.float32).eval()
-    missing = {name for name, _ in model.named_parameters()}  # a tied output has no name of its own
+    missing = dict(model.named_parameters())  # a tied output has no name of its own
+    missing |= {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
     for name, values in case.stored_weights().items():
         with torch.no_grad():
-            parameter = model.get_parameter(name)
+            parameter = missing.pop(name)
             assert parameter.shape == values.shape, f"{name} is {tuple(parameter.shape)} there, {values.shape} here"
             parameter.copy_(torch.from_numpy(values))
-        missing.remove(name)
     assert not missing, f"the case lacks {sorted(missing)}"
     return model
 

@@ -45,7 +45,10 @@ class _Bf16Cache(DynamicCache):
 
 @contextmanager
 def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does."""
+    """Keys and values are rounded to bfloat16 before they are attended to, as a bfloat16 cache does.
+
+    So are the inputs of short convolutions, of which the cache holds the last ones.
+    """
     if not model._can_set_attn_implementation():  # Falcon has no other attention than its own
         hook = model.register_forward_pre_hook(
             lambda _, args, named: (args, {**named, "past_key_values": _Bf16Cache(config=model.config)}), with_kwargs=True
@@ -59,10 +62,16 @@ def bf16_cache(model: PreTrainedModel) -> Iterator[None]:
     AttentionMaskInterface.register(_BF16_CACHE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     before = model.config._attn_implementation
     model.set_attn_implementation(_BF16_CACHE)
+    file: Any = sys.modules[type(model).__module__]
+    convolve = getattr(file, "causal_conv1d_fn", None)
+    if convolve is not None:
+        file.causal_conv1d_fn = lambda v, *rest, **options: convolve(v.bfloat16().to(v.dtype), *rest, **options)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
+        if convolve is not None:
+            file.causal_conv1d_fn = convolve
 
 
 @contextmanager

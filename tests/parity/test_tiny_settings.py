@@ -31,7 +31,9 @@ from .tiny_cases import CASES
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
 KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layers"})
 """Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one."""
-SIZES = frozenset({"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts"})
+SIZES = frozenset(
+    {"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts", "kernel"}
+)
 IF_ABSENT: Mapping[str, Any] = {
     "scale": 0.3,
     "window": 5,

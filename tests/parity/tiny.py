@@ -206,14 +206,15 @@ def _in_mxfp4(name: str, values: FloatArray) -> Iterator[tuple[str, Encoded]]:
 
 def _of_each_expert(names: str, name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
     """A tensor as releases of transformers before the fifth have it: a cube is a matrix or two for each expert."""
-    if values.ndim < 3:
+    if not is_cube(name):
         yield name.replace("mlp.gate.", "block_sparse_moe.gate.") if names.startswith("block_sparse_moe") else name, values
         return
     ours = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
-    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if names.startswith("block_sparse_moe") else {}
+    is_numbered = names.startswith(("block_sparse_moe", "feed_forward"))
+    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if is_numbered else {}
     for expert, matrix in enumerate(values):
         for part, rows in zip(ours, np.split(matrix, len(ours)), strict=True):
-            at = name.split(".mlp.")[0]
+            at = re.split(r"\.mlp\.|\.feed_forward\.", name)[0]
             yield f"{at}.{names.format(expert, theirs.get(part, part))}", np.ascontiguousarray(rows)
 
 
@@ -252,6 +253,8 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads", num_heads)}.get(name.split(".")[-2])
         if gguf.is_interleaved and heads:
             values = interleave(values, heads)
+        if values.ndim == 3 and values.shape[1] == 1:  # the kernels of a convolution, [channels, 1, positions]
+            values = values[:, 0]
         if key == "falcon" and name.endswith("query_key_value.weight"):
             values = _queries_first(values, config["num_key_value_heads"], head_dim)
         found = ggufs.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -274,10 +277,10 @@ def _turned(values: FloatArray) -> FloatArray:
 
 def _experts_in_gguf(name: str, values: FloatArray, is_interleaved: bool) -> Iterator[tuple[str, FloatArray]]:
     """A tensor by the name that llama.cpp's table has for it; of experts the gate and the up projection are two."""
-    found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
+    found = re.fullmatch(r"(.*\.)(?:mlp|block_sparse_moe|feed_forward)\.experts\.(gate_up_proj|down_proj)(_bias)?", name)
     if found is None:
         name = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
-        yield f"{name}.weight" if name.endswith("sinks") else name, values
+        yield f"{name}.weight" if name.endswith("sinks") else f"{name}.bias" if name.endswith("expert_bias") else name, values
         return
     names = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
     num = len(names)

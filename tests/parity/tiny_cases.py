@@ -690,6 +690,132 @@ _GPT_OSS_GGUF = Gguf(
 )
 _MXFP4_GGUF = replace(_GPT_OSS_GGUF, metadata={**_GPT_OSS_GGUF.metadata, "expert_feed_forward_length": 64})
 
+_LFM2 = settings(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    num_hidden_layers=4,
+    head_dim=None,
+    hidden_act=None,
+    rms_norm_eps=None,
+    norm_eps=0.05,
+    tie_word_embeddings=True,
+    layer_types=["conv", "full_attention", "conv", "conv"],
+    conv_L_cache=3,
+    conv_bias=False,
+    block_auto_adjust_ff_dim=True,
+    block_multiple_of=10,
+    block_ffn_dim_multiplier=1.3,
+)
+_LFM2_OLD = {
+    **{key: value for key, value in _LFM2.items() if key not in ("layer_types", "intermediate_size", "tie_word_embeddings")},
+    "full_attn_idxs": [0, 2],
+    "block_ff_dim": 60,
+    "block_auto_adjust_ff_dim": False,
+    "conv_bias": True,
+    "conv_L_cache": 4,
+    "tie_embedding": False,
+    "rope_parameters": None,
+    "rope_theta": 3000.0,
+}
+
+
+def _lfm2_shapes(config: Mapping[str, Any], *, attending: tuple[int, ...], inner: int, is_tied: bool = True) -> Shapes:
+    hidden, kernel = config["hidden_size"], config["conv_L_cache"]
+    head_dim = hidden // config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"] * head_dim
+    attention: Shapes = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (kv_heads, hidden),
+        "self_attn.v_proj.weight": (kv_heads, hidden),
+        "self_attn.out_proj.weight": (hidden, hidden),
+        "self_attn.q_layernorm.weight": (head_dim,),
+        "self_attn.k_layernorm.weight": (head_dim,),
+    }
+    conv: Shapes = {
+        "conv.in_proj.weight": (3 * hidden, hidden),
+        "conv.conv.weight": (hidden, 1, kernel),
+        "conv.out_proj.weight": (hidden, hidden),
+    }
+    if config["conv_bias"]:
+        conv |= {"conv.in_proj.bias": (3 * hidden,), "conv.conv.bias": (hidden,), "conv.out_proj.bias": (hidden,)}
+    mlp: Shapes = {
+        "operator_norm.weight": (hidden,),
+        "ffn_norm.weight": (hidden,),
+        "feed_forward.w1.weight": (inner, hidden),
+        "feed_forward.w3.weight": (inner, hidden),
+        "feed_forward.w2.weight": (hidden, inner),
+    }
+    found: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        tensors = {**mlp, **(attention if layer in attending else conv)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in tensors.items()}
+    return {**found, "model.embedding_norm.weight": (hidden,), **({} if is_tied else {"lm_head.weight": (263, hidden)})}
+
+
+_LFM2_CASE = TinyCase(
+    architecture="lfm2",
+    config=_LFM2,
+    shapes=_lfm2_shapes(_LFM2, attending=(1,), inner=90),
+    seed=42,
+    refused_by={"cuda": "ShortConv"},
+)
+_LFM2_OLD_CASE = replace(
+    _LFM2_CASE, config=_LFM2_OLD, shapes=_lfm2_shapes(_LFM2_OLD, attending=(0, 2), inner=60, is_tied=False), seed=43
+)
+_LFM2_MOE = {
+    **{key: value for key, value in _LFM2.items() if not key.startswith("block_")},
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "num_dense_layers": 3,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "use_expert_bias": True,
+}
+
+
+def _lfm2_moe_shapes(config: Mapping[str, Any]) -> Shapes:
+    """The last layers have experts instead of an MLP."""
+    found, hidden = _lfm2_shapes(config, attending=(1,), inner=config["intermediate_size"]), config["hidden_size"]
+    for layer in range(config["num_dense_layers"], config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.feed_forward"
+        for name in ("w1", "w2", "w3"):
+            del found[f"{at}.{name}.weight"]
+        found |= {
+            f"{at}.gate.weight": (7, hidden),
+            f"{at}.expert_bias": (7,),
+            f"{at}.experts.gate_up_proj": (7, 80, hidden),
+            f"{at}.experts.down_proj": (7, hidden, 40),
+        }
+    return found
+
+
+_LFM2_MOE_CASE = TinyCase(
+    architecture="lfm2_moe",
+    config=_LFM2_MOE,
+    shapes=_lfm2_moe_shapes(_LFM2_MOE),
+    seed=74,
+    refused_by={"cuda": "ShortConv"},
+)
+_LFM2_MOE_GGUF = Gguf(
+    architecture="lfm2moe",
+    metadata={
+        **_GGUF_EXPERTS,
+        "attention.head_count_kv": [0, 1, 0, 0],
+        "shortconv.l_cache": 3,
+        "leading_dense_block_count": 3,
+        "expert_feed_forward_length": 40,
+        "expert_gating_func": 2,
+        "expert_weights_scale": 1.7,
+    },
+)
+_LFM2_GGUF = Gguf(
+    architecture="lfm2",
+    metadata={"attention.head_count_kv": [0, 1, 0, 0], "shortconv.l_cache": 3, "feed_forward_length": 90},
+)
+
 CASES: Mapping[str, TinyCase] = MappingProxyType(
     {
         "mha_tied_f32": TinyCase(architecture="llama", config=_TIED_F32, shapes=shapes(_TIED_F32), seed=1, dtype="f32"),
@@ -770,6 +896,12 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             _PHI3_CASE, gguf=Gguf(architecture="phi3", metadata={"attention.sliding_window": 6}), golden="phi3"
         ),
         "phi4_mini": _PHI3_LONG_CASE,
+        "lfm2": _LFM2_CASE,
+        "lfm2_old_config": _LFM2_OLD_CASE,
+        "lfm2_gguf": replace(_LFM2_CASE, gguf=_LFM2_GGUF, golden="lfm2"),
+        "lfm2_moe": _LFM2_MOE_CASE,
+        "lfm2_moe_per_expert": replace(_LFM2_MOE_CASE, experts="feed_forward.experts.{}.{}.weight", golden="lfm2_moe"),
+        "lfm2_moe_gguf": replace(_LFM2_MOE_CASE, gguf=_LFM2_MOE_GGUF, golden="lfm2_moe"),
         "phi3_short_factors": replace(_PHI3_LONG_CASE, config=_PHI3_SHORT, seed=36),
         "gpt2": _GPT2_CASE,
         "gpt2_gguf": _GPT2_GGUF_CASE,

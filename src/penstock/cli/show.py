@@ -156,6 +156,8 @@ def _memory(appraisal: Appraisal, size: ModelSize) -> str:
     from penstock.deploy.sizing import RESERVE_BYTES
 
     per_token = f"{size.kv_dtype.value} keys and values {format_size(size.kv_bytes_per_token)} a token"
+    if size.state_bytes_per_block:
+        per_token += f", recurrent state {format_size(size.state_bytes_per_block)} a block of tokens"
     words = f"weights {format_size(size.num_weight_bytes)}, {per_token}"
     if appraisal.forecast is None:
         return f"{words}; {format_size(appraisal.num_free_bytes)} are free"
@@ -216,6 +218,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
             "weight_bytes": size.num_weight_bytes,
             "disk_bytes": 0 if appraisal.outline is None else appraisal.outline.num_disk_bytes,
             "kv_bytes_per_token": size.kv_bytes_per_token,
+            "state_bytes_per_block": size.state_bytes_per_block,
             "kv_dtype": size.kv_dtype.value,
             "kv_cache_bytes": None if forecast is None else forecast.kv.num_bytes,
             "longest_request_tokens": None if forecast is None else forecast.kv.max_model_len,

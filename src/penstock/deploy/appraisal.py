@@ -144,5 +144,6 @@ def _check_backend(config: Config, model: LoadedModel) -> None:
     program = describe(model.spec)
     device.check_block_size(config)
     device.check_head_dim(config, model)
+    device.check_state(config, model)
     if config.backend.backend == Backend.NATIVE:
         check_program(program)

@@ -22,6 +22,7 @@ from penstock.config.units import format_size
 from penstock.machine import usable_cpus
 from penstock.types.errors import ConfigError, counted
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import ShortConvSpec
 
 if TYPE_CHECKING:
     from penstock.models.formats import Floats
@@ -198,11 +199,21 @@ def check_head_dim(config: Config, model: LoadedModel) -> None:
     """Before a weight is read: what the native kernels keep on the stack is bounded."""
     from penstock.backends.native import LARGEST_HEAD_DIM
 
-    head_dim = max(layer.attention.head_dim for layer in model.spec.layers)
+    head_dim = max(attention.head_dim for attention in model.spec.attentions)
     if config.backend.backend == Backend.NATIVE and head_dim > LARGEST_HEAD_DIM:
         raise ConfigError(
             f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {LARGEST_HEAD_DIM}.",
             remedy="Set --backend reference, which is slow, or take another model.",
+        )
+
+
+def check_state(config: Config, model: LoadedModel) -> None:
+    """Before a weight is read: a block holds the recurrent state of its own positions."""
+    needed = max((layer.mixer.kernel - 1 for layer in model.spec.layers if isinstance(layer.mixer, ShortConvSpec)), default=0)
+    if config.kv.block_size < needed:
+        raise ConfigError(
+            f"block_size {config.kv.block_size} is too small for {model.name}: its state is that of {needed} positions.",
+            remedy="Set --block-size to 16.",
         )
 
 

@@ -166,6 +166,7 @@ def _plan(
         experts_on_disk=config.model.experts_on_disk,
     )
     device.check_head_dim(config, model)
+    device.check_state(config, model)
     check_disk(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
     return config, model, kv, executor, available_bytes

@@ -43,7 +43,9 @@ def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[obj
     from penstock import __version__
 
     parts: list[object] = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
-    rotations = [layer.attention.rotation for layer in model.spec.layers]  # those of some models depend on the longest request
+    # Those of some models depend on the longest request.
+    # Those of some models depend on the longest request.
+    rotations = [attention.rotation for attention in model.spec.attentions]
     return [*parts, str(kv_dtype(config)), config.kv.block_size, rotations, *_pairs_without_bias(model, executor)]
 
 

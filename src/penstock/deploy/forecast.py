@@ -63,6 +63,7 @@ class Forecast:
             device.max_rows(self.config),
             device.max_step_tokens(self.config),
             self.kv.max_model_len,
+            self.outline.spec.has_state,
         )
 
 
@@ -83,7 +84,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             config.kv,
             max_model_len=config.model.max_model_len,
             max_num_seqs=device.max_rows(config),
-            block_bytes=config.kv.block_size * outline.spec.kv_bytes_per_token(dtype),
+            block_bytes=outline.spec.block_bytes(dtype, config.kv.block_size),
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:

@@ -68,7 +68,7 @@ def plan_kv(
     Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError if the model can not do it.
     """
     wanted_len = _wanted_len(spec, max_model_len)
-    block_bytes = kv.block_size * spec.kv_bytes_per_token(dtype)
+    block_bytes = spec.block_bytes(dtype, kv.block_size)
     step_bytes = max_step_tokens * spec.expert_buffer_bytes_per_token
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:

@@ -51,8 +51,9 @@ def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None =
 
 
 def kv_bytes_per_token(config: Config) -> int:
-    """Bytes of the keys and values of one position, over all layers of the config's model. Raises ModelError."""
-    return _load(config).spec.kv_bytes_per_token(device.kv_dtype(_settled(config)))
+    """Bytes of one position in a KV block of the config's model, with its share of the block's state. Raises ModelError."""
+    size = config.kv.block_size
+    return -(-_load(config).spec.block_bytes(device.kv_dtype(_settled(config)), size) // size)
 
 
 def _ns(seconds: float | None) -> int | None:
@@ -108,5 +109,10 @@ def _capacity_here(config: Config, model: LoadedModel) -> Capacity:
 
     plan, _ = plan_memory(config, model, available_memory_bytes())
     return Capacity(
-        plan.num_blocks, plan.block_size, device.max_rows(config), device.max_step_tokens(config), plan.max_model_len
+        plan.num_blocks,
+        plan.block_size,
+        device.max_rows(config),
+        device.max_step_tokens(config),
+        plan.max_model_len,
+        model.spec.has_state,
     )

@@ -22,7 +22,7 @@ from penstock.lab.hardware import Hardware
 from penstock.lab.workload import Job
 from penstock.models.checks import weight_shapes
 from penstock.models.program import Attention, Experts, Linear, Logits, Program
-from penstock.types.kv_dtype import KvDtype
+from penstock.types.kv_dtype import KvDtype, state_bytes
 from penstock.types.plan import Capacity, StepShape
 
 NS_PER_S = 1_000_000_000
@@ -53,6 +53,8 @@ class ModelSize:
     """Bytes of the keys and values of one position, with scales, over all layers."""
     is_quantised: bool
     """Most products are with weights of 8 bits or less."""
+    state_bytes_per_block: int = 0
+    """Bytes of recurrent state that a KV block has beside that."""
     expert_share: float = 0.0
     """Share of `num_read_bytes` that are the matrices of experts."""
     routed_share: float = 1.0
@@ -75,7 +77,7 @@ def size_of(
     num_logits = sizes[ending.weight] if isinstance(ending, Logits) else 0
     attentions = [op for op in program.ops if isinstance(op, Attention)]
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
-    num_read = token_products + num_logits
+    num_read, state = token_products + num_logits, program.state
     num_expert_weights, share = 0, 1.0
     for op in program.ops:
         if isinstance(op, Experts):
@@ -97,6 +99,7 @@ def size_of(
         kv_dtype=kv_dtype,
         kv_bytes_per_token=program.num_layers * program.num_kv_heads * kv_dtype.head_bytes(program.head_dim),
         is_quantised=is_quantised,
+        state_bytes_per_block=state_bytes(state.num_layers * state.num_columns, state.width) if state else 0,
         expert_share=num_expert_weights / num_read if num_expert_weights else 0.0,
         routed_share=share,
     )
@@ -483,7 +486,7 @@ def arithmetic(
 
 def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Sequence[Line]:
     head_bytes = size.kv_dtype.head_bytes(size.head_dim)
-    pool_tokens = (capacity.num_blocks - 1) * capacity.block_size
+    pool_tokens, state = (capacity.num_blocks - 1) * capacity.block_size, size.state_bytes_per_block
     fitting = fit_in(capacity, lengths)
     each = size.num_weight_bytes / size.num_parameters
     return [
@@ -501,9 +504,10 @@ def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Sequ
         ),
         Line(
             "KV cache",
-            "blocks x tokens of one x KV per token",
-            f"{capacity.num_blocks - 1:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B",
-            format_number(pool_tokens * size.kv_bytes_per_token, "B"),
+            f"blocks x tokens of one x KV per token{' + blocks x recurrent state of one' if state else ''}",
+            f"{capacity.num_blocks - 1:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B"
+            + (f" + {capacity.num_blocks - 1:,} x {state:,} B" if state else ""),
+            format_number(pool_tokens * size.kv_bytes_per_token + (capacity.num_blocks - 1) * state, "B"),
         ),
         Line(
             "requests that fit, paged",

@@ -35,6 +35,8 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gpt2": "penstock.models.gpt2:GPT2",
         "gpt_oss": "penstock.models.gpt_oss:GPT_OSS",
         "granite": "penstock.models.granite:GRANITE",
+        "lfm2": "penstock.models.lfm2:LFM2",
+        "lfm2_moe": "penstock.models.lfm2:LFM2_MOE",
         "llama": "penstock.models.llama:LLAMA",
         "mistral": "penstock.models.mistral:MISTRAL",
         "olmo2": "penstock.models.olmo2:OLMO2",
@@ -64,6 +66,8 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Gemma3ForCausalLM": "gemma3",
         "Gemma3ForConditionalGeneration": "gemma3",
         "GraniteForCausalLM": "granite",
+        "Lfm2ForCausalLM": "lfm2",
+        "Lfm2MoeForCausalLM": "lfm2_moe",
         "LlamaForCausalLM": "llama",
         "MinistralForCausalLM": "mistral",
         "Ministral3ForCausalLM": "mistral",
@@ -96,6 +100,8 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "gpt2": "gpt2",
         "gpt-oss": "gpt_oss",
         "granite": "granite",
+        "lfm2": "lfm2",
+        "lfm2moe": "lfm2_moe",
         "llama": "llama",
         "mistral3": "mistral",
         "olmo2": "olmo2",
@@ -112,7 +118,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
 """`general.architecture` in a GGUF file -> our name."""
 
 _MLA = "its attention has latent keys and values, which the KV cache can't hold yet"
-_STATE = "its layers have a recurrent state, for which there is no place in the KV cache"
+_STATE = "its layers have a recurrent state that is too large for the blocks of the KV cache"
 _LAYERS = "the keys and values of its layers differ in shape"
 _ALIBI = "its attention has ALiBi positions, which no backend computes"
 _ENCODER = "it has an encoder, and Penstock serves decoders"

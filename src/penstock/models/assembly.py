@@ -109,7 +109,7 @@ def _pieces_of(
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
     """(num_rows, num_cols) of what the pieces make; vectors are [1, n]. (0, 0) if they make nothing that fits."""
     if pieces[0].layout is None:
-        shape = sizes.stored[pieces[0].tensor]
+        shape = without_middle(sizes.stored[pieces[0].tensor])
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
     cuts = [piece.cut(name, sizes) for piece in pieces]
     is_right = len({cols for _, cols, _ in cuts}) == 1 and [piece.expert for piece in pieces] == list(range(len(pieces)))
@@ -119,6 +119,11 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
     if name.endswith("_bias"):
         return sum(num_matrices), num_rows[0]
     return sum(map(operator.mul, num_matrices, num_rows)), cuts[0][1]
+
+
+def without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a matrix, of the kernels [channels, 1, positions] of a convolution of single channels; else the same."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def put_together(

@@ -9,7 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.models.program import Attention, Embed, EmbedPositions, Experts, LayerNorm, Linear, Logits, Program, RMSNorm
+from penstock.models.program import (
+    Attention,
+    Embed,
+    EmbedPositions,
+    Experts,
+    LayerNorm,
+    Linear,
+    Logits,
+    Program,
+    RMSNorm,
+    ShortConv,
+)
 from penstock.models.rope import RopeParameters, choice_words, frequencies
 from penstock.models.weights import is_of_experts
 from penstock.types.errors import ModelError, NotEnoughMemory
@@ -69,16 +80,16 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     """Windows and reals of the spec are usable. Raises ModelError."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
-    for window in {layer.attention.window for layer in spec.layers}:
+    for window in {attention.window for attention in spec.attentions}:
         if not 0 <= window <= MAX_MODEL_LEN:
             raise ModelError(f"{path}: a window of attention is {window}, outside of 0 to {MAX_MODEL_LEN}.", remedy=REFETCH)
-    attentions = {layer.attention for layer in spec.layers}
+    attentions = set(spec.attentions)
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
     if not all(factor == 0.0 or 1 / _MAX_FACTOR <= factor <= _MAX_FACTOR for factor in factors):
         cause = "a factor or cap of embeddings, scores, layers or logits is below 0, beyond measure or no number"
         raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
-    rotations = {turn for layer in spec.layers if (turn := layer.attention.rotation) is not None}
+    rotations = {turn for attention in attentions if (turn := attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
     if not all(0.0 <= number <= _MAX_ROTARY for number in numbers):
         raise ModelError(f"{path}: a rotary frequency or factor is below 0, too large or no number.", remedy=REFETCH)
@@ -105,7 +116,7 @@ def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -
     mlp = layer.mlp
     if isinstance(mlp, GatedMlp):
         mlp = replace(mlp, has_bias="layers.0.down_bias" in names)
-    return replace(layer, attention=attention, mlp=mlp)
+    return replace(layer, mixer=attention, mlp=mlp)
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:
@@ -147,6 +158,9 @@ def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
                 shapes |= dict.fromkeys(_named(op.router_bias, op.selection_bias), (1, op.num_experts))
                 shapes |= dict.fromkeys(_named(op.gate_bias, op.up_bias), (op.num_experts, op.intermediate_size))
                 shapes |= dict.fromkeys(_named(op.down_bias), (op.num_experts, width[op.out]))
+            case ShortConv():
+                shapes[op.weight] = (width[op.out], op.kernel)
+                shapes |= dict.fromkeys(_named(op.bias), (1, width[op.out]))
             case Linear():
                 shapes[op.weight] = (width[op.out], width[op.x])
                 shapes |= dict.fromkeys(_named(op.bias), (1, width[op.out]))

@@ -24,10 +24,11 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    ShortConv,
     Softcap,
     States,
 )
-from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec
+from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
 
 SAMPLED = "sampled_"
 """Begins the names of buffers that have one row per sample."""
@@ -41,6 +42,12 @@ class Decoder:
         self._ops: list[Op] = []
         self._widths: dict[str, int] = {}
         self._of = ""
+        kinds = [type(layer.mixer) for layer in spec.layers]
+        self._indices = [0] * len(kinds)
+        """The number of layers before each that have a mixer of the same kind."""
+        for kind in set(kinds):
+            for index, layer in enumerate(layer for layer, other in enumerate(kinds) if other is kind):
+                self._indices[layer] = index
 
     def _buffer(self, name: str, width: int) -> str:
         """A buffer of this name, which has the width in it if another layer's has another one."""
@@ -102,6 +109,7 @@ class Decoder:
         `layers.{i}.q_norm` and `k_norm`.
         """
         spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
+        index = self._indices[layer]
         q, k, v = (
             self.linear(x, f"{at}.{name}", name, heads * spec.head_dim, bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
             for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
@@ -118,14 +126,14 @@ class Decoder:
             self._ops.append(Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
         # A norm rescales a bias; a capped score sees what all keys share, and so does a sink beside the scores.
         if spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks):
-            write = KvWrite(layer, k, v, f"{at}.k_bias", *angles)
+            write = KvWrite(index, k, v, f"{at}.k_bias", *angles)
         else:
-            write = KvWrite(layer, k, v)
+            write = KvWrite(index, k, v)
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
         attention = Attention(
             out=out,
             q=q,
-            layer=layer,
+            layer=index,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -137,10 +145,36 @@ class Decoder:
         self._ops += [write, attention]
         return out
 
-    def add_output(self, layer: int, to: str, attended: str) -> str:
-        """to += the output projection of what the layer attended to. Weights are `layers.{i}.o` and, with a bias, `o_bias`."""
-        bias = f"layers.{layer}.o_bias" if self._spec.layers[layer].attention.has_o_bias else None
-        return self.add_linear(to, attended, f"layers.{layer}.o", bias=bias)
+    def short_conv(self, layer: int, x: str) -> str:
+        """The short convolution of a layer before its output projection. [num_tokens, hidden_size]
+
+        Weights are `layers.{i}.conv_in` and `conv` and, where the spec has biases, `conv_in_bias` and `conv_bias`.
+        """
+        spec, at, width = self._spec.layers[layer].mixer, f"layers.{layer}", self._spec.hidden_size
+        assert isinstance(spec, ShortConvSpec)
+        has_bias = spec.has_bias
+        inputs = self.linear(x, f"{at}.conv_in", "conv_in", 3 * width, bias=f"{at}.conv_in_bias" if has_bias else None)
+        out = self._buffer("mixed", width)
+        self._ops.append(
+            ShortConv(
+                out=out,
+                x=inputs,
+                layer=self._indices[layer],
+                weight=f"{at}.conv",
+                kernel=spec.kernel,
+                bias=f"{at}.conv_bias" if has_bias else None,
+            )
+        )
+        return out
+
+    def add_output(self, layer: int, to: str, mixed: str) -> str:
+        """to += the output projection of the layer's attention or convolution, before it.
+
+        Weights are `layers.{i}.o` and, with a bias, `o_bias`.
+        """
+        mixer = self._spec.layers[layer].mixer
+        has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
+        return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
@@ -231,11 +265,12 @@ class Decoder:
         return self._program()
 
     def _program(self) -> Program:
-        first = self._spec.layers[0].attention
+        attentions = self._spec.attentions
+        first = attentions[0]
         return Program(
             ops=tuple(self._ops),
             buffers=tuple(self._widths.items()),
-            num_layers=self._spec.num_layers,
+            num_layers=len(attentions),
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
             vocab_size=self._spec.vocab_size,

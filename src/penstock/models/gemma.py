@@ -106,7 +106,7 @@ def local_layers_of_period(spec: ModelSpec, period: int) -> list[bool]:
 def _with(spec: ModelSpec, scale: float, logit_softcap: float | None) -> ModelSpec:
     mlp = GatedMlp(intermediate_size=spec.layers[0].mlp.intermediate_size, activation="gelu_tanh")
     spec = replace(spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap or 0.0)
-    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp, attention=replace(layer.attention, scale=scale)))
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp, mixer=replace(layer.attention, scale=scale)))
 
 
 def _with_local_base(spec: ModelSpec, base: float) -> ModelSpec:

@@ -218,11 +218,22 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
         "hidden_size": hidden_size,
         "num_layers": file.require(f"{key}.block_count", int),
         "num_heads": num_heads,
-        "num_kv_heads": file.get(f"{key}.attention.head_count_kv", int) or num_heads,
+        "num_kv_heads": _num_kv_heads(file, f"{key}.attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
         "intermediate_size": file.require(f"{key}.feed_forward_length", int),
         "max_model_len": file.require(f"{key}.context_length", int),
     }
+
+
+def _num_kv_heads(file: GgufFile, key: str) -> int | None:
+    """The number, or of a list with one for each layer that of all layers that have any. Raises ModelError if they differ."""
+    if not isinstance(file.metadata.get(key), list):
+        return file.get(key, int)
+    counts = set(file.get_list(key, int)) - {0}
+    if len(counts) > 1:
+        found = ", ".join(map(str, sorted(counts)[:8]))
+        raise checks.unsupported(file.path, f"{key} has {found}", "one number for all layers that attend is")
+    return max(counts, default=None)
 
 
 def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture: Architecture) -> rope.RopeParameters:

@@ -68,7 +68,7 @@ def _with_own(spec: ModelSpec) -> ModelSpec:
     def own(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, ExpertsMlp)
         mlp = replace(layer.mlp, activation="swiglu_clamped", has_router_bias=True, has_bias=True)
-        return replace(layer, mlp=mlp, attention=replace(layer.attention, has_sinks=True))
+        return replace(layer, mlp=mlp, mixer=replace(layer.attention, has_sinks=True))
 
     return spec.with_layers(own)
 

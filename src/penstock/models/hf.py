@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, hf_quantised, rope
-from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of
+from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
 from penstock.models.hf_quantised import Stored, read_quantisation
@@ -265,7 +265,7 @@ def _weight(
 ) -> WeightTensor:
     """The weight called `name`, whose row (or number, of a vector) i is the tensor's `order[i]`; None: i."""
     assert not isinstance(tensor, Mxfp4Cube)  # its names are those of `Parts` alone
-    num_rows, num_cols = (1, *tensor.shape)[-2:]
+    num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)
     values = tensor.array().reshape(num_rows, num_cols)

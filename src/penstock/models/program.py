@@ -131,6 +131,27 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated causal convolution along a row, each column by itself. x is [num_tokens, 3 * width of out]: b, c, u side by side.
+
+    v = b * u, rounded to bf16, and 0 before the row's first position. out[t] = c[t] * s[t], where s[t] is the sum over i of
+    weight[:, i] * v[t - kernel + 1 + i] (+ bias). weight is [width of out, kernel].
+
+    v of the last `kernel` - 1 positions is the layer's recurrent state, which KV blocks hold (`Program.state`).
+    Source: transformers' modeling_lfm2.py, which in bf16 rounds v as well.
+    """
+
+    out: str
+    x: str
+    layer: int
+    """Its index among the program's operations with a state."""
+    weight: str
+    kernel: int
+    """At least 2."""
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatedActivation:
     """out = activation(gate) * up.
 
@@ -254,6 +275,7 @@ Op = (
     | Rope
     | KvWrite
     | Attention
+    | ShortConv
     | GatedActivation
     | Experts
     | Act
@@ -284,6 +306,19 @@ def features(op: Op) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """The recurrent state that a KV block holds, behind its last computed position: [num_layers, num_columns, width], bf16.
+
+    The column of position p is at p modulo the block's size modulo `num_columns`.
+    """
+
+    num_layers: int
+    num_columns: int
+    """Last computed positions of which there is a column."""
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The computation of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
 
@@ -291,6 +326,7 @@ class Program:
     buffers: tuple[tuple[str, int], ...]
     """(name, width) of every buffer, in order of first use."""
     num_layers: int
+    """Layers with keys and values, whose indices `KvWrite` and `Attention` have."""
     num_kv_heads: int
     """The number in every layer: the KV cache of each backend has one shape for all."""
     head_dim: int
@@ -304,6 +340,15 @@ class Program:
                     f"and another layer {self.num_kv_heads} of {self.head_dim}: no backend has a KV cache for that yet.",
                     remedy="Use another model.",
                 )
+
+    @property
+    def state(self) -> StateShape | None:
+        """None for programs without recurrent state, which most are."""
+        convs = [op for op in self.ops if isinstance(op, ShortConv)]
+        if not convs:
+            return None
+        ((kernel, width),) = {(op.kernel, self.width(op.out)) for op in convs}
+        return StateShape(len(convs), kernel - 1, width)
 
     @property
     def ending(self) -> Logits | States:

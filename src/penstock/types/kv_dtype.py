@@ -1,4 +1,4 @@
-"""How keys and values are stored."""
+"""How keys, values and recurrent state are stored."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ KEY_GROUP = 32
 def padded_head_dim(head_dim: int) -> int:
     """Columns of a head as the native backend stores it: its kernels take sixteen at a time, so zeros fill the last sixteen."""
     return -(-head_dim // 16) * 16
+
+
+def state_bytes(num_columns: int, width: int) -> int:
+    """Bytes of recurrent state in a block of the native backend, of so many columns in all layers: bf16, whole cache lines."""
+    return -(-2 * num_columns * width // 64) * 64

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from penstock.types.kv_dtype import KvDtype
+from penstock.types.kv_dtype import KvDtype, state_bytes
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped"]
 """`swiglu_clamped` is of a gate and its partner together; the others are of one number. `models.program` has the formulas."""
@@ -51,6 +51,16 @@ class AttentionSpec:
     """The output projection has a bias."""
     has_sinks: bool = False
     """Each head's softmax has one more term, which no value belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """A gated convolution over the last few positions, each column of the hidden state by itself."""
+
+    kernel: int
+    """Number of last positions that an output depends on, its own included."""
+    has_bias: bool = False
+    """The convolution and both projections have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +106,17 @@ class ExpertsMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    attention: AttentionSpec
+    mixer: AttentionSpec | ShortConvSpec
+    """How a token learns of those before it."""
     mlp: GatedMlp | PlainMlp | ExpertsMlp
     has_attn_norm: bool = True
     """False: attention reads what the norm before the MLP made, and both run side by side."""
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a layer that has one."""
+        assert isinstance(self.mixer, AttentionSpec)
+        return self.mixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +147,25 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The attentions of the layers that have one, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
         """The same with each layer as `change` makes it of its number and itself."""
         return replace(self, layers=tuple(change(i, layer) for i, layer in enumerate(self.layers)))
 
     def with_attention(self, change: Callable[[int, AttentionSpec], AttentionSpec]) -> ModelSpec:
-        """The same with the attention of each layer as `change` makes it of the layer's number and its attention."""
-        return self.with_layers(lambda i, layer: replace(layer, attention=change(i, layer.attention)))
+        """The same with the attention of each layer as `change` makes it of the layer's number and its attention.
+
+        Layers without attention are left as they are.
+        """
+
+        def changed(i: int, layer: LayerSpec) -> LayerSpec:
+            return replace(layer, mixer=change(i, layer.mixer)) if isinstance(layer.mixer, AttentionSpec) else layer
+
+        return self.with_layers(changed)
 
     def with_windows(self, window: int, is_local: Sequence[bool]) -> ModelSpec:
         """The same where local layers see the last `window` positions, and the others all. `is_local` has a value per layer."""
@@ -154,8 +183,22 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: KvDtype) -> int:
         """Bytes of the keys and values of a position over all layers, with their scales, as the native backend stores them."""
-        heads = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
-        return sum(num_kv_heads * dtype.head_bytes(head_dim) for num_kv_heads, head_dim in heads)
+        return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in self.attentions)
+
+    @property
+    def has_state(self) -> bool:
+        """Some layers have a recurrent state."""
+        return len(self.attentions) < self.num_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state in a KV block of the native backend; 0 for most models."""
+        num_columns = sum(layer.mixer.kernel - 1 for layer in self.layers if isinstance(layer.mixer, ShortConvSpec))
+        return state_bytes(num_columns, self.hidden_size)
+
+    def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
+        """Bytes of a KV block of the native backend."""
+        return block_size * self.kv_bytes_per_token(dtype) + self.state_bytes
 
     @property
     def expert_buffer_bytes_per_token(self) -> int:
@@ -198,5 +241,5 @@ def spec_of_equal_layers(
         rotation=Rotation(inv_freq=rope_inv_freq, attention_factor=rope_attention_factor),
         has_qkv_bias=has_qkv_bias,
     )
-    layer = LayerSpec(attention=attention, mlp=GatedMlp(intermediate_size=intermediate_size))
+    layer = LayerSpec(mixer=attention, mlp=GatedMlp(intermediate_size=intermediate_size))
     return ModelSpec(layers=(layer,) * num_layers, **rest)

@@ -110,6 +110,8 @@ class RowOpKind(Enum):
     LAYER_NORM = 15
     ACTIVATE = 16
     LOOKUP_POSITION = 17
+    SHORT_CONV = 18
+    KEEP_STATE = 19
 
 class RowOp:
     def __init__(
@@ -145,6 +147,9 @@ class Engine:
         team: Team,
         variant: str = "",
         kv_format: KvFormat = ...,
+        num_states: int = 0,
+        state_columns: int = 0,
+        state_width: int = 0,
     ) -> None: ...
     def keep_partly_read_in(self, fd: int) -> None: ...
     def add_matrix(

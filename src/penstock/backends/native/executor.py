@@ -52,7 +52,8 @@ class NativeExecutor:
         on_packed: Callable[[int], object] | None = None,
         expert_file: int | None = None,
     ) -> None:
-        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        state = program.state
+        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len, state is not None)
         self._vocab_size = program.vocab_size
         self._opened: Engine | None = Engine(
             num_layers=program.num_layers,
@@ -66,6 +67,9 @@ class NativeExecutor:
             team=team or Team(num_threads or len(os.sched_getaffinity(0))),
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
+            num_states=state.num_layers if state else 0,
+            state_columns=state.num_columns if state else 0,
+            state_width=state.width if state else 0,
         )
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)

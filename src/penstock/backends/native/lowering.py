@@ -40,6 +40,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    ShortConv,
     Softcap,
     States,
     features,
@@ -63,6 +64,7 @@ COMPUTED = frozenset(
         *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
+        *("ShortConv", "ShortConv.bias"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
         *("Logits", "Logits.scale", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
@@ -97,7 +99,7 @@ def lower(
     emitter = _Emitter(program, known, engine, num_positions)
     for group in fuse(program.ops, known):
         emitter.emit(group)
-    emitter.flush()
+    emitter.flush_all()
 
 
 def check_program(program: Program) -> None:
@@ -282,6 +284,8 @@ class _Emitter:
         """By buffer, whether quantised, and the number of such orders that its value has before: other layers reuse it."""
         self._pending: list[RowOp] = []
         """Row operations not yet given out, to be one instruction."""
+        self._later: list[RowOp] = []
+        """Row operations of the instruction after that one."""
         self._on_samples = False
 
     def emit(self, group: Group) -> None:
@@ -305,7 +309,11 @@ class _Emitter:
     def flush(self) -> None:
         if self._pending:
             self._engine.add_rows(self._pending, self._on_samples)
-            self._pending = []
+        self._pending, self._later = self._later, []
+
+    def flush_all(self) -> None:
+        while self._pending:
+            self.flush()
 
     def _emit_row(self, op: Op) -> None:
         match op:
@@ -327,6 +335,8 @@ class _Emitter:
             case KvWrite():
                 k, v = self._padded(op.k, self._num_kv_heads), self._padded(op.v, self._num_kv_heads)
                 self._row(RowOpKind.KV_WRITE, x=k, y=v, n=op.layer, weight=self._key_centre(op))
+            case ShortConv():
+                self._emit_short_conv(op)
             case GatedActivation():
                 gate, up = self._buffer(op.gate), self._buffer(op.up)
                 self._row(RowOpKind.GATED, out=self._written(op.out), x=gate, y=up, n=ACTIVATION_KINDS[op.activation])
@@ -340,7 +350,7 @@ class _Emitter:
                 pass  # with the logits: rows of which only the largest is kept are capped first, too
             case GatherRows():
                 if not self._on_samples:
-                    self.flush()
+                    self.flush_all()
                 self._on_samples = True
                 self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
             case _:
@@ -371,6 +381,13 @@ class _Emitter:
         self._row(RowOpKind.LOOKUP_POSITION, out=self._buffer(added), weight=self._weights.table(op.weight), value=1.0)
         x = self._buffer(op.x)
         self._row(RowOpKind.ADD, out=self._written(op.out), x=x, y=self._buffer(added), value=1.0)
+
+    def _emit_short_conv(self, op: ShortConv) -> None:
+        """The state is kept one instruction later, when no token needs the one before any more."""
+        x, bias = self._buffer(op.x), self._weights.vector_or_none(op.bias)
+        taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
+        self._row(RowOpKind.SHORT_CONV, out=self._written(op.out), x=x, y=bias, weight=taps, n=op.layer)
+        self._later.append(RowOp(RowOpKind.KEEP_STATE, x=x, n=op.layer))
 
     def _row(
         self,

@@ -53,7 +53,8 @@ class ReferenceExecutor:
         kv_dtype: KvDtype = KvDtype.INT8,
         poison: bool = False,
     ) -> None:
-        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        has_state = program.state is not None
+        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len, has_state)
         if not isinstance(program.ending, Logits):
             raise ModelError(
                 f"the program ends in {type(program.ending).__name__}, not in logits, so there is nothing to sample.",
@@ -167,7 +168,8 @@ class ReferenceExecutor:
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position of one sequence, computed from scratch beside the cache. [num_tokens, vocab_size]"""
         num_tokens = len(token_ids)
-        cache = self._make_cache(1, num_tokens, poison=False)
+        state = self._program.state
+        cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)
         indices = np.arange(num_tokens)
         row = RowRun(cache, np.array(token_ids, np.int32), 0, indices, np.zeros(1, np.int32), gathered=indices)
         return self._interpreter.run(row)
@@ -180,6 +182,7 @@ class ReferenceExecutor:
             num_kv_heads=self._program.num_kv_heads,
             head_dim=self._program.head_dim,
             dtype=self._kv_dtype,
+            state=self._program.state,
             poison=poison,
         )
 

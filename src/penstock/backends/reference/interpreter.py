@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.reference.kv_cache import KvCache
+from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
 from penstock.models.program import (
     Act,
     Add,
@@ -33,6 +33,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    ShortConv,
     Softcap,
     States,
 )
@@ -93,6 +94,7 @@ class Interpreter:
             Rope: self._rope,
             KvWrite: self._kv_write,
             Attention: self._attention,
+            ShortConv: self._short_conv,
             GatedActivation: self._gated_activation,
             Experts: self._experts,
             Act: self._act,
@@ -182,6 +184,19 @@ class Interpreter:
             start = max(0, position + 1 - op.window) if op.window else 0
             out[i] = attend(queries[i], keys[start : position + 1], values[start : position + 1], op, sinks)
         row.buffers[op.out] = out.reshape(len(queries), -1)
+
+    def _short_conv(self, op: ShortConv, row: RowRun) -> None:
+        b, c, u = np.split(row.buffers[op.x], 3, axis=1)
+        own: F32 = round_to_bf16(b * u)
+        weight = self._matrix(op.weight)
+        seen = np.concatenate([row.cache.read_state(op.layer, row.block_table, row.context_len), own])
+        total: F32 = np.zeros_like(own)
+        for tap in range(op.kernel):
+            total += seen[tap : tap + len(own)] * weight[:, tap]
+        if op.bias is not None:
+            total += self._vector(op.bias)
+        row.cache.write_state(op.layer, row.slots, own)
+        row.buffers[op.out] = c * total
 
     def _gated_activation(self, op: GatedActivation, row: RowRun) -> None:
         row.buffers[op.out] = gated(row.buffers[op.gate], row.buffers[op.up], op.activation)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NULL_BLOCK
+from penstock.models.program import StateShape
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = NDArray[np.float32]
@@ -18,6 +19,9 @@ SMALLEST_SCALE = np.float32(1e-24)
 
 class KvCache:
     """Keys and values of every layer as float32 that hold what `dtype` can. [num_blocks, block_size, num_kv_heads, head_dim]
+
+    Beside them is the recurrent state of each block, as `StateShape` says. Raises ValueError if a block has more columns of it
+    than positions.
 
     With `poison`, slots that hold no KV are NaN: whoever reads one gets NaN for an answer. Not those of the null block, which
     padding reads.
@@ -32,6 +36,7 @@ class KvCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: KvDtype,
+        state: StateShape | None = None,
         poison: bool = False,
     ) -> None:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
@@ -41,6 +46,13 @@ class KvCache:
         self._keys: F32 = np.full(shape, np.nan, np.float32) if poison else np.zeros(shape, np.float32)
         self._keys[:, NULL_BLOCK] = 0
         self._values = self._keys.copy()
+        state = state or StateShape(0, 0, 0)
+        self._num_columns = state.num_columns
+        if self._num_columns > block_size:
+            raise ValueError(f"blocks of {block_size} positions can't hold {self._num_columns} columns of recurrent state")
+        columns = (state.num_layers, num_blocks, state.num_columns, state.width)
+        self._states = np.full(columns, np.nan if poison else 0.0, np.float32)
+        self._states[:, NULL_BLOCK] = 0
 
     def write(self, layer: int, slots: NDArray[np.int64], k: F32, v: F32) -> None:
         """Store k and v [num_tokens, num_kv_heads, head_dim], rounded to the cache's type, at `slots` [num_tokens]."""
@@ -57,27 +69,47 @@ class KvCache:
         k, v = self._keys[layer, blocks], self._values[layer, blocks]
         return k.reshape(-1, *k.shape[2:])[:seq_len], v.reshape(-1, *v.shape[2:])[:seq_len]
 
+    def write_state(self, layer: int, slots: NDArray[np.int64], columns: F32) -> None:
+        """Keep the columns [num_tokens, width] of a row's next tokens, at `slots`: those of each block's last positions."""
+        blocks, offsets = slots // self._block_size, slots % self._block_size
+        later = blocks[self._num_columns :]
+        is_kept = np.full(len(slots), True)
+        is_kept[: len(later)] = blocks[: len(later)] != later  # else that one comes to the same place
+        self._states[layer, blocks[is_kept], offsets[is_kept] % self._num_columns] = columns[is_kept]
+
+    def read_state(self, layer: int, block_table: NDArray[np.int32], context_len: int) -> F32:
+        """The columns of the last positions before `context_len`, which have all been computed; 0 before the first.
+        [num_columns, width]
+        """
+        positions = context_len - self._num_columns + np.arange(self._num_columns)
+        blocks, places = block_table[positions // self._block_size], positions % self._block_size % self._num_columns
+        columns: F32 = self._states[layer, blocks, places]
+        return np.where(positions[:, None] < 0, np.float32(0), columns)
+
     def copy_block(self, source: int, destination: int) -> None:
-        for cache in (self._keys, self._values):
+        for cache in (self._keys, self._values, self._states):
             cache[:, destination] = cache[:, source]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's keys and values, in all layers."""
-        return int(2 * self._keys[:, 0].nbytes)
+        """Bytes of one block's keys, values and state, in all layers."""
+        return int(sum(cache[:, 0].nbytes for cache in (self._keys, self._values, self._states)))
 
     def read_block(self, block_id: int, out: memoryview) -> None:
-        """Copy keys, then values, [num_layers, block_size, num_kv_heads, head_dim] each."""
-        out[:] = np.stack([self._keys[:, block_id], self._values[:, block_id]]).tobytes()
+        """Copy keys, then values, [num_layers, block_size, num_kv_heads, head_dim] each, then the state."""
+        out[:] = b"".join(cache[:, block_id].tobytes() for cache in (self._keys, self._values, self._states))
 
     def write_block(self, block_id: int, content: memoryview) -> None:
         """The reverse of `read_block`."""
-        shape = (2, *self._keys[:, block_id].shape)
-        self._keys[:, block_id], self._values[:, block_id] = np.frombuffer(content, np.float32).reshape(shape)
+        numbers, start = np.frombuffer(content, np.float32), 0
+        for cache in (self._keys, self._values, self._states):
+            size = cache[:, block_id].size
+            cache[:, block_id] = numbers[start : start + size].reshape(cache[:, block_id].shape)
+            start += size
 
     def forget(self, block_ids: Sequence[int], num_kept: int) -> None:
         """Poison, if asked to, the content of these blocks after their first `num_kept` positions: it has no meaning any
-        more."""
+        more. The state goes if no position is kept."""
         if not self._poison:
             return
         for i, block_id in enumerate(block_ids):
@@ -86,6 +118,8 @@ class KvCache:
             start = max(0, num_kept - i * self._block_size)
             for cache in (self._keys, self._values):
                 cache[:, block_id, start:] = np.nan
+            if start == 0:
+                self._states[:, block_id] = np.nan
 
 
 def round_to_int8(x: F32, group: int) -> F32:

@@ -1,0 +1,225 @@
+"""LFM2: layers that attend, with norms on each head of queries and keys, among more layers with a short convolution.
+
+The convolution's state lies in the KV blocks: docs/decisions/recurrent-state.md. LFM2 MoE has experts in most layers.
+Sources: modeling_lfm2.py, modeling_lfm2_moe.py and their configurations in transformers; src/models/lfm2.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.models import checks
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts
+from penstock.models.decoder import Decoder
+from penstock.models.experts import GGUF_EXPERTS, with_experts
+from penstock.models.hf_config import read_layer_types
+from penstock.models.program import Program
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.models.gguf_file import GgufFile
+    from penstock.models.hf_config import JsonFile
+
+_MAX_KERNEL = 17
+"""A block of 16 positions, the smallest of the native backend, has the columns that are before a position."""
+_MAX_MULTIPLE = 1 << 16
+_MAX_FACTOR = 1e6
+_SIGMOID = 2
+"""`expert_gating_func` in a GGUF file."""
+
+
+def _describe(spec: ModelSpec) -> Program:
+    """The program of one step."""
+    build = Decoder(spec)
+    x = build.embed()
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        normed = build.norm(x, f"{at}.attn_norm")
+        has_conv = isinstance(spec.layers[layer].mixer, ShortConvSpec)
+        mixed = build.short_conv(layer, normed) if has_conv else build.attention(layer, normed, qk_norms="heads")
+        x, mixed = build.gather_after_last(layer, x, mixed)
+        build.add_output(layer, x, mixed)
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.logits(build.norm(x, "norm"))
+
+
+def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the defaults of transformers, and the names of the keys before its release."""
+    old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+    renamed = {new: values[key] for key, new in old.items() if key in values}
+    defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "norm_eps": 1e-5, "intermediate_size": 12288}
+    merged = {**defaults, **values, **renamed}
+    return {"rms_norm_eps": merged["norm_eps"], **merged}
+
+
+def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """No width is adjusted."""
+    defaults = {"intermediate_size": 7168, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
+    return _values({**defaults, "moe_intermediate_size": 1792, **values, "block_auto_adjust_ff_dim": False})
+
+
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if config.values.get("layer_types") is not None:
+        kinds = read_layer_types(config, spec.num_layers)
+        if unknown := set(kinds) - {"full_attention", "conv"}:
+            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        has_conv = [kind == "conv" for kind in kinds]
+    else:
+        attending = config.get("full_attn_idxs", list)
+        has_conv = [attending is not None and layer not in attending for layer in range(spec.num_layers)]
+    width = _adjusted_width(config, spec)
+    kernel, has_bias = config.get("conv_L_cache", int), config.get("conv_bias", bool) or False
+    conv = ShortConvSpec(kernel=3 if kernel is None else kernel, has_bias=has_bias)
+    return _with_convs(_with_width(spec, width), conv, has_conv, config.path)
+
+
+def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    factor = config.get("routed_scaling_factor", float)
+    mlp = ExpertsMlp(
+        num_experts=config.require("num_experts", int),
+        num_experts_per_token=config.require("num_experts_per_tok", int),
+        intermediate_size=config.require("moe_intermediate_size", int),
+        scoring="sigmoid",
+        is_renormalised=config.get("norm_topk_prob", bool) is not False,
+        share_factor=1.0 if factor is None else factor,
+        has_selection_bias=config.get("use_expert_bias", bool) is not False,
+    )
+    return _with_experts_behind(_of_hf(config, spec), mlp, config.get("num_dense_layers", int), config.path)
+
+
+def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
+    """Columns of the MLP: two thirds of what is told, times a factor, in whole multiples, unless config.json says as told."""
+    mlp = spec.layers[0].mlp
+    assert isinstance(mlp, GatedMlp)
+    width = mlp.intermediate_size
+    if config.get("block_auto_adjust_ff_dim", bool) is False:
+        return width
+    width = int(2 * width / 3)
+    if "block_ffn_dim_multiplier" in config.values and config.values["block_ffn_dim_multiplier"] is None:
+        return width
+    factor, multiple = config.get("block_ffn_dim_multiplier", float) or 1.0, config.get("block_multiple_of", int) or 256
+    if not 0.0 < factor <= 64.0 or not 1 <= multiple <= _MAX_MULTIPLE:
+        raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} make no width of an MLP")
+    return -(-int(factor * width) // multiple) * multiple
+
+
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """A layer without key-value heads has a convolution."""
+    key = file.require("general.architecture", str)
+    if file.get(f"{key}.attention.sliding_window", int):
+        raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
+    if file.get(f"{key}.attention.causal", bool) is False:
+        raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
+    told = file.metadata.get(f"{key}.attention.head_count_kv")
+    counts = told if isinstance(told, list) else [told] * spec.num_layers
+    if len(counts) != spec.num_layers:
+        raise file.error(f"{key}.attention.head_count_kv has {len(counts)} values for {spec.num_layers} layers")
+    conv = ShortConvSpec(kernel=file.require(f"{key}.shortconv.l_cache", int))
+    return _with_convs(spec, conv, [count == 0 for count in counts], file.path)
+
+
+def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """As llama.cpp, which divides the shares by their sum whatever the file says."""
+    key = "lfm2moe"
+    if file.require(f"{key}.expert_gating_func", int) != _SIGMOID:
+        setting = f"{key}.expert_gating_func is {file.metadata[f'{key}.expert_gating_func']}"
+        raise checks.unsupported(file.path, setting, "a sigmoid (2) is")
+    mlp = ExpertsMlp(
+        num_experts=file.require(f"{key}.expert_count", int),
+        num_experts_per_token=file.require(f"{key}.expert_used_count", int),
+        intermediate_size=file.require(f"{key}.expert_feed_forward_length", int),
+        scoring="sigmoid",
+        share_factor=file.get(f"{key}.expert_weights_scale", float) or 1.0,
+        has_selection_bias=True,
+    )
+    num_dense = file.get(f"{key}.leading_dense_block_count", int) or 0
+    return _with_experts_behind(_of_gguf(file, spec), mlp, num_dense, file.path)
+
+
+def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None, path: Path) -> ModelSpec:
+    """The same with experts in all layers but the first `num_dense`; None: two."""
+    if not 0.0 <= mlp.share_factor <= _MAX_FACTOR:
+        raise ModelError(f"{path}: the factor of the experts' shares is {mlp.share_factor}.", remedy=checks.REFETCH)
+    mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
+    return mixed.with_layers(lambda i, layer: spec.layers[i] if i < num_dense else layer)
+
+
+def _with_width(spec: ModelSpec, width: int) -> ModelSpec:
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=GatedMlp(intermediate_size=width)))
+
+
+def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:
+    """The same with this convolution in the layers that have one. Raises ModelError for what no backend has a place for."""
+    if not 2 <= conv.kernel <= _MAX_KERNEL:
+        raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
+    if all(has_conv):
+        raise ModelError(f"{path}: no layer attends, and the KV cache needs one.", remedy=checks.REFETCH)
+
+    def changed(layer: int, found: LayerSpec) -> LayerSpec:
+        attention = replace(found.attention, has_o_bias=False)  # that of layer 0 may be a convolution's
+        return replace(found, mixer=conv if has_conv[layer] else attention)
+
+    return spec.with_layers(changed)
+
+
+_HF_TOP = {**HF_TOP, "model.embedding_norm.weight": "norm"}
+_HF_LAYER: Mapping[str, str | Parts] = {
+    "operator_norm.weight": "attn_norm",
+    "self_attn.q_proj.weight": "q",
+    "self_attn.k_proj.weight": "k",
+    "self_attn.v_proj.weight": "v",
+    "self_attn.out_proj.weight": "o",
+    "self_attn.q_layernorm.weight": "q_norm",
+    "self_attn.k_layernorm.weight": "k_norm",
+    "conv.in_proj.weight": "conv_in",
+    "conv.in_proj.bias": "conv_in_bias",
+    "conv.conv.weight": "conv",
+    "conv.conv.bias": "conv_bias",
+    "conv.out_proj.weight": "o",
+    "conv.out_proj.bias": "o_bias",
+    "ffn_norm.weight": "mlp_norm",
+    "feed_forward.w1.weight": "gate",
+    "feed_forward.w3.weight": "up",
+    "feed_forward.w2.weight": "down",
+}
+_GGUF_TOP = {**GGUF_TOP, "token_embd_norm.weight": "norm"}
+_GGUF_LAYER: Mapping[str, str | Parts] = {
+    **GGUF_LAYER,
+    "shortconv.in_proj.weight": "conv_in",
+    "shortconv.conv.weight": "conv",
+    "shortconv.out_proj.weight": "o",
+}
+LFM2 = Architecture(
+    describe=_describe,
+    of_hf=_of_hf,
+    of_gguf=_of_gguf,
+    hf_values=_values,
+    hf_top=_HF_TOP,
+    hf_layer=_HF_LAYER,
+    gguf_top=_GGUF_TOP,
+    gguf_layer=_GGUF_LAYER,
+)
+LFM2_MOE = Architecture(
+    describe=_describe,
+    of_hf=_of_moe_hf,
+    of_gguf=_of_moe_gguf,
+    hf_values=_moe_values,
+    hf_top=_HF_TOP,
+    hf_layer={
+        **_HF_LAYER,
+        "feed_forward.gate.weight": "router",
+        "feed_forward.expert_bias": "selection_bias",
+        "feed_forward.experts.*.w1.weight": "expert_gate",
+        "feed_forward.experts.*.w3.weight": "expert_up",
+        "feed_forward.experts.*.w2.weight": "expert_down",
+        "feed_forward.experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
+        "feed_forward.experts.down_proj": Parts(("expert_down",)),
+    },
+    gguf_top=_GGUF_TOP,
+    gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS, "exp_probs_b.bias": "selection_bias"},
+)
