@@ -8,6 +8,9 @@ generation after the same positions is measured before and after, on the same fi
 
     python benchmarks/experts.py
     python benchmarks/experts.py --llama build/bin/llama-batched-bench
+    systemd-run --scope -p MemoryMax=500M python benchmarks/experts.py --on-disk build
+
+The last one has experts of which memory holds about half, as `penstock serve --experts-on-disk` has them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -103,20 +107,22 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("build/experts.gguf"), help="made if it is not there")
     parser.add_argument("--rounds", type=int, default=15, help="each step once in each")
     parser.add_argument("--llama", type=Path, help="llama-batched-bench")
+    parser.add_argument("--on-disk", type=Path, metavar="FOLDER", help="the experts lie in a file there")
     args = parser.parse_args()
     if not args.model.exists():
         args.model.parent.mkdir(parents=True, exist_ok=True)
         write_model(args.model)
     model = load_gguf(args.model)
     shapes = [StepShape(rows, 1, CONTEXT) for rows in ROWS]
-    executor = open_executor(model, shapes, 0, "", KvDtype.INT8)
+    with tempfile.TemporaryFile(dir=args.on_disk) as file:
+        executor = open_executor(model, shapes, 0, "", KvDtype.INT8, file.fileno() if args.on_disk else None)
     threads = executor.num_threads
     theirs = [llama_ms(args.llama, args.model, threads)] if args.llama else []
     wait_for_huge_pages(executor)
     runner = StepRunner(executor, VOCAB_SIZE)
     runner.fill()
     meter = PeakMeter(threads, executor.variant)
-    ours = measure(
+    ours, _ = measure(
         runner,
         [plan_shape(shape) for shape in shapes],
         num_rounds=args.rounds,
@@ -134,7 +140,7 @@ def main() -> None:
     )
     peaks = Peaks(ops_per_s=1e9 * meter.median("int8"), read_bytes_per_s=1e9 * meter.median("read"), words="int8")
     rows, found = [], {}
-    for shape, figures in zip(shapes, figures_of([step for step in ours if not step.coldness], size, peaks), strict=True):
+    for shape, figures in zip(shapes, figures_of(ours, size, peaks), strict=True):
         ms, share = figures.duration_ns / 1e6, figures.read_share or 0.0
         others = [run[shape.rows] for run in theirs]
         beside = [f"{min(others):.1f} to {max(others):.1f}", f"{statistics.mean(others) / ms:.2f}"] if others else ["", ""]

@@ -41,7 +41,12 @@ PARTS = ("linear", "attention", "rows")
 
 
 def open_executor(
-    model: LoadedModel, shapes: Sequence[StepShape], threads: int, variant: str, kv_dtype: KvDtype
+    model: LoadedModel,
+    shapes: Sequence[StepShape],
+    threads: int,
+    variant: str,
+    kv_dtype: KvDtype,
+    expert_file: int | None = None,
 ) -> NativeExecutor:
     """An executor with room for each of the steps, and for the reference step that is measured beside them."""
     reference = [StepShape(1, query_len, context_len) for query_len, context_len in REFERENCE.rows]
@@ -58,6 +63,7 @@ def open_executor(
         kv_dtype=kv_dtype,
         num_threads=threads,
         variant=variant,
+        expert_file=expert_file,
     )
 
 
