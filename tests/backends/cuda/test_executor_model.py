@@ -15,12 +15,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interpreted import DEVICE, HAS_DEVICE
+from parity.tiny import write_case
+from parity.tiny_cases import CASES
 from penstock.backends.cuda import launcher
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.staging import Upload
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
+from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
 from penstock.testing import sizes_of
 from penstock.types.kv_dtype import KvDtype
@@ -45,8 +48,8 @@ def small_model() -> LoadedModel:
         return load_gguf(write_gguf(Path(directory) / "small.gguf", SMALL, matrix_type="Q8_0"))
 
 
-def make(**changes: Any) -> CudaExecutor:
-    model = small_model()
+def make(model: LoadedModel | None = None, **changes: Any) -> CudaExecutor:
+    model = model or small_model()
     settings = {"device": DEVICE, "dtype": torch.float32, "deterministic": True, "poison": True} | changes
     return CudaExecutor(model, architectures.describe(model.spec), **settings, **sizes_of(CAPACITY))
 
@@ -224,6 +227,25 @@ def test_no_step_asks_the_device(params: SamplingParams, small_messages: list[in
         executor.collect(ticket)
     assert max(small_messages) > 100, "two prompts of 59 tokens"
     executor.close()
+
+
+def test_mixtures_of_experts_ask_the_device_nothing_and_are_the_same_from_graphs(tmp_path: Path) -> None:
+    """Which experts are chosen is known to the device alone; rows of padding choose some, too."""
+    model = load_hf_directory(write_case(CASES["mixtral"], tmp_path))
+    admits = [AdmitRow(name, (10, 80, 40, 90 + i), 4, (1 + i,), 0, PARAMS[i % 2]) for i, name in enumerate("abc")]
+    prompts = StepPlan(0, 0, tuple(admits), tuple(RowPlan(name, 0, 4, (), True) for name in "abc"), ())
+    decodes = StepPlan(1, 0, (), tuple(RowPlan(name, 4, 1, (), True) for name in "abc"), ())
+    results = []
+    for use_graphs in (False, True):
+        executor = make(model, use_graphs=use_graphs)
+        for plan in (prompts, decodes):
+            with Questions() as questions:
+                ticket = executor.submit(plan)
+            assert not questions.asked
+            results.append(executor.collect(ticket))
+        executor.close()
+    assert [each.token_ids for each in results[:2]] == [each.token_ids for each in results[2:]]
+    assert [each.logprobs for each in results[:2]] == [each.logprobs for each in results[2:]]
 
 
 @pytest.mark.gpu
