@@ -16,6 +16,7 @@ from parity.golden import load_greedy
 from parity.tiny import case_token_ids, kept_positions, load_golden, write_case
 from parity.tiny_cases import CASES
 from penstock.models import catalog
+from penstock.types.errors import ModelError
 
 MAX_RELATIVE_RMS = 0.05 if HAS_DEVICE else 1e-3
 """Share of the logits' standard deviation, as in parity/test_tiny.py: bf16 on a device, float32 in the interpreter."""
@@ -30,6 +31,15 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         logits = executor.forward_logits(case_token_ids(case))[kept_positions(case)]
     rms = float(np.sqrt(((logits - golden.logits) ** 2).mean()))
     assert rms < MAX_RELATIVE_RMS * golden.std
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "cuda" in (case.refused_by or {})])
+def test_what_is_not_computed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    source = catalog.resolve(str(write_case(case, tmp_path / name)), tmp_path)
+    words = (case.refused_by or {})["cuda"]
+    with pytest.raises(ModelError, match=words), open_executor("cuda", source, num_tokens=case.num_tokens):
+        pass
 
 
 @pytest.fixture(scope="module")
