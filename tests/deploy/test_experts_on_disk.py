@@ -11,7 +11,8 @@ import pytest
 
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
-from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.config import Backend, BackendConfig, Config, Device, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy import device
 from penstock.deploy.appraisal import appraise
 from penstock.deploy.experts import disk_bytes, disk_words
 from penstock.deploy.factory import start_model
@@ -114,6 +115,14 @@ def test_a_setting_that_would_change_nothing_is_refused(mixture: Path, tmp_path:
     reference = replace(config, backend=BackendConfig(backend=Backend.REFERENCE))
     with pytest.raises(ConfigError, match="reference backend keeps no experts in a file"):
         tokens_of(reference, mixture, Resources())
+
+
+def test_a_gpu_has_no_such_setting(mixture: Path, tmp_path: Path) -> None:
+    """A config that sets it and names no device computes on the CPU."""
+    config = replace(config_of(mixture, tmp_path), backend=BackendConfig())
+    assert device.settled(config).backend.device == Device.CPU
+    with pytest.raises(ConfigError, match="experts_on_disk is a setting of the CPU, and a GPU is to be used"):
+        device.settled_elsewhere(config, is_gpu=True)
 
 
 def test_an_appraisal_tells_what_lies_on_disk(mixture: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _check_gpu_settings(config: Config) -> None:
         )
     if config.model.experts_on_disk:
         raise ConfigError(
-            "experts_on_disk is set, and a GPU is to be used, which computes no experts.",
+            "experts_on_disk is a setting of the CPU, and a GPU is to be used.",
             remedy="Leave out --experts-on-disk, or set --device cpu.",
         )
     _check_attention(config)
