@@ -18,7 +18,7 @@ from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.program import Attention, KvWrite, ShortConv, StateShape
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.model_spec import GatedMlp, ModelSpec, ShortConvSpec
+from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
 
 LFM2_1_2B = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -141,6 +141,36 @@ def test_what_is_refused_in_a_file(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ModelError, match=words):
             load(words[:9], **changes)
+
+
+def test_a_mixture_keeps_its_first_layers_dense(tmp_path: Path) -> None:
+    moe = {"architectures": ["Lfm2MoeForCausalLM"], "intermediate_size": 7168, "block_ff_dim": None}
+    spec = spec_of(tmp_path, **moe)
+    assert [layer.mlp for layer in spec.layers[:2]] == [GatedMlp(intermediate_size=7168)] * 2
+    assert {layer.mlp for layer in spec.layers[2:]} == {
+        ExpertsMlp(num_experts=32, num_experts_per_token=4, intermediate_size=1792, scoring="sigmoid", has_selection_bias=True)
+    }
+    assert spec.state_bytes == 10 * 2 * 2048 * 2
+    other = spec_of(tmp_path, **moe, num_dense_layers=0, norm_topk_prob=False, routed_scaling_factor=2.5, use_expert_bias=False)
+    assert other.layers[0].mlp == ExpertsMlp(
+        num_experts=32,
+        num_experts_per_token=4,
+        intermediate_size=1792,
+        scoring="sigmoid",
+        is_renormalised=False,
+        share_factor=2.5,
+    )
+    for changes, words in (({"num_experts_per_tok": 33}, "no mixture"), ({"routed_scaling_factor": -1.0}, "shares is -1.0")):
+        with pytest.raises(ModelError, match=words):
+            spec_of(tmp_path, **moe, **changes)
+
+
+def test_a_file_with_another_router_is_refused(tmp_path: Path) -> None:
+    case = CASES["lfm2_moe_gguf"]
+    assert case.gguf is not None
+    softmax = replace(case.gguf, metadata={**case.gguf.metadata, "expert_gating_func": 1})
+    with pytest.raises(ModelError, match=r"lfm2moe\.expert_gating_func is 1, which is not supported"):
+        load_gguf(write_case(replace(case, gguf=softmax), tmp_path))
 
 
 def test_kernels_are_matrices_whatever_their_shape_in_the_file(tmp_path: Path) -> None:

@@ -261,7 +261,11 @@ def _write_gguf(case: TinyCase, gguf: Gguf, path: Path) -> Path:
         assert found is not None, f"llama.cpp has no name for {name}"
         tensors[found] = values
     told = {name: value for name, value in metadata.items() if value is not None}
-    types = {"_exps.bias": "F32", **({"_exps.weight": "MXFP4"} if case.has_mxfp4_experts else {})}
+    types = {
+        "_exps.bias": "F32",
+        "shortconv.conv.weight": "F32",
+        **({"_exps.weight": "MXFP4"} if case.has_mxfp4_experts else {}),
+    }
     return write_gguf_file(path, key, told, tensors, case.vocab_size, matrix_type=gguf.matrix_type, other_types=types)
 
 

@@ -899,6 +899,11 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "lfm2": _LFM2_CASE,
         "lfm2_old_config": _LFM2_OLD_CASE,
         "lfm2_gguf": replace(_LFM2_CASE, gguf=_LFM2_GGUF, golden="lfm2"),
+        "lfm2_vl": replace(
+            _LFM2_CASE,
+            wrapper={"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": {}},
+            golden="lfm2",
+        ),
         "lfm2_moe": _LFM2_MOE_CASE,
         "lfm2_moe_per_expert": replace(_LFM2_MOE_CASE, experts="feed_forward.experts.{}.{}.weight", golden="lfm2_moe"),
         "lfm2_moe_gguf": replace(_LFM2_MOE_CASE, gguf=_LFM2_MOE_GGUF, golden="lfm2_moe"),

@@ -68,6 +68,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "GraniteForCausalLM": "granite",
         "Lfm2ForCausalLM": "lfm2",
         "Lfm2MoeForCausalLM": "lfm2_moe",
+        "Lfm2VlForConditionalGeneration": "lfm2",
         "LlamaForCausalLM": "llama",
         "MinistralForCausalLM": "mistral",
         "Ministral3ForCausalLM": "mistral",
