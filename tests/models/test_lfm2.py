@@ -110,6 +110,8 @@ def test_layers_all_attend_if_nothing_says_otherwise(tmp_path: Path) -> None:
         ({"layer_types": ["conv"] * 15 + ["mamba"]}, "layer_types has mamba"),
         ({"layer_types": ["conv"] * 15}, "layer_types are not the names of 16 types"),
         ({"block_multiple_of": -1}, "make no width of an MLP"),
+        ({"block_multiple_of": 0}, "make no width of an MLP"),
+        ({"block_ffn_dim_multiplier": 0.0}, "make no width of an MLP"),
         ({"block_ffn_dim_multiplier": float("inf")}, "make no width of an MLP"),
         ({"block_ff_dim": "12288"}, "intermediate_size is '12288'"),
     ],
@@ -144,7 +146,7 @@ def test_what_is_refused_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_mixture_keeps_its_first_layers_dense(tmp_path: Path) -> None:
-    moe = {"architectures": ["Lfm2MoeForCausalLM"], "intermediate_size": 7168, "block_ff_dim": None}
+    moe = {"architectures": ["Lfm2MoeForCausalLM"], "intermediate_size": 7168}
     spec = spec_of(tmp_path, **moe)
     assert [layer.mlp for layer in spec.layers[:2]] == [GatedMlp(intermediate_size=7168)] * 2
     assert {layer.mlp for layer in spec.layers[2:]} == {

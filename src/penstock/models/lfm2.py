@@ -53,12 +53,14 @@ def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
     renamed = {new: values[key] for key, new in old.items() if key in values}
     defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "norm_eps": 1e-5, "intermediate_size": 12288}
+    defaults |= {"block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
     merged = {**defaults, **values, **renamed}
     return {"rms_norm_eps": merged["norm_eps"], **merged}
 
 
 def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """No width is adjusted."""
+    """No width is adjusted, and none has another name."""
+    values = {key: value for key, value in values.items() if key != "block_ff_dim"}
     defaults = {"intermediate_size": 7168, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
     return _values({**defaults, "moe_intermediate_size": 1792, **values, "block_auto_adjust_ff_dim": False})
 
@@ -100,9 +102,9 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
     if config.get("block_auto_adjust_ff_dim", bool) is False:
         return width
     width = int(2 * width / 3)
-    if "block_ffn_dim_multiplier" in config.values and config.values["block_ffn_dim_multiplier"] is None:
+    if config.values["block_ffn_dim_multiplier"] is None:
         return width
-    factor, multiple = config.get("block_ffn_dim_multiplier", float) or 1.0, config.get("block_multiple_of", int) or 256
+    factor, multiple = config.require("block_ffn_dim_multiplier", float), config.require("block_multiple_of", int)
     if not 0.0 < factor <= 64.0 or not 1 <= multiple <= _MAX_MULTIPLE:
         raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} make no width of an MLP")
     return -(-int(factor * width) // multiple) * multiple
