@@ -21,6 +21,8 @@ ROUTED_NUMBERS = 8192
 """Numbers of the router that a program takes at a time."""
 SORTED_PAIRS = 1024
 """Pairs that a program looks at together."""
+FEW_PAIRS = 16
+"""Pairs of an expert on the average up to which a tile is so short; the matrix unit takes no fewer."""
 SUMMED_COLS = 512
 """Columns of a program."""
 LOWEST = tl.constexpr(-3.0e38)
@@ -89,8 +91,8 @@ def multiply(
     """
     num_pairs, num_experts = len(order), len(starts) - 1
     each = matrix.num_rows // num_experts
-    usual = triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))
-    block_tokens = FIXED_BLOCK_TOKENS if is_fixed else min(64, max(16, usual))
+    # Two sizes alone, both of which a profile run compiles: its decodes have few pairs, and its largest step has the most.
+    block_tokens = FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts and not is_fixed else FIXED_BLOCK_TOKENS
     _multiply_kernel[(num_pairs // block_tokens + num_experts, triton.cdiv(each, TILE_ROWS))](
         out,
         x,
