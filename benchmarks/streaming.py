@@ -26,7 +26,6 @@ from sessions import SERVED_NAME, ServerSession, running
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import factory
-from penstock.deploy.device import max_rows, max_step_tokens
 from penstock.deploy.running import Deployment
 from penstock.deploy.sizing import KvPlan
 from penstock.lab.workload import Job
@@ -49,7 +48,7 @@ class Sleeper:
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
         self.capacity = capacity
         self.depth = 1
-        self._rows = RowTable(**sizes_of(capacity), vocab_size=vocab_size)
+        self._rows = RowTable(**sizes_of(capacity), vocab_size=vocab_size, window=capacity.window)
         self._words = words
         self._step_s = step_s
         self._num_said = 0
@@ -82,10 +81,9 @@ class Sleeper:
 def serve(port: int, step_s: float) -> None:
     """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
 
-    def make(config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
+    def make(_config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
         words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
-        capacity = Capacity(kv.num_blocks, kv.block_size, max_rows(config), max_step_tokens(config), kv.max_model_len)
-        return Sleeper(capacity, words, model.spec.vocab_size, step_s)
+        return Sleeper(kv.capacity, words, model.spec.vocab_size, step_s)
 
     factory.build_executor = make  # type: ignore[assignment]
     config = Config(

@@ -198,10 +198,12 @@ void bind_rows(nb::module_& m) {
                           "The rows that an executor knows, by request id. ValueError for whatever breaks the contract of plans.")
         .def(
             "__init__",
-            [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size) {
-                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size});
+            [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size,
+               int window) {
+                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window});
             },
-            nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a)
+            nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a,
+            "window"_a)
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
         .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")

@@ -31,6 +31,7 @@ RowTable::RowTable(const RowTableShape& shape)
                                shape.vocab_size}) {
         require(size > 0, "every size of a row table must be at least 1");
     }
+    require(shape.window >= 0, "a window is below 0");
     block_stride_ = (token_stride_ + shape.block_size - 1) / shape.block_size;
     tokens_ = zeroed(shape.max_rows * token_stride_);
     blocks_ = zeroed(shape.max_rows * block_stride_);
@@ -62,7 +63,8 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
-    append_blocks(slot, blocks);
+    const int64_t num_unread = shape_.window > 0 ? std::max<int64_t>(0, num_computed + 1 - shape_.window) / shape_.block_size : 0;
+    append_blocks(slot, blocks, num_unread);
     return slot;
 }
 
@@ -75,11 +77,12 @@ void RowTable::release(int slot) {
     free_slots_.push_back(slot);
 }
 
-void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks) {
+void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks, int64_t num_unread) {
     Row& row = rows_[static_cast<size_t>(slot)];
     require(row.num_blocks + static_cast<int64_t>(blocks.size()) <= block_stride_, "has more blocks than max_model_len needs");
     for (const int32_t block : blocks) {
-        require(row.is_padding ? block == 0 : block > 0 && block < shape_.num_blocks,
+        const bool may_be_null = row.num_blocks < num_unread;
+        require(row.is_padding ? block == 0 : block > (may_be_null ? -1 : 0) && block < shape_.num_blocks,
                 row.is_padding ? "is padding and has another block than the null block"
                                : "has a block that does not exist, or the null block");
         blocks_of(slot)[row.num_blocks++] = block;
@@ -104,7 +107,7 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     require(end == row.num_tokens || !samples, "samples before its last token");
     require(end <= shape_.max_model_len, "is longer than max_model_len");
     require(query_len <= shape_.max_step_tokens - static_cast<int64_t>(token_ids_.size()), "exceeds max_step_tokens");
-    append_blocks(slot, new_blocks);
+    append_blocks(slot, new_blocks, 0);
     require(end <= int64_t{row.num_blocks} * shape_.block_size, "writes past its last block");
     row.last_step = num_steps_;
     row.num_computed = static_cast<int32_t>(end);

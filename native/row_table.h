@@ -15,6 +15,7 @@ namespace penstock {
 
 struct RowTableShape {
     int32_t num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size;
+    int32_t window;  // 0, or how many last positions a row reads
 };
 
 // A call that breaks the contract of plans throws std::invalid_argument; the table must not be used after that.
@@ -24,8 +25,9 @@ class RowTable {
     explicit RowTable(const RowTableShape& shape);
 
     // A slot for a new row. `tokens` are prompt and output so far, the first `num_computed` of them have KV in `blocks`.
-    // Padding has null blocks and no others. Several such rows write to them in one step, and their threads at the same time:
-    // what is read there is any of it, and answers nobody.
+    // Null blocks may stand for the first blocks if the row reads no position of theirs. Padding has null blocks and no others.
+    // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
+    // answers nobody.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
               bool is_padding);
     void release(int slot);
@@ -61,7 +63,8 @@ class RowTable {
     Row& known(int slot);
     int32_t* tokens_of(int slot) const { return tokens_.get() + int64_t{slot} * token_stride_; }
     int32_t* blocks_of(int slot) const { return blocks_.get() + int64_t{slot} * block_stride_; }
-    void append_blocks(int slot, const std::vector<int32_t>& blocks);
+    // The first `num_unread` may be null blocks.
+    void append_blocks(int slot, const std::vector<int32_t>& blocks, int64_t num_unread);
 
     RowTableShape shape_;
     int64_t token_stride_, block_stride_;

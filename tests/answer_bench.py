@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.ports import Executor
@@ -45,7 +45,13 @@ class Bench:
         return [answer_of(outcome) for outcome in outcomes]
 
     def outcomes(
-        self, requests: Sequence[Request], *, caching: bool = False, policies: Policies | None = None, **limits: int
+        self,
+        requests: Sequence[Request],
+        *,
+        caching: bool = False,
+        policies: Policies | None = None,
+        after_turn: Callable[[Driver], None] | None = None,
+        **limits: int,
     ) -> list[Outcome]:
         known: set[str] = set()
 
@@ -53,6 +59,8 @@ class Bench:
             if driver.plans:
                 known.difference_update(driver.plans[-1].releases)
                 known.update(row.request_id for row in driver.plans[-1].admits)
+            if after_turn is not None:
+                after_turn(driver)
 
         core = make_core(self.executor.capacity, policies, enable_prefix_caching=caching, **limits)
         outcomes = run_to_completion(core, self.executor, *map(Add, requests), after_turn=note)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -168,17 +168,19 @@ def lower_tiers() -> st.SearchStrategy[LowerTier]:
 def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = False) -> Engine:
     """Any request of up to `max_model_len` tokens fits alone. Every policy that has a name is drawn."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
-    num_needed = -(-(max_model_len - 1) // block_size)
     max_rows = draw(st.integers(1, 6))
     max_batch_size = max_rows // 2
-    capacity = Capacity(
-        num_blocks=1 + num_needed + draw(st.integers(0, num_needed)),
+    unlimited = Capacity(
+        num_blocks=0,
         block_size=block_size,
         max_rows=max_rows,
         max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
         has_state=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 2, 5, 9, 20])),
     )
+    num_needed = unlimited.most_blocks(max_model_len - 1)
+    capacity = replace(unlimited, num_blocks=1 + num_needed + draw(st.integers(0, num_needed)))
     policies = make_policies(
         gate=draw(gates(max_batch_size)) if max_batch_size else "continuous",
         order=draw(st.sampled_from(sorted(TABLES["order"]))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -315,6 +316,13 @@ class TestKvHeadroom:
         refused = refusal(door, full, slo_ttft_ns=10**18)
         assert refused is not None
         assert refused.reason is RejectReason.KV_HEADROOM
+
+    @pytest.mark.parametrize(("window", "num_requests", "is_refused"), [(0, 1, True), (64, 1, False), (64, 4, True)])
+    def test_with_a_window_a_long_text_takes_no_more_than_it_holds_at_one_time(self, window, num_requests, is_refused):
+        """13 blocks each, for the window and a step of 128 tokens."""
+        door = Admission(AdmissionLimits(**TARGET), replace(CAPACITY, window=window))
+        large = {**self.LARGE, "num_token_ids": 1000 * num_requests, "num_requests": num_requests}
+        assert (refusal(door, self.SMALL_RUN, **large) is not None) is is_refused
 
     def test_it_can_be_turned_off(self):
         door, full = make_door(slo_ttft_ns=10**18, kv_headroom=0), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)

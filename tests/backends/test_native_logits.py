@@ -166,6 +166,7 @@ def test_masked_rows_get_the_largest_of_what_they_are_allowed(num_threads: int) 
         max_step_tokens=MAX_ROWS,
         max_model_len=16,
         vocab_size=VOCAB_SIZE,
+        window=0,
     )
     rng = np.random.default_rng(5)
     for token_id in range(MAX_ROWS):

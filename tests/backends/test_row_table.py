@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.backends.batch import BatchBuilder
 from penstock.backends.native._native import Engine, RowTable, Team
+from penstock.testing import sizes_of
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -24,15 +25,7 @@ SAMPLING = SamplingParams()
 
 
 def make_table(capacity: Capacity = CAPACITY) -> RowTable:
-    num_blocks, block_size, max_rows, max_step_tokens, max_model_len = astuple(capacity)
-    return RowTable(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_rows=max_rows,
-        max_step_tokens=max_step_tokens,
-        max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE,
-    )
+    return RowTable(**sizes_of(capacity), vocab_size=VOCAB_SIZE, window=capacity.window)
 
 
 def admit(request_id: str = "a", num_tokens: int = 10, block_ids: tuple[int, ...] = (7, 3, 9), **changes: Any) -> AdmitRow:
@@ -146,6 +139,21 @@ def test_the_arrays_are_those_of_the_reference(seed: int) -> None:
 def test_a_row_that_cannot_be_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"request 'a' .*{words}"):
         make_table().admit(admit(**changes))
+
+
+@pytest.mark.parametrize(
+    ("window", "num_computed", "num_unread"), [(0, 9, 0), (2, 9, 2), (3, 9, 1), (6, 9, 1), (7, 9, 0), (2, 4, 0)]
+)
+def test_null_blocks_stand_for_the_first_ones_that_are_not_read(window: int, num_computed: int, num_unread: int) -> None:
+    capacity = replace(CAPACITY, window=window)
+    for num_null in range(4):
+        row = admit(block_ids=(*(0,) * num_null, 3, 5, 9)[:3], num_computed_tokens=num_computed)
+        for take in (make_table(capacity).admit, lambda row: BatchBuilder(capacity).apply(StepPlan(0, 0, (row,), (), ()))):
+            if num_null <= num_unread:
+                take(row)
+            else:
+                with pytest.raises(ValueError, match=r"null block|block 0 is not one of"):
+                    take(row)
 
 
 @pytest.mark.parametrize(

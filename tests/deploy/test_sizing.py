@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backends.cuda.memory import Usage
-from penstock.config import KvConfig
+from penstock.config import BackendConfig, Config, KvConfig
+from penstock.deploy.device import kv_window
 from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
@@ -49,6 +50,7 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
         "max_model_len": None,
         "max_num_seqs": 64,
         "max_step_tokens": 512,
+        "window": 0,
         "num_weight_bytes": 100 << 20,
         "available_bytes": 64 * GIB,
         **changes,
@@ -90,6 +92,38 @@ def test_so_many_requests_of_a_length_are_in_the_cache_at_once() -> None:
     assert result.num_requests_of(512) == 3, "32 blocks each, of 100"
     assert result.num_requests_of(17) == 50, "a block is not divided"
     assert result.num_requests_of(result.max_model_len) == 1
+
+
+def test_with_a_window_a_request_may_be_longer_than_the_cache() -> None:
+    """20 blocks hold a window of 100 positions and what a step of 200 computes behind it, and so do those of all rows."""
+    kv, sizes = KvConfig(kv_cache_memory_bytes=21 * BLOCK_BYTES), {"window": 100, "max_step_tokens": 200}
+    result = plan(kv, **sizes)
+    assert (result.num_tokens, result.max_model_len, result.is_shortened) == (320, 2048, False)
+    assert [result.num_requests_of(length) for length in (160, 320, 2048)] == [2, 1, 1]
+    assert plan(kv, **sizes, max_model_len=2048).max_model_len == 2048
+    assert plan(max_num_seqs=7, **sizes).num_blocks == 7 * 20 + 1
+    smaller = KvConfig(kv_cache_memory_bytes=20 * BLOCK_BYTES)
+    assert (plan(smaller, **sizes).max_model_len, plan(smaller, **sizes).is_shortened) == (304, True)
+    with pytest.raises(ConfigError, match=r"max_model_len 2048 tokens needs .* holds 304"):
+        plan(smaller, **sizes, max_model_len=2048)
+
+
+@pytest.mark.parametrize(
+    ("backend", "windows", "expected"),
+    [
+        ("reference", (6, 6), 6),
+        ("reference", (6, 0), 0),
+        ("native", (6, 9), 9),
+        ("native", (0, 0), 0),
+        ("cuda", (6, 6), 0),
+    ],
+)
+def test_the_window_is_the_largest_where_every_layer_has_one(backend: str, windows: tuple[int, ...], expected: int) -> None:
+    """A GPU keeps all blocks."""
+    spec = make_spec()
+    spec = replace(spec, layers=spec.layers[:2]).with_attention(lambda i, layer: replace(layer, window=windows[i]))
+    kind = BackendConfig(backend=backend, device="cuda" if backend == "cuda" else "cpu")
+    assert kv_window(Config(backend=kind), spec) == expected
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -187,7 +221,7 @@ def test_what_is_planned_fits_the_machine_and_one_longest_request(
 def gpu_plan(
     kv: KvConfig | None = None, *, free: int = 79 * GIB, used: int = 20 * GIB, block: int = 2 << 20, **changes: Any
 ) -> KvPlan:
-    arguments: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, **changes}
+    arguments: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, "max_step_tokens": 2048, **changes}
     memory = Usage(80 * GIB, free, used)
     return plan_gpu_kv(make_spec(8192), kv or KvConfig(), block_bytes=block, memory=memory, **arguments)
 

@@ -45,6 +45,19 @@ def hold_the_null_block(manager: KVManager) -> None:
     manager.tables["a"].block_ids.append(0)
 
 
+def give_back_what_is_not_counted(manager: KVManager) -> None:
+    table = manager.tables["a"]
+    manager.pool.release(table.block_ids[0], keep=True)
+    table.block_ids[0] = 0
+
+
+def give_back_what_is_not_full(manager: KVManager) -> None:
+    table = manager.tables["a"]
+    for block_id in table.block_ids:
+        manager.pool.release(block_id, keep=block_id in manager.prefix.index.block_ids)
+    table.num_released, table.block_ids = len(table.block_ids), [0] * len(table.block_ids)
+
+
 def forget_content(manager: KVManager) -> None:
     manager.free("a")
     manager.free("b")
@@ -77,6 +90,8 @@ def name_a_group_without_blocks(manager: KVManager) -> None:
         alias_a_block,
         hold_a_block_twice,
         hold_the_null_block,
+        give_back_what_is_not_counted,
+        give_back_what_is_not_full,
         forget_content,
         lose_a_group_s_block,
         miscount_a_group,

@@ -16,6 +16,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.pool_map import BlockState, draw
 from penstock.testing import make_request
 from penstock.types.request import Request
+from penstock.types.sampling import BeamParams
 from penstock.types.stats import PrefixEnd
 
 BLOCK = 4
@@ -31,6 +32,99 @@ def compute(manager: KVManager, request: Request, num_tokens: int | None = None)
     manager.allocate(request, manager.lookup_prefix(request), num_tokens)
     request.num_computed_tokens = num_tokens
     manager.publish(request)
+
+
+class TestWindows:
+    """A window of 6, so that position p reads p - 5 and later ones."""
+
+    def windowed(self, num_tokens: int = 18, num_blocks: int = 12) -> tuple[KVManager, Request]:
+        manager, request = KVManager(num_blocks, BLOCK, window=6), make_request("a", num_tokens)
+        compute(manager, request)
+        return manager, request
+
+    @pytest.mark.parametrize(("num_tokens", "num_released"), [(5, 0), (8, 0), (9, 1), (12, 1), (13, 2), (18, 3)])
+    def test_blocks_that_no_position_reads_any_more_are_given_back(self, num_tokens: int, num_released: int) -> None:
+        manager, request = self.windowed(num_tokens)
+        held = manager.block_table("a")
+        manager.release_unread(request)
+        manager.release_unread(request)
+        assert manager.block_table("a") == (0,) * num_released + held[num_released:]
+        assert (manager.num_held_blocks("a"), manager.num_own_blocks("a")) == (len(held) - num_released,) * 2
+        assert manager.num_freed_blocks(["a"]) == len(held) - num_released
+        assert manager.pool.num_available == 11 - len(held) + num_released
+        check(manager)
+        assert manager.extend("a", num_tokens, num_tokens + 4) is not None
+        manager.suspend("a")
+        assert (manager.block_table("a"), manager.pool.num_available) == ((), 11)
+        check(manager)
+
+    def test_what_is_shared_stays_with_the_other(self) -> None:
+        manager, first = self.windowed(11)
+        second = make_request("b", 18)
+        compute(manager, second)
+        shared = manager.block_table("a")[:2]
+        manager.release_unread(second)
+        assert manager.block_table("b")[:3] == (0, 0, 0)
+        assert manager.block_table("a")[:2] == shared
+        assert manager.num_own_blocks("a") == 3
+        manager.release_unread(first)
+        check(manager)
+
+    def test_a_hit_needs_what_is_read_behind_it_and_holds_no_more(self) -> None:
+        manager, request = self.windowed()
+        blocks = manager.block_table("a")
+        manager.release_unread(request)
+        manager.free("a")
+        hit = manager.lookup_prefix(make_request("b", 18))
+        assert (hit.num_tokens, hit.block_ids) == (16, (0, 0, *blocks[2:4]))
+        assert (hit.held, hit.num_free_blocks) == (blocks[2:4], 2)
+        compute(manager, make_request("b", 18))
+        assert manager.block_table("b")[:4] == hit.block_ids
+        assert manager.num_held_blocks("b") == 3
+        check(manager)
+
+    @pytest.mark.parametrize(
+        ("lost", "num_tokens"), [((), 16), ((0, 1), 16), ((1,), 16), ((3,), 12), ((1, 3), 4), ((0, 3), 12), ((2,), 8)]
+    )
+    def test_a_hit_is_the_longest_of_which_nothing_is_missing(self, lost: tuple[int, ...], num_tokens: int) -> None:
+        manager, _ = self.windowed()
+        blocks = manager.block_table("a")
+        manager.free("a")
+        for idx in lost:
+            manager.pool.hold(blocks[idx])
+        manager.prefix.evict([blocks[idx] for idx in lost])
+        for idx in lost:
+            manager.pool.release(blocks[idx], keep=False)
+        assert manager.lookup_prefix(make_request("b", [*range(1, 17), 99, 98])).num_tokens == num_tokens
+        check(manager)
+
+    def test_a_beam_keeps_all_and_finds_whole_prefixes_alone(self) -> None:
+        manager = KVManager(12, BLOCK, window=6)
+        search = make_request("a", 18, beams=BeamParams(width=2))
+        compute(manager, search)
+        manager.release_unread(search)
+        assert 0 not in manager.block_table("a")
+        manager.fork("a", "b", 8)
+        assert manager.block_table("b") == manager.block_table("a")[:2]
+        check(manager)
+
+    def test_what_gave_blocks_back_can_not_be_forked(self) -> None:
+        manager, request = self.windowed()
+        manager.release_unread(request)
+        with pytest.raises(ValueError, match="can't share 18 tokens"):
+            manager.fork("a", "b", 18)
+
+    def test_behind_a_fence_and_in_the_picture_null_blocks_count_for_nothing(self) -> None:
+        manager, request = self.windowed()
+        manager.release_unread(request)
+        owner = draw(manager, [request]).owners[0]
+        assert (owner.num_blocks, manager.num_held_blocks("a")) == (2, 2)
+        manager.fence("a", step_id=1)
+        assert draw(manager, []).owners[0].num_blocks == 2
+        check(manager)
+        manager.lift_fence(1)
+        assert manager.pool.num_available == 11
+        check(manager)
 
 
 class TestPrefixHits:

@@ -232,6 +232,14 @@ def test_what_fits_and_what_is_wasted() -> None:
     assert (fit.num_preallocated, fit.preallocated_waste) == (16_000 // 2048, pytest.approx(1 - 178 / 2048))
 
 
+def test_with_a_window_requests_hold_no_more_than_that() -> None:
+    capacity, lengths = replace(CAPACITY, window=100), lengths_of([job(90, 10), job(200, 56)])
+    fit = fit_in(capacity, lengths)  # 7 blocks each
+    assert (fit.num_paged, fit.paged_waste) == (16_000 // 112, pytest.approx(1 - 100 / 112))
+    assert fit.num_preallocated == 16_000 // 2048
+    assert batch_point(10, CostModel(), lengths, capacity).kv_share == 10 * 7 / 1000
+
+
 def test_a_prompt_alone_is_computed_in_steps() -> None:
     cost = CostModel()
     whole = cost.duration_ns(StepShape(((512, 0),), 0)) + cost.duration_ns(StepShape(((88, 512),), 1))

@@ -124,10 +124,13 @@ def running(prompt: int, generated: int, predicted: int | None, max_tokens: int 
 def test_the_predicted_output_is_kept_free(request_: Request, num_growth_blocks: int) -> None:
     """16 tokens are a block; beyond its prediction a reply is expected to have `growth_tokens` more."""
     reserve = PredictedOutput(unknown_share=0.5, growth_tokens=32)
-    assert reserve.required_blocks(admission(request=request_, num_prompt_blocks=1)) == 1 + num_growth_blocks
+    view = admission(request=request_, num_prompt_blocks=1, num_final_blocks=100)
+    assert reserve.required_blocks(view) == 1 + num_growth_blocks
     own = reserve.required_blocks(admission(request=running(16, 0, predicted=1, max_tokens=1), num_prompt_blocks=1))
     view = admission(request=running(16, 0, predicted=1, max_tokens=1), num_prompt_blocks=1, running=[request_])
     assert own == 1
+    windowed = admission(request=request_, num_prompt_blocks=1, num_final_blocks=1)
+    assert reserve.required_blocks(windowed) == 1, "it never holds more at one time"
     assert reserve.required_blocks(view) == own + num_growth_blocks
 
 

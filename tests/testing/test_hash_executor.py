@@ -206,3 +206,53 @@ def test_the_oracle_stops_for_the_same_reasons() -> None:
 def test_a_model_needs_two_tokens_to_draw_from() -> None:
     with pytest.raises(ValueError, match="at least two tokens"):
         HashModel(vocab_size=5, first_token_id=4)
+
+
+class TestWindows:
+    """Request "a" has computed twelve tokens in blocks 1 to 3, of which position 12 reads the last four."""
+
+    TOKENS = (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+
+    @pytest.fixture
+    def windowed(self) -> Device:
+        device = Device(replace(CAPACITY, window=5))
+        device.step(RowPlan("a", 0, 12, (), True), admits=(admit("a", [*self.TOKENS], (1, 2, 3)),))
+        return device
+
+    def test_a_block_before_the_window_may_be_given_to_others(self, windowed: Device) -> None:
+        windowed.step(
+            RowPlan("a", 12, 1, (4,), True), RowPlan("b", 0, 6, (), True), admits=(admit("b", [1, 2, 3, 4, 5, 6], (1, 2)),)
+        )
+        assert windowed.step(RowPlan("a", 13, 1, (), True)).token_ids["a"]
+
+    def test_or_to_the_same_row(self, windowed: Device) -> None:
+        assert windowed.step(RowPlan("a", 12, 1, (1,), True)).token_ids["a"]
+
+    def test_a_block_within_it_may_not(self, windowed: Device) -> None:
+        with pytest.raises(AssertionError, match="while another row holds it"):
+            windowed.step(RowPlan("b", 0, 2, (), True), admits=(admit("b", [1, 2], (3,)),))
+
+    @pytest.mark.parametrize(("third", "words"), [(7, "never written"), (8, "another row's")])
+    def test_wrong_content_anywhere_in_the_window_is_noticed(self, windowed: Device, third: int, words: str) -> None:
+        """A hit of twelve tokens, the last three of which are right."""
+        windowed.executor.copy_blocks([(3, 8)])
+        size = CAPACITY.block_size
+        windowed.executor._slots[8 * size] += 1
+        with pytest.raises(AssertionError, match=words):
+            windowed.step(RowPlan("b", 12, 1, (), True), admits=(admit("b", [*self.TOKENS, 17], (0, 0, third, 9), 12),))
+
+    def test_null_blocks_stand_for_what_lies_before_it(self, windowed: Device) -> None:
+        row = RowPlan("b", 12, 1, (), True)
+        assert windowed.step(row, admits=(admit("b", [*self.TOKENS, 17], (0, 0, 3, 9), 12),)).token_ids["b"]
+
+    def test_and_for_nothing_else(self, windowed: Device) -> None:
+        with pytest.raises(AssertionError, match="null block"):
+            windowed.step(RowPlan("b", 11, 1, (), True), admits=(admit("b", [*self.TOKENS], (0, 0, 9), 11),))
+
+    def test_a_step_in_flight_still_reads_its_own_window(self) -> None:
+        device = Device(replace(CAPACITY, window=5), depth=2, seed=1)
+        device.step(RowPlan("a", 0, 11, (), False), admits=(admit("a", [*self.TOKENS], (1, 2, 3)),))
+        first = device.executor.submit(StepPlan(5, 0, (), (RowPlan("a", 11, 1, (), True),), ()))
+        with pytest.raises(AssertionError, match="while step 5 is in flight"):
+            device.executor.submit(StepPlan(6, 0, (admit("b", [1, 2], (2,)),), (RowPlan("b", 0, 2, (), True),), ()))
+        assert device.executor.collect(first).token_ids["a"]

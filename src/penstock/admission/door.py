@@ -108,7 +108,7 @@ class Admission:
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
         self.margin = Margin()
-        self._block_size = capacity.block_size
+        self._capacity = capacity
         self._max_model_len = capacity.max_model_len
         self._backlog = Backlog()
         self._promises = Promises()
@@ -235,7 +235,7 @@ class Admission:
         num_kept = 0 if is_expected else self._promises.num_due(now_ns)
         own_prefill_ns = self.pace.prefill_ns(computed_share * num_prompt_tokens)
         num_own_tokens = round(computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
-        num_blocks_own = self._num_blocks(num_own_tokens)
+        num_blocks_own = self._num_blocks(num_own_tokens, ask.num_requests)
         num_blocks_kept = 0 if is_expected else self._promises.num_blocks_due(now_ns)
         num_blocks_demanded = self._num_blocks_demanded(load)
         ns_per_request = self._ns_per_request(load, now_ns)
@@ -302,8 +302,10 @@ class Admission:
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
         return max(int(share * self._backlog.num_blocks), load.num_blocks_held)
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _num_blocks(self, num_tokens: int, num_requests: int = 1) -> int:
+        """Blocks that requests of so many tokens together hold at most, if they are alike."""
+        each = self._capacity.most_blocks(-(-num_tokens // num_requests))
+        return min(-(-num_tokens // self._capacity.block_size), num_requests * each)
 
     # What is answered.
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
-"""Never holds a request's KV: every block of padding, and of nothing else."""
+"""Never holds a request's KV: every block of padding, and the first ones of rows that do not read them (`Capacity.window`)."""
 
 NO_TOKEN = -1
 """Stands for the token of a row that failed, released before it could be read, and for one that only the device knows."""
@@ -159,7 +159,8 @@ class BatchBuilder:
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
         self._num_computed[slot] = row.num_computed_tokens
         self.num_blocks[slot] = 0
-        self._append_blocks(slot, row.request_id, row.block_ids)
+        num_unread = num_unread_blocks(row.num_computed_tokens, self.capacity.block_size, self.capacity.window)
+        self._append_blocks(slot, row.request_id, row.block_ids, num_unread)
         return slot
 
     def _checked_tokens(self, row: AdmitRow) -> NDArray[np.int64]:
@@ -168,15 +169,17 @@ class BatchBuilder:
             raise ValueError(f"request {row.request_id!r} has a token outside the vocabulary of {self._vocab_end}")
         return token_ids
 
-    def _append_blocks(self, slot: int, request_id: str, block_ids: Sequence[int]) -> None:
+    def _append_blocks(self, slot: int, request_id: str, block_ids: Sequence[int], num_unread: int = 0) -> None:
+        """The first `num_unread` may be null blocks."""
         start, end = int(self.num_blocks[slot]), int(self.num_blocks[slot]) + len(block_ids)
         if end > self.block_tables.shape[1]:
             raise ValueError(f"{end} blocks are more than max_model_len = {self.capacity.max_model_len} tokens need")
         is_padding = isinstance(request_id, PaddingId)
-        for block_id in block_ids:
+        for idx, block_id in enumerate(block_ids):
             if is_padding and block_id != NULL_BLOCK:
                 raise ValueError(f"block {block_id} is given to padding, which must not write to it")
-            if not is_padding and not NULL_BLOCK < block_id < self.capacity.num_blocks:
+            is_unread = block_id == NULL_BLOCK and idx < num_unread
+            if not (is_padding or is_unread or NULL_BLOCK < block_id < self.capacity.num_blocks):
                 raise ValueError(f"block {block_id} is not one of 1 to {self.capacity.num_blocks - 1}")
         self.block_tables[slot, start:end] = block_ids
         self.num_blocks[slot] = end

@@ -27,6 +27,7 @@ from penstock.types.model_spec import ShortConvSpec
 if TYPE_CHECKING:
     from penstock.models.formats import Floats
     from penstock.models.weights import LoadedModel
+    from penstock.types.model_spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -171,6 +172,13 @@ def max_rows(config: Config) -> int:
 def max_step_tokens(config: Config) -> int:
     """Tokens in one step at most."""
     return config.scheduler.max_num_batched_tokens or _defaults(config.backend).max_step_tokens
+
+
+def kv_window(config: Config, spec: ModelSpec) -> int:
+    """`Capacity.window` of a settled config's backend for a model. A GPU's is 0: it keeps all blocks."""
+    from penstock.models.architectures import describe
+
+    return 0 if is_on_gpu(config) else describe(spec).window
 
 
 def step_timeout_s(backend: BackendConfig) -> float | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
-from penstock.deploy.device import is_on_gpu, kv_dtype, max_rows, max_step_tokens, num_threads
+from penstock.deploy.device import is_on_gpu, kv_dtype, kv_window, max_rows, max_step_tokens, num_threads
 from penstock.deploy.experts import disk_bytes, expert_file
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
@@ -90,6 +90,7 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
         max_num_seqs=max_rows(config),
         max_step_tokens=max_step_tokens(config),
         num_weight_bytes=model.num_weight_bytes - disk_bytes(config, model),
+        window=kv_window(config, model.spec),
         available_bytes=available_bytes,
     )
     return plan, None
@@ -131,6 +132,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
             config.kv,
             max_model_len=config.model.max_model_len,
             max_num_seqs=max_rows(config),
+            max_step_tokens=max_step_tokens(config),
             block_bytes=executor.block_bytes,
             memory=usage,
         )

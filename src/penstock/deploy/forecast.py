@@ -57,14 +57,7 @@ class Forecast:
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(
-            self.kv.num_blocks,
-            self.kv.block_size,
-            device.max_rows(self.config),
-            device.max_step_tokens(self.config),
-            self.kv.max_model_len,
-            self.outline.spec.has_state,
-        )
+        return self.kv.capacity
 
 
 def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: int) -> Forecast:
@@ -84,6 +77,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             config.kv,
             max_model_len=config.model.max_model_len,
             max_num_seqs=device.max_rows(config),
+            max_step_tokens=device.max_step_tokens(config),
             block_bytes=outline.spec.block_bytes(dtype, config.kv.block_size),
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
@@ -96,6 +90,7 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             max_num_seqs=device.max_rows(config),
             max_step_tokens=device.max_step_tokens(config),
             num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes,
+            window=device.kv_window(config, outline.spec),
             available_bytes=memory_bytes,
         )
     return Forecast(config=config, outline=outline, kv_dtype=dtype, kv=kv)

@@ -10,6 +10,7 @@ from penstock.config.units import format_size
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
+from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.backends.cuda.memory import Usage
@@ -31,16 +32,26 @@ TYPICAL_REQUEST_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    num_blocks: int
-    """Blocks with the null block."""
-    block_size: int
-    max_model_len: int
-    """Longest prompt + output that is admitted, in tokens."""
+    capacity: Capacity
     num_bytes: int
     is_shortened: bool
     """The model could take longer requests than the cache can hold."""
     num_step_bytes: int = 0
     """Memory for a step beside it, where `RESERVE_BYTES` does not cover that: for the experts that its tokens go to."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with the null block."""
+        return self.capacity.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.capacity.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output that is admitted, in tokens."""
+        return self.capacity.max_model_len
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +60,7 @@ class KvPlan:
 
     def num_requests_of(self, num_tokens: int) -> int:
         """Number of requests of so many tokens, prompt and answer, that the cache holds at once when all are complete."""
-        return (self.num_blocks - 1) // -(-num_tokens // self.block_size)
+        return (self.num_blocks - 1) // self.capacity.most_blocks(num_tokens)
 
 
 def plan_kv(
@@ -60,14 +71,17 @@ def plan_kv(
     max_model_len: int | None,
     max_num_seqs: int,
     max_step_tokens: int,
+    window: int,
     num_weight_bytes: int,
     available_bytes: int,
 ) -> KvPlan:
     """Blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
 
-    Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError if the model can not do it.
+    `window`: that of `Capacity`. Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError
+    if the model can not do it.
     """
     wanted_len = _wanted_len(spec, max_model_len)
+    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, wanted_len, spec.has_state, window)
     block_bytes = spec.block_bytes(dtype, kv.block_size)
     step_bytes = max_step_tokens * spec.expert_buffer_bytes_per_token
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
@@ -80,14 +94,14 @@ def plan_kv(
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, _useful_bytes(kv, block_bytes, max_num_seqs, wanted_len))
+        budget_bytes = min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, _useful_bytes(wanted, block_bytes))
     elif budget_bytes > free_bytes:
         raise NotEnoughMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
             f"after the weights{' and the books of the disk tier' if kv.kv_disk_size_bytes else ''}.",
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
-    found = _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None)
+    found = _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None)
     return replace(found, num_step_bytes=step_bytes)
 
 
@@ -97,11 +111,12 @@ def plan_gpu_kv(
     *,
     max_model_len: int | None,
     max_num_seqs: int,
+    max_step_tokens: int,
     block_bytes: int,
     memory: Usage,
 ) -> KvPlan:
     """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does."""
-    wanted_len = _wanted_len(spec, max_model_len)
+    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, _wanted_len(spec, max_model_len), spec.has_state)
     share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
     if limit_bytes > memory.free_bytes:
@@ -117,7 +132,7 @@ def plan_gpu_kv(
     )
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = min(left_bytes, _useful_bytes(kv, block_bytes, max_num_seqs, wanted_len))
+        budget_bytes = min(left_bytes, _useful_bytes(wanted, block_bytes))
     elif budget_bytes > left_bytes:
         raise ConfigError(
             f"{left_words}, and kv_cache_memory is {format_size(budget_bytes)}.",
@@ -129,7 +144,7 @@ def plan_gpu_kv(
             remedy="Raise --gpu-memory-utilization, lower --max-num-batched-tokens, or take a smaller model.",
         )
     growth = "--kv-cache-memory" if kv.kv_cache_memory_bytes else "--gpu-memory-utilization"
-    return _plan(kv, block_bytes, budget_bytes, wanted_len, is_exact=max_model_len is not None, growth=growth)
+    return _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None, growth=growth)
 
 
 def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> int:
@@ -160,13 +175,13 @@ def _wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
     return max_model_len or spec.max_model_len
 
 
-def _useful_bytes(kv: KvConfig, block_bytes: int, max_num_seqs: int, wanted_len: int) -> int:
+def _useful_bytes(wanted: Capacity, block_bytes: int) -> int:
     """Bytes of KV cache that all rows together can use."""
-    return (max_num_seqs * -(-wanted_len // kv.block_size) + 1) * block_bytes
+    return (wanted.max_rows * wanted.most_blocks(wanted.max_model_len) + 1) * block_bytes
 
 
 def _plan(
-    kv: KvConfig, block_bytes: int, budget_bytes: int, wanted_len: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
+    wanted: Capacity, block_bytes: int, budget_bytes: int, *, is_exact: bool, growth: str = "--kv-cache-memory"
 ) -> KvPlan:
     """`is_exact`: the length was asked for, and is not shortened. `growth`: the flag that makes the cache larger."""
     num_blocks = budget_bytes // block_bytes
@@ -176,15 +191,17 @@ def _plan(
             f"{format_size(block_bytes)} that are the least.",
             remedy=f"Raise {growth}, or free some memory.",
         )
-    longest = (num_blocks - 1) * kv.block_size
-    if is_exact and longest < wanted_len:
-        needed_bytes = (-(-wanted_len // kv.block_size) + 1) * block_bytes
+    wanted_len, most_blocks = wanted.max_model_len, wanted.most_blocks(wanted.max_model_len)
+    is_shortened = most_blocks > num_blocks - 1
+    longest = (num_blocks - 1) * wanted.block_size if is_shortened else wanted_len
+    if is_exact and is_shortened:
+        needed_bytes = (most_blocks + 1) * block_bytes
         raise NotEnoughMemory(
             f"A request of max_model_len {wanted_len} tokens needs {format_size(needed_bytes)} of KV cache; "
             f"{format_size(budget_bytes)} holds {longest}.",
             remedy=f"Raise {growth} or lower --max-model-len.",
         )
-    return KvPlan(num_blocks, kv.block_size, min(wanted_len, longest), num_blocks * block_bytes, longest < wanted_len)
+    return KvPlan(replace(wanted, num_blocks=num_blocks, max_model_len=longest), num_blocks * block_bytes, is_shortened)
 
 
 def _books_bytes(tier: str, size_bytes: int, free_bytes: int, block_bytes: int) -> int:

@@ -108,11 +108,4 @@ def _capacity_here(config: Config, model: LoadedModel) -> Capacity:
     from penstock.machine import available_memory_bytes
 
     plan, _ = plan_memory(config, model, available_memory_bytes())
-    return Capacity(
-        plan.num_blocks,
-        plan.block_size,
-        device.max_rows(config),
-        device.max_step_tokens(config),
-        plan.max_model_len,
-        model.spec.has_state,
-    )
+    return plan.capacity

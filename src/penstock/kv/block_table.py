@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from sys import byteorder
 
+from penstock.types.plan import num_unread_blocks
 from penstock.types.request import Request
 
 HASH_BYTES = 16
@@ -55,7 +56,11 @@ class BlockTable:
     """The blocks of one request, and the names of their content."""
 
     block_ids: list[int] = field(default_factory=list)
-    """The blocks in order of position; empty while the request waits."""
+    """The blocks in order of position, the first `num_released` null blocks; empty while the request waits."""
+    num_released: int = 0
+    """Blocks that the request has given back, or never held, since no layer reads them any more."""
+    window: int = 0
+    """As `Capacity.window`; 0 also for a beam, from which another may be forked where it was before."""
     root: bytes = b""
     """Parent of the first block."""
     hashes: list[bytes] = field(default_factory=list)
@@ -68,6 +73,15 @@ class BlockTable:
     """The group whose cached blocks these become after the request (`eviction.py`)."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks without the null blocks."""
+        return self.block_ids[self.num_released :]
+
+    def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
+        """The first blocks that no layer reads any more, once so many positions are computed."""
+        return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:
         """Hash of the prefix before block `idx`."""

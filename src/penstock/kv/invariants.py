@@ -14,8 +14,8 @@ def check(manager: KVManager) -> None:
     """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
 
     1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
-    2. A block's reference count is the number of tables that hold it, those behind the fence included; no table holds it twice,
-       or the null block.
+    2. A block's reference count is the number of tables that hold it, those behind the fence included; no table holds it twice.
+       Null blocks stand for the first ones of a table that were given back, which were full, and for no others.
     3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
     4. Hash and block are one to one, and the index finds each content under its parent. Tables share only blocks that are
        full, or have given up the right to write without asking (after a fork).
@@ -62,8 +62,11 @@ def _check_groups(manager: KVManager) -> None:
 def _check_references(manager: KVManager) -> None:
     held: Counter[int] = Counter()
     for request_id, table in (*manager.tables.items(), *manager.fenced):
-        assert len(set(table.block_ids)) == len(table.block_ids), f"{request_id!r} holds a block twice"
-        held.update(table.block_ids)
+        assert len(set(table.held)) == len(table.held), f"{request_id!r} holds a block twice"
+        released = table.block_ids[: table.num_released]
+        assert released == [NULL_BLOCK_ID] * table.num_released, f"{request_id!r} has given back other blocks than it counts"
+        assert table.num_released <= table.num_full, f"{request_id!r} has given back a block that was not full"
+        held.update(table.held)
     assert NULL_BLOCK_ID not in held, "the null block is in a table"
     for block_id in range(manager.pool.num_blocks):
         count = manager.pool.ref_count(block_id)

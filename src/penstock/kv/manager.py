@@ -12,6 +12,12 @@ Full blocks are published in the prefix index when the step that filled them is 
 leaves no entry for KV that was not written. They may then be shared. The block being written is a request's own; if it is not
 (after a fork), the request gets a copy of it first.
 
+Where every layer has a window, the blocks before it become null blocks in the table while the request runs. Others may find
+their content for as long as it is cached, as that of any block that was given back:
+
+    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .      a window of 5: position 9 and those behind it read 5 and later ones
+    block_ids     -    |    2    |    5          block 7 is free, and cached
+
 A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The request gets a
 copy of that block and computes what comes after the tokens that both have. Copies are made in order and before anything else
 of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
@@ -22,9 +28,9 @@ Where blocks hold recurrent state, hits end with a block: docs/decisions/recurre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
-from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_cache import NO_HIT, PrefixCache, PrefixHit
@@ -40,12 +46,13 @@ class KVManager:
         num_blocks: int,
         block_size: int,
         *,
+        window: int = 0,
         enable_prefix_caching: bool = True,
         has_state: bool = False,
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block; the policy and the tier are this manager's own.
+        """`num_blocks` includes the null block; the policy and the tier are this manager's own. `window`: that of `Capacity`.
 
         With a tier, content has a name also where requests share nothing. `has_state` is that of `Capacity`.
         """
@@ -66,6 +73,7 @@ class KVManager:
         """The moves between pool and tier; None without a tier."""
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
+        self._window = window
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
         """(source, destination) blocks to copy, in order, before the next step; see `take_block_copies`."""
@@ -83,14 +91,19 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
-        """The request's blocks in order of position; empty if it holds none."""
+        """The request's blocks in order of position, null blocks for those that it has given back; empty if it holds none."""
         table = self.tables.get(request_id)
         return tuple(table.block_ids) if table else ()
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks that the request holds, also those that others hold too."""
+        table = self.tables.get(request_id)
+        return len(table.block_ids) - table.num_released if table else 0
 
     def num_own_blocks(self, request_id: str) -> int:
         """Blocks that the request holds and no other: as many become available when it is suspended. O(its blocks)."""
         table = self.tables.get(request_id)
-        return sum(self.pool.ref_count(block_id) == 1 for block_id in table.block_ids) if table else 0
+        return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
         """Blocks that become available when all of these are suspended: nobody else holds them, and they are none of `kept`.
@@ -99,7 +112,7 @@ class KVManager:
         holds: Counter[int] = Counter()
         for request_id in request_ids:
             if request_id in self.tables:
-                holds.update(self.tables[request_id].block_ids)
+                holds.update(self.tables[request_id].held)
         for block_id in kept:
             holds.pop(block_id, None)
         ref_count = self.pool.ref_count
@@ -125,10 +138,11 @@ class KVManager:
         num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
         if num_fresh + hit.num_free_blocks > self.pool.num_available:
             raise ValueError(f"{num_fresh} + {hit.num_free_blocks} blocks needed, {self.pool.num_available} available")
-        for block_id in hit.block_ids:  # before the fresh ones, which would else be taken from among them
+        for block_id in hit.held:  # before the fresh ones, which would else be taken from among them
             self.pool.hold(block_id)
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
+        table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
         table.group = self.eviction.group_of(request)
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
@@ -169,6 +183,19 @@ class KVManager:
         if table.leads or request.num_behind > 1:
             self.prefix.lead(table, request)
 
+    def release_unread(self, request: Request) -> None:
+        """Give back the request's blocks that no layer reads any more, after a step that was published.
+
+        Steps in flight read later positions than the one that was committed, so they need none of these either.
+        """
+        table = self.tables[request.request_id]
+        first, end = table.num_released, table.num_unread(request.num_computed_tokens, self.block_size)
+        if end > first:
+            # The first ones first: who goes on behind this prefix, or behind a part of it, needs the last ones.
+            self._give_back(table.block_ids[first:end], table.group)
+            table.block_ids[first:end] = [NULL_BLOCK_ID] * (end - first)
+            table.num_released = end
+
     def publish_tail(self, request: Request) -> None:
         """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
         if not self.prefix.shares_parts:
@@ -182,11 +209,11 @@ class KVManager:
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
 
-        Raises ValueError if the child is known or the parent does not hold them.
+        Raises ValueError if the child is known or the parent does not hold them all.
         """
         parent = self.tables[parent_id]
         num_blocks = self.num_blocks_for(num_tokens)
-        if child_id in self.tables or num_blocks > len(parent.block_ids):
+        if child_id in self.tables or num_blocks > len(parent.block_ids) or parent.num_released:
             raise ValueError(f"{child_id!r} can't share {num_tokens} tokens of {parent_id!r}")
         shared = parent.block_ids[:num_blocks]
         for block_id in shared:
@@ -213,8 +240,8 @@ class KVManager:
             return
         if table.leads:
             self.prefix.lead_no_more(table)
-        self._give_back(table)
-        table.block_ids, table.num_full = [], 0
+        self._give_back_all(table)
+        table.block_ids, table.num_full, table.num_released = [], 0, 0
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
@@ -251,15 +278,19 @@ class KVManager:
             self.tier.end_wait(request_id)
         return table
 
-    def _give_back(self, table: BlockTable) -> None:
+    def _give_back_all(self, table: BlockTable) -> None:
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
-        published, group = self.prefix.index.block_ids, table.group
-        for block_id in reversed(table.block_ids):
+        self._give_back(table.held[::-1], table.group)
+
+    def _give_back(self, block_ids: Sequence[int], group: Hashable) -> None:
+        """In the order in which they are to be evicted."""
+        published = self.prefix.index.block_ids
+        for block_id in block_ids:
             self.pool.release(block_id, keep=block_id in published, group=group)
 
     def _end(self, table: BlockTable) -> None:
         """Give back the blocks of a request that will not come again."""
-        self._give_back(table)
+        self._give_back_all(table)
         if self.swapping is not None and not self.prefix.is_shared:
             self.swapping.forget(table.hashes)
 
@@ -277,7 +308,8 @@ class KVManager:
         """The request's table; made when it is asked for first."""
         table = self.tables.get(request.request_id)
         if table is None:
-            table = self.tables[request.request_id] = BlockTable()
+            window = self._window if request.sampling.beams is None else 0
+            table = self.tables[request.request_id] = BlockTable(window=window)
             if self._names_content:
                 table.root = root_hash(request.cache_salt) if self.prefix.is_shared else private_root_hash(request.request_id)
         return table

@@ -86,10 +86,15 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     for run in runs:
         states[run.state] += run.num_blocks
     owners = [
-        BlockOwner(request.request_id, len(block_ids), request.num_tokens, request.num_computed_tokens)
-        for request, block_ids in zip(requests, holdings, strict=False)
+        BlockOwner(
+            request.request_id,
+            manager.num_held_blocks(request.request_id),
+            request.num_tokens,
+            request.num_computed_tokens,
+        )
+        for request in requests
     ]
-    owners += [BlockOwner(request_id, len(table.block_ids), 0, 0) for request_id, table in fenced]
+    owners += [BlockOwner(request_id, len(table.held), 0, 0) for request_id, table in fenced]
     waste = waste_ratio(manager, requests)
     return PoolMap(manager.block_size, manager.pool.num_blocks, states, runs, owners, waste)
 

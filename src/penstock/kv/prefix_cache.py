@@ -45,13 +45,18 @@ class PrefixHit:
     """The part of a request's tokens that the cache has. Valid until the next block is allocated or released."""
 
     block_ids: tuple[int, ...]
-    """Whole blocks, to be shared."""
+    """Whole blocks, to be shared. Null blocks stand for the first ones if no layer reads them after this prefix."""
     num_tokens: int
     """Positions [0, num_tokens) need not be computed."""
     num_free_blocks: int
     """Blocks of the hit that lie in the free list: holding them makes as many fewer available."""
     tail_block_id: int = NULL_BLOCK_ID
     """The block to copy if the hit ends inside one."""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The blocks to be shared without the null blocks."""
+        return self.block_ids[self.block_ids.count(NULL_BLOCK_ID) :]
 
 
 NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
@@ -98,13 +103,35 @@ class PrefixCache:
         block_size = self._block_size
         num_blocks = (request.num_tokens - 1) // block_size
         table.hash_blocks(request, num_blocks, block_size)
-        found = self.index.lookup(table.hashes[:num_blocks])
+        found = self.find(table, num_blocks)
         num_found = len(found)
         tail_id, num_tail = self._find_tail(request, table, num_found) if self.shares_parts else (NULL_BLOCK_ID, 0)
         if not num_found and not num_tail:
             return NO_HIT
+        num_tokens = num_found * block_size + num_tail
+        num_unread = table.num_unread(num_tokens, block_size)
+        found[:num_unread] = [NULL_BLOCK_ID] * num_unread
         num_free = sum(self._pool.is_kept(block_id) for block_id in found)
-        return PrefixHit(tuple(found), num_found * block_size + num_tail, num_free, tail_id)
+        return PrefixHit(tuple(found), num_tokens, num_free, tail_id)
+
+    def find(self, table: BlockTable, num_blocks: int) -> list[int]:
+        """The blocks of the longest prefix of `num_blocks` at most that the pool has all that is read of, in order of position.
+
+        Null blocks stand for those before the table's window. O(num_blocks).
+        """
+        hashes = table.hashes[:num_blocks]
+        if not table.window:
+            return self.index.lookup(hashes)
+        end = idx = len(hashes)
+        found: list[int] = []  # the blocks [idx, end), the last first
+        while idx > (first := table.num_unread(end * self._block_size, self._block_size)):
+            idx -= 1
+            block_id = self.index.block_of(hashes[idx])
+            if block_id is None:
+                end, found = idx, []
+            else:
+                found.append(block_id)
+        return [NULL_BLOCK_ID] * first + found[::-1]
 
     def _find_tail(self, request: Request, table: BlockTable, num_found: int) -> tuple[int, int]:
         """(block, number of its tokens) to copy behind so many whole blocks; (0, 0) if there is none."""

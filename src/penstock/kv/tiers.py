@@ -261,7 +261,7 @@ class Swapping:
             now_ns=now_ns,
         )
         if waits:  # what is there already must not be the first to make place for the rest
-            self._touch(hit.block_ids)
+            self._touch(hit.held)
         return waits
 
     def _touch(self, block_ids: Sequence[int]) -> None:
@@ -285,8 +285,8 @@ class Swapping:
         if not loads:
             return []
         pool, index, table = self._pool, self._index, self._tables.get(loads[0].request_id)
-        found = index.lookup(table.hashes) if table is not None else []
-        held = [(block_id, pool.group_of(block_id)) for block_id in found if pool.ref_count(block_id) == 0]
+        found = self._prefix.find(table, len(table.hashes)) if table is not None else []
+        held = [(block_id, pool.group_of(block_id)) for block_id in found if block_id and pool.ref_count(block_id) == 0]
         for block_id, _ in held:
             pool.hold(block_id)
         placed: list[tuple[Load, int]] = []

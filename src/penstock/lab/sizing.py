@@ -325,11 +325,12 @@ def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
     block = capacity.block_size
     num_tokens = (capacity.num_blocks - 1) * block
     totals = [min(total, capacity.max_model_len) for total in lengths.totals]
-    mean_paged, mean = fmean(-(-total // block) * block for total in totals), fmean(totals)
+    held = [min(total, capacity.window or total) for total in totals]
+    mean_paged, mean = fmean(-(-num // block) * block for num in held), fmean(totals)
     return Fit(
         num_paged=int(num_tokens / mean_paged),
         paged_tokens=mean_paged,
-        paged_waste=1 - mean / mean_paged,
+        paged_waste=1 - fmean(held) / mean_paged,
         num_preallocated=num_tokens // capacity.max_model_len,
         preallocated_waste=1 - mean / capacity.max_model_len,
     )
@@ -364,7 +365,7 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
     prompt_ns = _prompt_beside_ns(cost, lengths, capacity, decodes, decode_ns)
     tpot_ns = decode_ns + num_rows * prompt_ns / lengths.mean_output
     rate = num_rows / (tpot_ns * lengths.mean_output) * NS_PER_S
-    held = num_rows * -(-context // capacity.block_size)
+    held = num_rows * _mean_blocks(lengths, capacity)
     return BatchPoint(
         num_rows=num_rows,
         decode_ns=decode_ns,
@@ -374,6 +375,11 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
         output_tokens_per_s=rate * lengths.mean_output,
         kv_share=held / (capacity.num_blocks - 1),
     )
+
+
+def _mean_blocks(lengths: Lengths, capacity: Capacity) -> float:
+    """Blocks that a request of the mean context holds."""
+    return -(-min(lengths.mean_context, capacity.window or lengths.mean_context) // capacity.block_size)
 
 
 def _prompt_beside_ns(cost: CostModel, lengths: Lengths, capacity: Capacity, decodes: StepShape, decode_ns: int) -> float:
@@ -404,7 +410,7 @@ def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns
 
 def fullest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
     """The batch that rows and memory allow: its rate is the most that the server can keep up with, whatever the latency."""
-    fitting = int((capacity.num_blocks - 1) / -(-lengths.mean_context // capacity.block_size))
+    fitting = int((capacity.num_blocks - 1) / _mean_blocks(lengths, capacity))
     return batch_point(max(1, min(capacity.max_rows, fitting)), cost, lengths, capacity)
 
 

@@ -358,6 +358,15 @@ class Program:
             raise ModelError(f"the program has {len(endings)} endings, not one.", remedy="Mend the architecture's description.")
         return endings[0]
 
+    @property
+    def window(self) -> int:
+        """The last positions that a token sees in any layer, its own included; 0: there is a layer in which it sees all.
+
+        It is 2 at least, for the sake of recurrent state, which is that of the position before.
+        """
+        windows = [op.window for op in self.ops if isinstance(op, Attention)]
+        return max(2, *windows) if windows and all(windows) else 0
+
     def width(self, name: str) -> int:
         """Columns of a buffer. Raises KeyError."""
         return dict(self.buffers)[name]

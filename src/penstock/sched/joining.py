@@ -223,7 +223,8 @@ class Joining:
     def _step_aside(self, request: Request, awaited: Awaited, draft: StepDraft) -> None:
         kv = self._kv
         num_blocks = kv.num_blocks_for(request.num_tokens) - kv.prefix.num_common_blocks(request, awaited.leader)
-        follower = Follower(request, awaited, num_blocks)
+        most_blocks = self._running.most_blocks(request, request.num_tokens)
+        follower = Follower(request, awaited, min(num_blocks, most_blocks))
         self._waiting.step_aside(follower)
         self._keep_place(follower, draft)
 

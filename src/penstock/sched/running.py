@@ -14,6 +14,7 @@ from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, VictimView, cheaper_method
 from penstock.sched.queue import WaitingQueue
+from penstock.types.plan import Capacity
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
 
@@ -32,7 +33,7 @@ class Running:
     """Requests that hold a row and blocks."""
 
     def __init__(
-        self, kv: KVManager, policies: Policies, waiting: WaitingQueue, groups: Groups, *, max_rows: int, max_step_tokens: int
+        self, kv: KVManager, policies: Policies, waiting: WaitingQueue, groups: Groups, capacity: Capacity, *, max_rows: int
     ) -> None:
         self.max_rows = max_rows
         """Number of requests that may run at once."""
@@ -46,14 +47,14 @@ class Running:
         self._reserve = policies.reserve
         self._waiting = waiting
         self._groups = groups
-        self._max_step_tokens = max_step_tokens
+        self._capacity = capacity
         self._releases: list[str] = []
         """Rows that the executor has yet to forget."""
         self._untold: set[str] = set()
         """Running requests that the executor does not know, once it has forgotten `_releases`: it gets them in full with their
         next rows."""
         self._num_final_blocks = 0
-        """Blocks that the running would hold if all reached their limits and shared nothing."""
+        """Blocks that the running would hold at most on their ways to their limits, if they shared nothing."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -109,7 +110,7 @@ class Running:
     def _num_lost_tokens(self, request: Request) -> int:
         """Tokens to compute again if the request were preempted now: others keep the blocks that it shares with them."""
         kv = self._kv
-        num_shared = len(kv.block_table(request.request_id)) - kv.num_own_blocks(request.request_id)
+        num_shared = kv.num_held_blocks(request.request_id) - kv.num_own_blocks(request.request_id)
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
     def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
@@ -156,13 +157,23 @@ class Running:
     # memory
 
     def missing_blocks(self, request: Request) -> int:
-        """Blocks that a running request does not hold yet for the tokens that it has."""
+        """Blocks that a running request lacks for the tokens that it has; with a window at most as many as it can hold then."""
+        num_blocks_for = self._kv.num_blocks_for
         num_planned = request.num_computed_tokens + request.num_inflight_tokens
-        return self._kv.num_blocks_for(request.num_tokens) - self._kv.num_blocks_for(num_planned)
+        num_left = num_blocks_for(request.num_tokens) - num_blocks_for(num_planned)
+        if not num_left or not self._capacity.window:
+            return num_left
+        num_more = self.most_blocks(request, request.num_tokens) - self._kv.num_held_blocks(request.request_id)
+        # A step that is planned ahead finds a request with blocks that it will give back when the one in flight is committed.
+        return min(num_left, max(num_more, num_blocks_for(self._capacity.max_step_tokens)))
+
+    def most_blocks(self, request: Request, num_positions: int) -> int:
+        """Blocks that a request holds at one time at most, until so many positions are computed."""
+        return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """Blocks of a request at its limit; its last token is never computed and takes no place."""
-        return self._kv.num_blocks_for(request.max_total_tokens - 1)
+        """The same until its limit; its last token is never computed and takes no place."""
+        return self.most_blocks(request, request.max_total_tokens - 1)
 
     def has_room_for(
         self,
@@ -190,6 +201,7 @@ class Running:
         if not staying:
             return num_chunk <= num_available
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for
+        num_prompt, num_limit = num_blocks_for(request.num_tokens), num_blocks_for(request.max_total_tokens - 1)
         num_fork_blocks = num_final_fork_blocks = 0
         if forks := self._groups.forks(request):
             num_fork_blocks = sum(num_blocks_for(fork.num_tokens) - num_same for fork, num_same in forks)
@@ -198,8 +210,8 @@ class Running:
             request=request,
             running=staying,
             num_chunk_blocks=num_chunk,
-            num_prompt_blocks=num_blocks_for(request.num_tokens) - num_shared + num_fork_blocks,
-            num_final_blocks=self._final_blocks(request) - num_shared + num_final_fork_blocks,
+            num_prompt_blocks=min(num_prompt - num_shared, self.most_blocks(request, request.num_tokens)) + num_fork_blocks,
+            num_final_blocks=min(num_limit - num_shared, self._final_blocks(request)) + num_final_fork_blocks,
             num_running=len(staying) + len(forks),
             num_growth_blocks=max(0, num_final - (num_total - num_available) - num_promised),
             num_total_blocks=num_total,
@@ -212,7 +224,7 @@ class Running:
         if num_free < view.num_prompt_blocks:
             return False
         joining = [request, *(fork for fork, _ in forks)]
-        view.num_peak_blocks = num_blocks_for(peak_growth_tokens([*joining, *staying]))
+        view.num_peak_blocks = num_blocks_for(peak_growth_tokens([*joining, *staying], self._capacity.window))
         return self._required_blocks(view) <= num_free
 
     def _required_blocks(self, view: AdmissionView) -> int:
@@ -224,7 +236,7 @@ class Running:
     def learn_pace(self, num_prefill_tokens: int, duration_ns: int) -> None:
         """A step without decodes was computed: learn from it how long a token of a prompt takes, if it can tell."""
         known, ns_per_token = self.prefill_ns_per_token, duration_ns / num_prefill_tokens
-        is_telling = num_prefill_tokens * TELLING_SHARE >= self._max_step_tokens
+        is_telling = num_prefill_tokens * TELLING_SHARE >= self._capacity.max_step_tokens
         if is_telling or ns_per_token < known or not known:
             self.prefill_ns_per_token = ns_per_token
 
@@ -240,13 +252,24 @@ class Running:
             assert 0 <= request.num_computed_tokens < num_tokens + is_waiting_for_beams, (
                 f"{request_id!r} has nothing to compute"
             )
-            num_held = len(tables[request_id].block_ids) * self._kv.block_size
-            assert request.num_computed_tokens + request.num_inflight_tokens <= num_held, f"{request_id!r} lacks blocks"
+            table, block_size = tables[request_id], self._kv.block_size
+            num_slots = len(table.block_ids) * block_size
+            assert request.num_computed_tokens + request.num_inflight_tokens <= num_slots, f"{request_id!r} lacks blocks"
+            num_unread = table.num_unread(request.num_computed_tokens, block_size)
+            assert table.num_released <= num_unread, f"{request_id!r} has given back a block that is still read"
         final, noted = sum(map(self._final_blocks, self)), self._num_final_blocks
         assert final == noted, f"the running can grow to {final} blocks, {noted} are noted"
         holders = {request_id for request_id, table in tables.items() if table.block_ids}
         assert holders <= self.requests.keys(), f"{holders - self.requests.keys()} hold blocks and do not run"
         assert self._untold <= self.requests.keys(), "a request that does not run is to be told to the executor"
+
+
+def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
+    """Blocks that a request holds at one time at most, until so many positions are computed. Beams give none back before they
+    end (`BlockTable.window`)."""
+    if request.sampling.beams is not None:
+        return -(-num_positions // capacity.block_size)
+    return capacity.most_blocks(num_positions)
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
@@ -265,15 +288,15 @@ def blocks_to_resume(view: AdmissionView) -> int:
     return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth)
 
 
-def peak_growth_tokens(requests: Collection[Request]) -> int:
+def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
     """Tokens by which requests grow at most at one time, if each gets one a step and none goes beyond its limit.
 
-    The blocks of one that ends are free for the others. O(n log n).
+    The blocks of one that ends are free for the others: those of its window, if there is one. O(n log n).
     """
     ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
     num_left, num_freed, peak = len(ends), 0, 0
     for num_steps, num_tokens in ends:
         peak = max(peak, num_left * num_steps - num_freed)
         num_left -= 1
-        num_freed += num_tokens
+        num_freed += min(num_tokens, window) if window else num_tokens
     return peak

@@ -17,7 +17,8 @@ preemption are the same rule; a decode is a request that is one token behind.
 
     1. For each row: its tokens are computed, the sampled token is appended, and it is checked whether the request ends by a
        stop token or a limit (`progress.py`, which alone writes how far a request has come).
-    2. Blocks that became full are published in the prefix cache, and the blocks of requests that end are released.
+    2. Blocks that became full are published in the prefix cache. Blocks that no layer reads any more are released, and those
+       of requests that end.
     3. Groups choose their next tokens (`choosing/`: beam search).
 
 A step may be planned while the one before it is in flight. Only `flights.py` knows the difference.
@@ -53,7 +54,7 @@ from penstock.sched.padding import Padding
 from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import WaitingQueue
-from penstock.sched.running import Running
+from penstock.sched.running import Running, most_blocks
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, StepPlan
@@ -82,6 +83,7 @@ class Scheduler:
         self.kv = KVManager(
             capacity.num_blocks,
             capacity.block_size,
+            window=capacity.window,
             enable_prefix_caching=enable_prefix_caching,
             has_state=capacity.has_state,
             eviction=policies.eviction,
@@ -92,9 +94,7 @@ class Scheduler:
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._groups = Groups(capacity.block_size)
-        self._running = Running(
-            self.kv, policies, self._waiting, self._groups, max_rows=self.max_rows, max_step_tokens=capacity.max_step_tokens
-        )
+        self._running = Running(self.kv, policies, self._waiting, self._groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
         self._joining = Joining(
             self.kv,
@@ -335,6 +335,8 @@ class Scheduler:
             self.kv.publish(request)
             if is_prefill and request.num_behind == 1:  # its prompt is computed: others may begin alike
                 self.kv.publish_tail(request)
+            if self.capacity.window:
+                self.kv.release_unread(request)
         if advance.reason is not None:
             self.end(request, advance.reason, advance.stop_reason)
             outcome.ended.append(request)
@@ -407,7 +409,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     num_blocks = -(-num_positions // capacity.block_size)
     if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
         return refused
-    if num_blocks > capacity.num_blocks - 1:
+    if most_blocks(request, num_positions, capacity) > capacity.num_blocks - 1:
         room = (capacity.num_blocks - 1) * capacity.block_size + 1
         detail = (
             f"A prompt of {counted(num_prompt, 'token')} with max_tokens {request.sampling.max_tokens} may grow to "

@@ -7,6 +7,9 @@ The hash model defines what "the right tokens" are without any weights. The "KV"
 before it and of the token there, so it names the whole prefix. The next token is a function of the last position's value. Any
 wrong block, stale table, early re-use, lost or doubled token therefore changes everything that is generated after it.
 
+With a window (`Capacity.window`, at least 2), a row reads all values of the window and checks that each follows from the one
+before it. Blocks before the window may belong to others by then.
+
 `HashMatcher` is a made-up grammar: a hash of the tokens before says which may come next. A mask that is used one token too
 early or too late, or of another request, allows other tokens, so it changes the answer.
 """
@@ -141,6 +144,12 @@ class HashRow:
     num_tokens: int
     """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
+    num_unread: int = 0
+    """The first blocks, which no further row reads, since they lie before the window: others may have them."""
+
+    @property
+    def held(self) -> list[int]:
+        return self.block_ids[self.num_unread :]
 
 
 @dataclass(slots=True)
@@ -250,6 +259,8 @@ class HashExecutor:
         self._check_limits(plan)
         for request_id in plan.releases:
             self._release(request_id)
+        for known in self._rows.values():
+            self._forget_unread(known)
         for block_id in self._written:
             assert self._holders[block_id] == 0, f"block {block_id} is held by a row and was overwritten"
         self._written.clear()
@@ -259,7 +270,7 @@ class HashExecutor:
         for row in plan.rows:
             self._append_blocks(row)
         rows = [self._advance(row) for row in plan.rows]
-        held = frozenset(block_id for row in rows for block_id in row.block_ids) if self.depth > 1 else frozenset[int]()
+        held = frozenset(block_id for row in rows for block_id in row.held) if self.depth > 1 else frozenset[int]()
         awaits_masks = any(plan.samples and row.sampling.follows_grammar for plan, row in zip(plan.rows, rows, strict=True))
         step = HashStep(plan, rows, held, awaits_masks)
         self._in_flight.append(step)
@@ -327,7 +338,19 @@ class HashExecutor:
 
     def _release(self, request_id: str) -> None:
         assert request_id in self._rows, f"release of {request_id!r}, which is unknown"
-        self._holders.subtract(self._rows.pop(request_id).block_ids)
+        self._holders.subtract(self._rows.pop(request_id).held)
+
+    def _num_unread(self, num_computed_tokens: int) -> int:
+        """Blocks that lie before the window of the next position."""
+        window = self._capacity.window
+        return max(0, num_computed_tokens - window + 1) // self._capacity.block_size if window else 0
+
+    def _forget_unread(self, row: HashRow) -> None:
+        """Blocks that the row's next step does not read may be given to others. One in flight has noted those that it reads."""
+        num_unread = self._num_unread(row.num_computed_tokens)
+        if num_unread > row.num_unread:
+            self._holders.subtract(row.block_ids[row.num_unread : num_unread])
+            row.num_unread = num_unread
 
     def _admit(self, admit: AdmitRow) -> None:
         assert admit.request_id not in self._rows, f"{admit.request_id!r} is admitted twice"
@@ -343,7 +366,9 @@ class HashExecutor:
             self._append_null_blocks(row, admit.block_ids)
             return
         num_filled = -(-admit.num_computed_tokens // self._capacity.block_size)
-        self._hold(row, admit.block_ids[:num_filled])
+        row.num_unread = self._num_unread(admit.num_computed_tokens)
+        row.block_ids += admit.block_ids[: row.num_unread]
+        self._hold(row, admit.block_ids[row.num_unread : num_filled])
         self._hold_fresh(row, admit.block_ids[num_filled:])
 
     def _append_blocks(self, row: RowPlan) -> None:
@@ -360,7 +385,7 @@ class HashExecutor:
     def _hold(self, row: HashRow, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             self._check_block_id(block_id)
-            assert block_id not in row.block_ids, f"block {block_id} is twice in one table"
+            assert block_id not in row.held, f"block {block_id} is twice in one table"
             row.block_ids.append(block_id)
             self._holders[block_id] += 1
 
@@ -422,7 +447,7 @@ class HashExecutor:
     ) -> None:
         end = plan.context_len + plan.query_len
         is_padding = isinstance(plan.request_id, PaddingId)
-        value = ROOT if is_padding or not plan.context_len else self._read(row, plan.context_len - 1)
+        value = ROOT if is_padding or not plan.context_len else self._read_window(row, plan.context_len)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
             self._write(row, position, value)
@@ -456,14 +481,27 @@ class HashExecutor:
         self._slots[slot] = value
         self._ends[slot // self._capacity.block_size] = slot % self._capacity.block_size + 1
 
-    def _read(self, row: HashRow, position: int) -> int:
-        slot = self._slot(row, position)
-        value, (block_id, offset) = self._slots[slot], divmod(slot, self._capacity.block_size)
+    def _read_window(self, row: HashRow, position: int) -> int:
+        """The value before a position, after a look at all in the window."""
+        first = max(0, position - self._capacity.window + 1) if self._capacity.window else position - 1
+        value = self._content(row, first)
+        for idx in range(first + 1, position):
+            value = mix(value, row.token_ids[idx])
+            assert self._content(row, idx) == value, f"position {idx} is read, and is another row's"
+        return self._read(row, position - 1)
+
+    def _content(self, row: HashRow, position: int) -> int:
+        value = self._slots[self._slot(row, position)]
         assert value != POISON, f"position {position} is read and was never written"
+        return value
+
+    def _read(self, row: HashRow, position: int) -> int:
+        """The content, and the state where blocks have one."""
+        block_id, offset = divmod(self._slot(row, position), self._capacity.block_size)
         if self._capacity.has_state and block_id != NULL_BLOCK:
             end = self._ends[block_id]
             assert end == offset + 1, f"block {block_id} has the state after {end} positions, and {offset + 1} are wanted"
-        return value
+        return self._content(row, position)
 
 
 SHARE = 3

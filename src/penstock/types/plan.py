@@ -38,8 +38,8 @@ class AdmitRow:
     """Prompt, and what was generated before a preemption. [num_tokens]"""
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """Blocks held now, in order; those of a prefix hit already contain KV. The row's blocks; those of padding are null blocks,
-    all others never."""
+    """Blocks held now, in order; those of a prefix hit already contain KV. Null blocks stand for the first ones if no layer
+    reads them any more (`num_unread_blocks`). The blocks of padding are null blocks, all of them."""
     num_computed_tokens: int
     """KV present in those blocks: the first row of this request has this `context_len`."""
     sampling: SamplingParams
@@ -110,6 +110,24 @@ class Capacity:
     has_state: bool = False
     """Blocks hold recurrent state, too, as it is after their last computed position: nobody can go on inside one but behind
     that."""
+    window: int = 0
+    """No layer sees other positions of a row than the last so many, the one that it computes included; 0: some layer sees all.
+    The executor may read others, whatever is there by then, if no bit of an answer depends on it."""
+
+    def most_blocks(self, num_positions: int) -> int:
+        """Blocks that a request holds at one time at most, until so many positions are computed."""
+        return most_blocks(num_positions, self.block_size, window=self.window, max_step_tokens=self.max_step_tokens)
+
+
+def num_unread_blocks(num_computed_tokens: int, block_size: int, window: int) -> int:
+    """The first blocks of a row that no layer reads any more, once so many positions are computed."""
+    return max(0, num_computed_tokens + 1 - window) // block_size if window else 0
+
+
+def most_blocks(num_positions: int, block_size: int, *, window: int, max_step_tokens: int) -> int:
+    """As `Capacity.most_blocks`: those of all positions, or of a window and of what one step computes behind it."""
+    num_blocks = -(-num_positions // block_size)
+    return min(num_blocks, 1 - (2 - window - max_step_tokens) // block_size) if window else num_blocks
 
 
 @dataclass(slots=True)

@@ -258,7 +258,15 @@ class Engine:
 
 class RowTable:
     def __init__(
-        self, *, num_blocks: int, block_size: int, max_rows: int, max_step_tokens: int, max_model_len: int, vocab_size: int
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        window: int,
     ) -> None: ...
     def release(self, request_id: str) -> None: ...
     def admit(self, row: AdmitRow) -> int: ...

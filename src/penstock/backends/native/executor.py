@@ -53,7 +53,8 @@ class NativeExecutor:
         expert_file: int | None = None,
     ) -> None:
         state = program.state
-        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len, state is not None)
+        sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._capacity = Capacity(*sizes, has_state=state is not None, window=program.window)
         self._vocab_size = program.vocab_size
         self._opened: Engine | None = Engine(
             num_layers=program.num_layers,
@@ -82,6 +83,7 @@ class NativeExecutor:
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             vocab_size=program.vocab_size,
+            window=self._capacity.window,
         )
         self._wants_logprobs: set[str] = set()
         """Request ids."""

@@ -54,7 +54,8 @@ class ReferenceExecutor:
         poison: bool = False,
     ) -> None:
         has_state = program.state is not None
-        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len, has_state)
+        sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._capacity = Capacity(*sizes, has_state=has_state, window=program.window)
         if not isinstance(program.ending, Logits):
             raise ModelError(
                 f"the program ends in {type(program.ending).__name__}, not in logits, so there is nothing to sample.",

@@ -261,7 +261,8 @@ class AdmissionView:
     """Blocks to compute all tokens that it has (after a preemption, those it had generated too). For a beam search that comes
     back: those of all its beams, here and in the next."""
     num_final_blocks: int
-    """Blocks to reach its limit of tokens."""
+    """Blocks to reach its limit of tokens. Where every layer has a window, this and the above are no more than it holds at one
+    time."""
     num_running: int
     """Requests that run, and those that follow as soon as it does."""
     num_growth_blocks: int

@@ -45,7 +45,7 @@ class PredictedOutput(Reserve):
         size = view.block_size
         growth = sum(self._growth_blocks(request, size) for request in view.running)
         own = view.num_prompt_blocks + self._growth_blocks(view.request, size)
-        return own + min(growth, view.num_growth_blocks)
+        return min(own, view.num_final_blocks) + min(growth, view.num_growth_blocks)
 
     def _growth_blocks(self, request: Request, block_size: int) -> int:
         num_tokens, num_left = request.num_tokens, request.max_total_tokens - request.num_tokens
