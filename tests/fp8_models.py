@@ -53,7 +53,7 @@ def write_fp8_hf(directory: Path, model: TinyLlama, scales: Scales) -> Path:
         stored = scale.reshape(()) if scales == "tensor" else scale
         tensors[name + ("_scale_inv" if scales == "block" else "_scale")] = ("F32", stored.shape, stored.tobytes())
         if scales == "tensor":
-            for other in ("input_scale", "k_scale"):
+            for other in ("input_scale", "activation_scale", "k_scale"):
                 tensors[f"{name.removesuffix('weight')}{other}"] = ("F32", (), np.float32(3).tobytes())
     write_encoded(directory / "model.safetensors", tensors)
     return directory

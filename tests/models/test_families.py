@@ -182,10 +182,11 @@ def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:
     """`yarn` was longrope in its first files, and `su` in the next."""
     config = CASES["phi4_mini"].config
     specs = [
-        spec_of(tmp_path, {**config, "rope_scaling": {**config["rope_scaling"], "type": name}})
+        spec_of(tmp_path, {**config, "rope_scaling": None, key: {**config["rope_scaling"], "type": None, kind: name}})
+        for key, kind in (("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type"))
         for name in ("longrope", "su", "yarn")
     ]
-    assert specs[0] == specs[1] == specs[2]
+    assert len(set(specs)) == 1
     rotation = specs[0].layers[0].attention.rotation
     assert rotation is not None
     assert len(rotation.inv_freq) == 9
@@ -222,6 +223,27 @@ def test_an_exaone_4_without_windows_turns_in_all_layers(tmp_path: Path) -> None
     usual = spec_of(tmp_path, {**config, "layer_types": None, "num_hidden_layers": 8})
     assert [layer.attention.window for layer in usual.layers] == [6, 6, 6, 0] * 2
     assert [layer.attention.rotation is None for layer in usual.layers] == [False, False, False, True] * 2
+
+
+def test_an_exaone_4_of_32b_has_a_letter_for_each_layer_of_a_period(tmp_path: Path) -> None:
+    """The published file says so, beside `layer_types`."""
+    config = {**CASES["exaone4"].config, "sliding_window_pattern": "LLG", "num_hidden_layers": 4}
+    spec = spec_of(tmp_path, {**config, "layer_types": None})
+    assert [layer.attention.window for layer in spec.layers] == [6, 6, 0, 6]
+    told = spec_of(tmp_path, {**config, "layer_types": ["full_attention", *["sliding_attention"] * 3]})
+    assert [layer.attention.window for layer in told.layers] == [0, 6, 6, 6]
+    for pattern in ("", "LXG"):
+        with pytest.raises(ModelError, match="sliding_window_pattern"):
+            spec_of(tmp_path, {**config, "layer_types": None, "sliding_window_pattern": pattern})
+
+
+def test_a_base_that_a_file_leaves_out_is_that_of_transformers(tmp_path: Path) -> None:
+    for name, base in (("mixtral", 1e6), ("smollm3", 2e6)):
+        config = changed(CASES[name], rope_parameters=None, rope_theta=None)
+        rotation = spec_of(tmp_path, config).layers[0].attention.rotation
+        assert rotation is not None
+        assert rotation.inv_freq[1] == pytest.approx(base ** (-2 / 24))
+    assert spec_of(tmp_path, changed(CASES["smollm3"], tie_word_embeddings=None)).tie_word_embeddings
 
 
 def test_a_starcoder_2_in_a_gguf_file_has_the_window_of_all(tmp_path: Path) -> None:

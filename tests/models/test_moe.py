@@ -65,6 +65,12 @@ def test_what_is_no_mixture_or_more_than_one_is_refused(
         load(changed(name, **changes), tmp_path)
 
 
+def test_windows_of_a_qwen_3_moe_are_in_all_layers(tmp_path: Path) -> None:
+    """As in transformers, whatever `max_window_layers` says: that is a setting of the dense ones."""
+    case = changed("qwen3_moe", use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    assert [layer.attention.window for layer in load(case, tmp_path).spec.layers] == [6, 6]
+
+
 def test_a_layer_without_experts_has_an_mlp(tmp_path: Path) -> None:
     case = changed("qwen3_moe", mlp_only_layers=[1])
     dense = {"gate_proj": (100, 72), "up_proj": (100, 72), "down_proj": (72, 100)}

@@ -28,8 +28,17 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     window = config.get("sliding_window", int) if "sliding_window" in config.values else 4096
     if window is None:
         return spec
-    usual = local_layers_of_period(spec, config.get("sliding_window_pattern", int) or _PERIOD)
-    return with_still_layers(with_windows(config, spec, window, usual))
+    return with_still_layers(with_windows(config, spec, window, _local_layers(config, spec)))
+
+
+def _local_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
+    """Whether each layer has a window: by a period, or by the letters of one (LLLG), of which L has a window and G has none."""
+    if not isinstance(config.values.get("sliding_window_pattern"), str):
+        return local_layers_of_period(spec, config.get("sliding_window_pattern", int) or _PERIOD)
+    letters = config.require("sliding_window_pattern", str)
+    if not letters or set(letters) - set("LG"):
+        raise config.error(f"sliding_window_pattern is {letters!r}, not a text of L and G")
+    return [letters[layer % len(letters)] == "L" for layer in range(spec.num_layers)]
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:

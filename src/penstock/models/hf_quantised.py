@@ -67,7 +67,7 @@ class Quantisation:
 _OF_FP8 = ("_scale", "_scale_inv")
 """After the name of a matrix in fp8."""
 _OF_OTHERS = (
-    ".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".output_zero_point",
+    ".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
     ".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 """Ends of the names of scales that are not of weights."""

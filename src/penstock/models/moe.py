@@ -63,8 +63,10 @@ def _of_mixtral_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_qwen3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Layers that config.json names, and those that are no multiple of a number, keep their dense MLP."""
-    dense = llama.of_qwen_hf(config, spec)
+    """Layers that config.json names, and those that are no multiple of a number, keep their dense MLP. Windows are in all."""
+    config.only("hidden_act", "silu")
+    window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
+    dense = spec.with_windows(window, [True] * spec.num_layers)
     step, only = config.get("decoder_sparse_step", int) or 1, config.get("mlp_only_layers", list) or []
     is_renormalised = config.get("norm_topk_prob", bool) or False
     mixed = _experts_of_hf(config, dense, width="moe_intermediate_size", is_renormalised=is_renormalised)
@@ -98,6 +100,7 @@ def _experts_of_hf(
 MIXTRAL = Architecture(
     describe=_describe,
     of_hf=_of_mixtral_hf,
+    hf_values=lambda values: {"rope_theta": 1e6, **values},
     hf_layer={
         **HF_LAYER,
         "block_sparse_moe.gate.weight": "router",

@@ -22,9 +22,10 @@ _QKV, _GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Old files call longrope `su` or `yarn`."""
-    scaling = values.get("rope_scaling")
-    if isinstance(scaling, dict) and scaling.get("type") == "yarn":
-        values = {**values, "rope_scaling": {**scaling, "type": "longrope"}}
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = values.get(key)
+        if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) == "yarn":
+            values = {**values, key: {**scaling, "rope_type": "longrope"}}
     return {"rms_norm_eps": 1e-5, **values}
 
 

@@ -5,9 +5,9 @@ Sources: NoPE, arXiv 2501.18795; modeling_smollm3.py of transformers; src/models
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.models import llama
 from penstock.models.architectures import Architecture
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from penstock.models.hf_config import JsonFile
 
 _INTERVAL = 4
+
+
+def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"rope_theta": 2e6, "tie_word_embeddings": True, **values}
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -44,4 +48,4 @@ def _with_rotations(spec: ModelSpec, has_rotation: Sequence[int]) -> ModelSpec:
     return spec.with_attention(lambda layer, attention: attention if has_rotation[layer] else replace(attention, rotation=None))
 
 
-SMOLLM3 = Architecture(describe=llama.describe, of_hf=_of_hf, of_gguf=_of_gguf, is_interleaved_in_gguf=True)
+SMOLLM3 = Architecture(describe=llama.describe, of_hf=_of_hf, of_gguf=_of_gguf, hf_values=_values, is_interleaved_in_gguf=True)
