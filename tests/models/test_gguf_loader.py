@@ -282,6 +282,8 @@ REFUSED = {
     "yarn ramp": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, r"yarn_ext_factor is 0\.5.*another model"),
     "partial rope": ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8.*another model"),
     "value width": ({"llama.attention.value_length": 8}, r"llama\.attention\.value_length is 8.*another model"),
+    "both directions": ({"llama.attention.causal": False}, r"llama\.attention\.causal is false.*another model"),
+    "local base": ({"llama.rope.freq_base_swa": 10.0}, r"llama\.rope\.freq_base_swa is 10\.0.*another model"),
     "spaces": ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is true.*SentencePiece"),
     "base": ({"llama.rope.freq_base": -1.0}, "freq_base"),
     "nan base": ({"llama.rope.freq_base": float("nan")}, "freq_base"),

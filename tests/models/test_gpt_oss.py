@@ -77,6 +77,11 @@ def test_layers_have_windows_by_turns_and_experts_of_its_kind(tmp_path: Path) ->
     assert read_hf_spec(tmp_path / "gpt_oss" / "model") == load(CASES["gpt_oss"], tmp_path / "again").spec
 
 
+def test_a_gguf_file_says_which_layers_have_windows(tmp_path: Path) -> None:
+    told = changed("gpt_oss_gguf", **{"attention.sliding_window_pattern": [False, True, True]})
+    assert [layer.attention.window for layer in load(told, tmp_path).spec.layers] == [0, 6, 6]
+
+
 def test_settings_that_a_config_leaves_out_are_those_of_transformers() -> None:
     values = GPT_OSS.hf_values({"vocab_size": 5})
     assert (values["rope_theta"], values["sliding_window"], values["rms_norm_eps"]) == (150000.0, 128, 1e-5)

@@ -279,6 +279,8 @@ class Architecture:
     """Rotations may turn the first columns of a head only."""
     is_yarn_truncated_in_gguf: bool = True
     """YaRN's range of pairs begins and ends at whole ones: GGUF files have no word on it."""
+    has_local_base_in_gguf: bool = False
+    """`of_gguf` reads `rope.freq_base_swa`, the base of layers with windows; else that has to be the base of all."""
     hf_norm_offset: float = 0.0
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
 

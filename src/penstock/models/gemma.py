@@ -89,7 +89,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, period: int) -> list[bool]:
     """Whether each layer has a window. As in llama.cpp the file has a value per layer, or another period, or neither."""
-    key = f"{spec.architecture}.attention.sliding_window_pattern"
+    key = f"{file.require('general.architecture', str)}.attention.sliding_window_pattern"
     if isinstance(file.metadata.get(key), list):
         is_local = file.get_list(key, bool)
         if len(is_local) != spec.num_layers:
@@ -162,5 +162,6 @@ GEMMA3 = Architecture(
     of_gguf=_of_gguf,
     hf_values=_gemma3_values,
     hf_layer=_LAYER,
+    has_local_base_in_gguf=True,
     hf_norm_offset=1.0,
 )

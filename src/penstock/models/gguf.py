@@ -188,6 +188,8 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: i
     key = file.require("general.architecture", str)
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
+    if file.get(f"{key}.attention.causal", bool) is False:
+        raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
     architecture = architectures.GGUF_NAMES[key]
@@ -244,6 +246,9 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
     base = file.get(f"{key}.rope.freq_base", float, 10000.0)
     if base is None or not math.isfinite(base) or base <= 0.0 or base == 1.0:
         raise file.error(f"{key}.rope.freq_base is {base}, not a positive number")
+    local_base = file.get(f"{key}.rope.freq_base_swa", float, base)
+    if local_base != base and not architecture.has_local_base_in_gguf:
+        raise checks.unsupported(file.path, f"{key}.rope.freq_base_swa is {local_base}", f"that of all layers, {base}, is")
     scaling = file.get(f"{key}.rope.scaling.type", str) or "linear"
     if scaling not in _ROPE_KINDS:
         raise checks.unsupported(file.path, f"{key}.rope.scaling.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")

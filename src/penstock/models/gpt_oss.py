@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.models import checks, llama
+from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
 from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, with_experts
 from penstock.models.gemma import local_layers_of_gguf
@@ -54,9 +54,6 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    base = file.get("gpt-oss.rope.freq_base", float, 10000.0)
-    if file.get("gpt-oss.rope.freq_base_swa", float, base) != base:
-        raise checks.unsupported(file.path, "gpt-oss.rope.freq_base_swa is not that of the other layers", "one base for all is")
     window = file.require("gpt-oss.attention.sliding_window", int)
     spec = experts_of_gguf(file, spec)
     return _with_own(spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIOD)))

@@ -115,8 +115,6 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     key = file.require("general.architecture", str)
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
-    if file.get(f"{key}.attention.causal", bool) is False:
-        raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
     told = file.metadata.get(f"{key}.attention.head_count_kv")
     counts = told if isinstance(told, list) else [told] * spec.num_layers
     if len(counts) != spec.num_layers:
