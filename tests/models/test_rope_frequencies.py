@@ -87,6 +87,7 @@ OF_TRANSFORMERS: dict[str, tuple[dict[str, Any], int, int, dict[int, float], flo
         {"type": "su", "original_max_position_embeddings": 256, "short_factor": SHORT, "long_factor": LONG},
         *(16, 257, {1: 0.1581139, 2: 0.03333334, 4: 0.002, 6: 0.0001428571}, 1.118034),
     ),
+    "linear, factor given": ({"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5}, 64, 1024, {1: 0.3749471}, 1.0),
     "mrope": ({"type": "mrope", "mrope_section": [8, 12, 12]}, 64, 1024, {1: 0.7498942, 30: 0.0001778279}, 1.0),
 }
 
@@ -153,6 +154,14 @@ WITHOUT_MEASURE: dict[str, dict[str, Any]] = {
     "factor that is no number": {"rope_type": "longrope", "short_factor": [1.0] * 7 + ["1"], "long_factor": [1.0] * 8},
     "type of layer": {"full_attention": {"rope_theta": 1e4}},
 }
+
+
+def test_types_of_layers_are_few(tmp_path: Path):
+    """Each has frequencies of its own: as many as there may be layers would take minutes."""
+    names = [f"type {number}" for number in range(100)]
+    extra = {"rope_parameters": {name: {"rope_theta": 1e4} for name in names}, "layer_types": names, "num_hidden_layers": 100}
+    with pytest.raises(ModelError, match="100 types of layers"):
+        load_hf_directory(write_hf(tmp_path, TinyLlama(), extra=extra))
 
 
 @pytest.mark.parametrize("case", WITHOUT_MEASURE)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.models.hf_text import find_tokenizer
+from penstock.text import tokenizer_files
 from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tokenizer_files import TEKKEN_PATTERN, read_vocab
 from penstock.types.errors import ModelError
@@ -70,6 +71,17 @@ def test_damaged_files_end_in_one_kind_of_error(tmp_path_factory, data):
         path.write_bytes(content)
         with contextlib.suppress(ModelError):
             load_tokenizer(path).encode("The scheduler\u00e9", add_special_tokens=True)
+
+
+def test_a_file_of_many_fields_is_refused_at_once(tmp_path, monkeypatch):
+    """A field takes two bytes and microseconds: hundreds of MiB of them would take many minutes."""
+    monkeypatch.setattr(tokenizer_files, "MAX_TOKENS", 1000)
+    path = tmp_path / "tokenizer.model"
+    piece = b"\x0a\x01a"
+    for content, words in ((b"\x10\x01" * 1001, "1000 fields"), (field(1, piece + b"\x18\x01" * 100), "16 fields")):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=words):
+            load_tokenizer(path)
 
 
 def varint(number):

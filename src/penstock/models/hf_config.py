@@ -25,6 +25,9 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 """The second is the first one's name since release 5 of transformers; it may be an object of names and tokens, too."""
 
+_MOST_TYPES = 16
+"""Types of layers with a rotation of their own: each costs as many powers as a head has pairs."""
+
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -214,6 +217,8 @@ def _read_rotations(
 
     if not nested:
         return [rotation(parameters)] * sizes["num_layers"]
+    if len(nested) > _MOST_TYPES:
+        raise config.error(f"{key} has {len(nested)} types of layers, and at most {_MOST_TYPES} are taken")
     kinds = read_layer_types(config, sizes["num_layers"])
     missing = set(kinds) - parameters.keys()
     if missing:
@@ -302,6 +307,7 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
     if not 0 < dim <= head_dim or dim % 2 or not 1 <= original_len <= checks.MAX_MODEL_LEN or theta == 1.0:
         cause = f"partial_rotary_factor {share}, rope_theta {theta} and original_max_position_embeddings {original_len}"
         raise config.error(f"{cause} make no rotation of heads of {head_dim} columns")
+    has_factor = kind in ("yarn", "longrope") and settings.values.get("attention_factor") is not None
     low, high = number("low_freq_factor", 1.0), number("high_freq_factor", 4.0)
     if kind == "llama3" and low >= high:
         raise config.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
@@ -312,7 +318,7 @@ def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapp
         trained_len=trained_len,
         original_len=original_len,
         factor=number("factor", trained_len / original_len if kind in ("yarn", "longrope") else 1.0),
-        attention_factor=number("attention_factor", 1.0) if settings.values.get("attention_factor") is not None else None,
+        attention_factor=settings.positive("attention_factor") if has_factor else None,
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=number("beta_fast", 32.0),

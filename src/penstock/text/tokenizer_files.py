@@ -23,6 +23,7 @@ from penstock.types.vocab import GgufVocab
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 1 << 21
+_MOST_FIELDS_OF_PIECES = 16
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 """Types of pieces: SentencePiece's numbers, which GGUF files have, too."""
 _UNIGRAM, _BPE = 1, 2
@@ -80,21 +81,19 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
     trainer: dict[int, int] = {}
     normalizer: dict[int, int] = {}
     charsmap = b""
-    for field, value in _fields(data):
+    for field, value in _fields(data, MAX_TOKENS):
         if field == 1 and isinstance(value, bytes):
-            piece = dict(_fields(value))
+            piece = dict(_fields(value, _MOST_FIELDS_OF_PIECES))
             tokens.append(_bytes(piece[1]).decode())
             scores.append(struct.unpack("<f", _bytes(piece[2]))[0] if 2 in piece else 0.0)
             types.append(_int(piece.get(3, NORMAL)))
         elif field in (2, 3) and isinstance(value, bytes):
-            inner = dict(_fields(value))
+            inner = dict(_fields(value, MAX_TOKENS))
             numbers = {key: item for key, item in inner.items() if isinstance(item, int)}
             if field == 2:
                 trainer = numbers
             else:
                 normalizer, charsmap = numbers, _bytes(inner.get(2, b""))
-        if len(tokens) > MAX_TOKENS:
-            raise ValueError(f"it has more than {MAX_TOKENS} pieces")
     if not tokens:
         raise ValueError("it has no pieces")
     kind = trainer.get(3, _UNIGRAM)
@@ -129,9 +128,12 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
     )
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of a message's fields: an int, or the bytes of what has a length or a fixed size. Raises ValueError."""
-    position, end = 0, len(data)
+def _fields(data: bytes, limit: int) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of a message's fields: an int, or the bytes of what has a length or a fixed size.
+
+    Raises ValueError, also for more than `limit` fields, each of which takes time.
+    """
+    position, end, num_fields = 0, len(data), 0
 
     def varint() -> int:
         nonlocal position
@@ -147,6 +149,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         raise ValueError("a number in it is too long")
 
     while position < end:
+        num_fields += 1
+        if num_fields > limit:
+            raise ValueError(f"it has a message of more than {limit} fields")
         key = varint()
         wire = key & 7
         if wire == 0:
