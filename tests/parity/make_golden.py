@@ -58,8 +58,8 @@ class GoldenMaker:
     def text_case(self, name: str, token_ids: Sequence[int], f32_logits: FloatArray | None = None) -> TextCase:
         ids = np.array(token_ids, np.int32)
         inputs = [int(token_id) for token_id in ids[:-1]]
-        f32 = self.f32.forward_logits(inputs) if f32_logits is None else f32_logits
-        return TextCase(name, ids, token_logprobs(f32, ids[1:]), token_logprobs(self.bf16.forward_logits(inputs), ids[1:]))
+        f32 = token_logprobs(self.f32.forward_logits(inputs) if f32_logits is None else f32_logits, ids[1:])
+        return TextCase(name, ids, f32, token_logprobs(self.bf16.forward_logits(inputs), ids[1:]))
 
     def greedy_cases(self, chosen: Sequence[ParityPrompt]) -> list[GreedyCase]:
         prompts = [self.prompt_ids(prompt) for prompt in chosen]

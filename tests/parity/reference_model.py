@@ -176,6 +176,14 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def forward_logits(self, token_ids: list[int]) -> NDArray[np.float32]:
-        """Logits after each token, float32 [num_tokens, vocab_size]."""
-        logits = self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
-        return logits.float().numpy()
+        """Logits after each token, float32 [num_tokens, vocab_size].
+
+        Those of 2,048 tokens at once, as the model holds several copies of what it returns: 8,000 tokens of a vocabulary of
+        262,144 would take more memory than most machines have.
+        """
+        logits = np.empty((len(token_ids), self.model.config.get_text_config().vocab_size), np.float32)
+        for begin in range(0, len(token_ids), 2048):
+            wanted = torch.arange(begin, min(begin + 2048, len(token_ids)))
+            found = self.model(torch.tensor([token_ids]), use_cache=False, logits_to_keep=wanted).logits[0]
+            logits[begin : begin + 2048] = found.float().numpy()
+        return logits
