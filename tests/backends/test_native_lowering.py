@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from penstock.backends.native._native import Engine, RowOpKind, SourceFormat
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import lower
 from penstock.models.formats import held_bytes
 from penstock.models.program import (
@@ -17,6 +17,7 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    Experts,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -27,6 +28,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     Rope,
+    ShortConv,
     Softcap,
     States,
 )
@@ -218,9 +220,6 @@ def test_every_byte_of_a_packed_matrix_is_told_when_it_is_packed() -> None:
     told: list[int] = []
 
     class Packs(Recorder):
-        def add_matrix(self, fmt: SourceFormat, rows: int, cols: int) -> int:
-            return 0
-
         def pack_rows(self, matrix: int, first_row: int, data: np.ndarray) -> None:
             assert sum(told) == first_row * 128
 
@@ -236,6 +235,38 @@ def test_every_byte_of_a_packed_matrix_is_told_when_it_is_packed() -> None:
     weight = WeightTensor("w", rows, 32, WeightFormat.F32, np.zeros((rows, 32), np.float32))
     lower(program, {"w": weight}, cast(Engine, Packs()), num_positions=64, on_packed=told.append)
     assert (len(told), sum(told)) == (2, weight.num_bytes)
+
+
+def test_every_byte_of_packed_experts_is_told() -> None:
+    """Of two experts with 20 rows each in gate and up, which are not whole panels, and 32 in down."""
+    told: list[int] = []
+    op = Experts("y", "x", "r", "g", "u", "d", num_experts=2, num_experts_per_token=1, intermediate_size=20, activation="silu")
+    shapes = {"w": (32, 32), "r": (2, 32), "g": (40, 32), "u": (40, 32), "d": (64, 20)}
+    weights = {
+        name: WeightTensor(name, *shape, WeightFormat.F32, np.zeros(shape, np.float32)) for name, shape in shapes.items()
+    }
+    program = Program((Embed("x", "w"), op), (("x", 32), ("y", 32)), 1, 1, 16, 32)
+    lower(program, weights, cast(Engine, Recorder()), num_positions=64, on_packed=told.append)
+    assert sum(told) == sum(weights[name].num_bytes for name in "gud")
+
+
+def test_a_short_convolution_waits_until_the_inputs_of_all_tokens_are_there() -> None:
+    """It reads those of other tokens; and their state is kept when all have read the one before."""
+
+    class Rows(Recorder):
+        def add_rows(self, rows: Sequence[RowOp], samples: bool) -> None:
+            sizes.append(len(rows))
+
+    sizes: list[int] = []
+    program = Program(
+        (Embed("x", "e"), Act("x", "x", "relu"), ShortConv("y", "x", 0, "w", 3)), (("x", 96), ("y", 32)), 1, 1, 16, 32
+    )
+    shapes = {"e": (32, 96), "w": (32, 3)}
+    weights = {
+        name: WeightTensor(name, *shape, WeightFormat.F32, np.zeros(shape, np.float32)) for name, shape in shapes.items()
+    }
+    lower(program, weights, cast(Engine, Rows()), num_positions=64)
+    assert sizes == [2, 1, 1]
 
 
 def test_fp8_is_widened_with_its_scales() -> None:

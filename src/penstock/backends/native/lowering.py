@@ -384,6 +384,7 @@ class _Emitter:
 
     def _emit_short_conv(self, op: ShortConv) -> None:
         """The state is kept one instruction later, when no token needs the one before any more."""
+        self.flush()  # it reads other tokens' x, which is to be whole
         x, bias = self._buffer(op.x), self._weights.vector_or_none(op.bias)
         taps = self._engine.add_vector(np.ascontiguousarray(self._weights.tensor(op.weight).dequantize().T).reshape(-1))
         self._row(RowOpKind.SHORT_CONV, out=self._written(op.out), x=x, y=bias, weight=taps, n=op.layer)
@@ -602,10 +603,14 @@ class _Weights:
             matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
             for begin, end in tensor.parts(PANEL):
                 self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end, is_ordered=True))
-                tensor.forget(begin, end)
-                if self._on_packed is not None:
-                    self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
+                self._taken_over(tensor, begin, end)
         return matrix
+
+    def _taken_over(self, tensor: WeightTensor, begin: int, end: int) -> None:
+        """After some rows were packed: the file's pages may go, and the caller of `lower` is told."""
+        tensor.forget(begin, end)
+        if self._on_packed is not None:
+            self._on_packed(tensor.num_bytes // tensor.num_rows * (end - begin))
 
     def experts(self, names: Sequence[str], num_experts: int) -> int:
         """The id of a matrix with each expert's rows of the first weight, then of the next one, each in whole panels."""
@@ -628,7 +633,7 @@ class _Weights:
                         rows = _bytes(tensor, begin, end)
                         missing = _in_panels(len(rows)) - len(rows)
                         self._engine.pack_rows(matrix, at, np.pad(rows, ((0, missing), (0, 0))) if missing else rows)
-                        tensor.forget(begin, end)
+                        self._taken_over(tensor, begin, end)
                         at += len(rows) + missing
         return matrix
 
