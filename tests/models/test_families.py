@@ -89,6 +89,7 @@ def test_a_mistral_of_pictures_without_a_window_has_none(tmp_path: Path) -> None
         ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
         ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0.0"),
         ("olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3", {"is_causal": False}, "is_causal is False"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], words: str) -> None:

@@ -303,9 +303,18 @@ def test_tied_output(tmp_path, tied, is_tied):
     assert ("output" in model.weights) is not is_tied
 
 
-def test_stored_copy_of_a_tied_output_is_not_used(tmp_path):
-    model = load_hf_directory(write_hf(tmp_path, TinyLlama(is_tied=False), extra={"tie_word_embeddings": True}))
-    assert "output" not in model.weights
+@pytest.mark.parametrize(("change", "is_tied"), [(0.0, True), (0.25, False)])
+def test_a_stored_output_is_tied_if_it_is_a_copy(tmp_path, caplog, change, is_tied):
+    """Transformers 5 goes by the weights where config.json contradicts them."""
+    write_hf(tmp_path, TINY, dtype="f32")
+    weights = {name: tensor.array().copy() for name, tensor in open_safetensors(tmp_path / "model.safetensors").items()}
+    output = weights["model.embed_tokens.weight"].copy()
+    output[-1, -1] += change
+    write_safetensors(tmp_path / "model.safetensors", {**weights, "lm_head.weight": output}, "f32")
+    model = load_hf_directory(tmp_path)
+    assert model.spec.tie_word_embeddings is is_tied
+    assert ("output" in model.weights) is not is_tied
+    assert ("tie_word_embeddings" in caplog.text) is not is_tied
 
 
 def test_biases_of_q_k_and_v(tmp_path):

@@ -23,6 +23,7 @@ def test_whole_repository(tmp_path, monkeypatch):
     def snapshot_download(repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         assert repo == "org/repo"
         assert "*.safetensors" not in allow_patterns
+        assert "quantize_config.json" in allow_patterns  # without it a checkpoint of AutoGPTQ is no known model
         write_hf(local_dir, TinyLlama())
 
     install(monkeypatch, snapshot_download=snapshot_download)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_en
 from penstock.models.mxfp4 import Mxfp4Cube
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
-from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats
+from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 
@@ -66,8 +67,12 @@ def load_hf_directory(
     read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
     spec = architecture.of_hf(config, read)
     checks.check_spec(spec, path / "config.json")
-    if spec.tie_word_embeddings:
-        pieces.pop("output", None)
+    if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
+        spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
+        if spec.tie_word_embeddings:
+            del pieces["output"]
+        else:
+            _log.warning("%s: tie_word_embeddings is true, but the output's weights are others: they are used", path.name)
     program = architecture.describe(spec)
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     sizes = Sizes(stored, checks.weight_shapes(program), program.num_kv_heads)
@@ -135,6 +140,16 @@ def read_hf_spec(path: Path) -> ModelSpec:
     spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")
     return spec
+
+
+def _is_copy(output: Stored, embed: Stored) -> bool:
+    """Whether the output's weights are those of the embeddings. Packed ones are said to be, as nothing tells."""
+    if not (isinstance(output, StoredTensor) and isinstance(embed, StoredTensor)):
+        return True
+    if len(embed.shape) != 2 or (output.dtype, output.shape) != (embed.dtype, embed.shape):
+        return False
+    ours, theirs = output.array(), embed.array()
+    return all(np.array_equal(ours[rows], theirs[rows]) for rows in row_slices(*embed.shape))
 
 
 def _refuse_adapter(path: Path) -> None:

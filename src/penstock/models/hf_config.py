@@ -115,6 +115,7 @@ def read_spec(
     `has_partial_rope`. Texts of up to `served_len` tokens will be served, None
     for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
+    config.only("is_causal", True)
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     tied = config.get("tie_word_embeddings", bool)

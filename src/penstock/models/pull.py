@@ -46,6 +46,7 @@ _PIP_OPTIONS = (
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
+    "quantize_config.json",
     "model.safetensors",
     "model-*.safetensors",
     "model.safetensors.index.json",
