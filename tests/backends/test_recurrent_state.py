@@ -20,6 +20,7 @@ from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import ShortConvSpec
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
@@ -113,5 +114,9 @@ def test_a_block_takes_what_was_planned_for_it(model: LoadedModel, kv_dtype: KvD
 
 def test_a_block_that_is_too_small_is_refused_before_a_weight_is_read(model: LoadedModel) -> None:
     check_state(Config(kv=KvConfig(block_size=3)), model)
-    with pytest.raises(ConfigError, match=r"block_size 2 is too small .* its state is that of 3 positions"):
+    with pytest.raises(ConfigError, match=r"block_size 2 is too small .* its state is that of 3 positions") as refused:
         check_state(Config(kv=KvConfig(block_size=2)), model)
+    assert refused.value.remedy == "Set --block-size to 16."
+    layers = tuple(replace(layer, mixer=ShortConvSpec(kernel=18)) for layer in model.spec.layers)
+    with pytest.raises(ConfigError, match=r"block_size 16 .* 17 positions. Set --block-size to 32."):
+        check_state(Config(), replace(model, spec=replace(model.spec, layers=layers)))

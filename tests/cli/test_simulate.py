@@ -56,6 +56,14 @@ def test_with_a_model_the_memory_is_as_large_as_the_servers(tiny_model: Path) ->
         server_settings(config_from({"model": str(tiny_model), "kv_cache_memory": 1 << 50}), CostModel())
 
 
+def test_experts_on_disk_are_refused_where_that_changes_nothing(tiny_model: Path) -> None:
+    config = config_from({"model": str(tiny_model), "experts_on_disk": True})
+    with pytest.raises(ConfigError, match="is no mixture of experts"):
+        server_settings(config, CostModel())
+    with pytest.raises(ConfigError, match="--blocks says how large"):
+        server_settings(config, CostModel(), num_blocks=100)
+
+
 def test_a_gpu_has_its_own_defaults() -> None:
     config = Config(backend=BackendConfig(device="cuda"))
     settings = server_settings(config, CostModel(), num_blocks=1000)

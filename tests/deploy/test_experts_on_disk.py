@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -92,12 +93,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_packed(
 
 def test_a_folder_in_memory_is_refused(mixture: Path) -> None:
     """A file there would take what it is to save."""
-    folder = Path("/dev/shm/penstock-test-of-experts")
-    try:
-        with pytest.raises(ConfigError, match="the file lies in memory"):
-            tokens_of(config_of(mixture, folder), mixture, Resources())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory(dir="/dev/shm") as folder, pytest.raises(ConfigError, match="the file lies in memory"):
+        tokens_of(config_of(mixture, Path(folder)), mixture, Resources())
 
 
 def test_a_folder_that_can_not_be_written_is_refused(mixture: Path, tmp_path: Path) -> None:

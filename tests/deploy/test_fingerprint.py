@@ -65,11 +65,17 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
 
 
 def system(
-    path: Path, *, variant: str = "avx2", template: str | None = "{{ messages }}", temperature: float | None = None, **kv: Any
+    path: Path,
+    *,
+    variant: str = "avx2",
+    template: str | None = "{{ messages }}",
+    temperature: float | None = None,
+    ends: tuple[int, ...] = (2,),
+    **kv: Any,
 ) -> str:
     config = Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv))
     executor: Any = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), variant=variant)
-    model: Any = SimpleNamespace(path=path, spec=SPEC, sampling=SamplingDefaults(temperature=temperature))
+    model: Any = SimpleNamespace(path=path, spec=SPEC, sampling=SamplingDefaults(temperature=temperature), eos_token_ids=ends)
     return system_fingerprint(config, model, executor, template)
 
 
@@ -85,6 +91,7 @@ def test_answers_of_equal_servers_have_one_fingerprint(tmp_path: Path, monkeypat
     assert system(model, variant="avx512") != own
     assert system(model, template=None) != own
     assert system(model, temperature=0.5) != own
+    assert system(model, ends=(2, 3)) != own
     assert system(model, kv_cache_dtype="bf16") != own
     with monkeypatch.context() as newer:
         newer.setattr("penstock.__version__", "999")

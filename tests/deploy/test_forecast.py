@@ -84,6 +84,15 @@ def test_what_does_not_fit_is_refused_as_by_a_server(config_alone: Path) -> None
         foresee(Config(), source, is_gpu=True, memory_bytes=8 * GIB)
 
 
+def test_experts_on_disk_are_refused_where_that_changes_nothing(tmp_path: Path, config_alone: Path) -> None:
+    config = Config(model=ModelConfig(experts_on_disk=True))
+    dense = resolve(str(write_gguf(tmp_path / "tiny.gguf", TinyLlama())), tmp_path)
+    with pytest.raises(ConfigError, match="tiny is no mixture of experts"):
+        foresee(config, dense, is_gpu=False, memory_bytes=GIB)
+    with pytest.raises(ConfigError, match="there are no weights of llama-3-8b"):
+        foresee(config, resolve(str(config_alone), config_alone), is_gpu=False, memory_bytes=80 * GIB)
+
+
 def test_settings_of_a_gpu_are_refused_for_a_cpu(tmp_path: Path) -> None:
     source = resolve(str(write_gguf(tmp_path / "tiny.gguf", TinyLlama())), tmp_path)
     config = Config(kv=KvConfig(gpu_memory_utilization=0.5))

@@ -221,7 +221,7 @@ def check_state(config: Config, model: LoadedModel) -> None:
     if config.kv.block_size < needed:
         raise ConfigError(
             f"block_size {config.kv.block_size} is too small for {model.name}: its state is that of {needed} positions.",
-            remedy="Set --block-size to 16.",
+            remedy=f"Set --block-size to {size}." if (size := -(-needed // 16) * 16) <= 256 else "Take another model.",
         )
 
 

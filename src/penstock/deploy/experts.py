@@ -30,8 +30,8 @@ def disk_bytes(config: Config, model: LoadedModel) -> int:
     return model.num_expert_bytes if config.model.experts_on_disk else 0
 
 
-def check_disk(config: Config, model: LoadedModel) -> None:
-    """Refuse a setting that changes nothing, and a disk without room. Raises ConfigError."""
+def check_experts(config: Config, model: LoadedModel) -> None:
+    """Refuse a setting that changes nothing. Raises ConfigError."""
     if not config.model.experts_on_disk:
         return
     if config.backend.backend != Backend.NATIVE:
@@ -43,6 +43,13 @@ def check_disk(config: Config, model: LoadedModel) -> None:
         raise ConfigError(
             f"experts_on_disk is set, and {model.name} is no mixture of experts.", remedy="Leave out --experts-on-disk."
         )
+
+
+def check_disk(config: Config, model: LoadedModel) -> None:
+    """As `check_experts`, and refuse a disk without room. Raises ConfigError."""
+    check_experts(config, model)
+    if not config.model.experts_on_disk:
+        return
     folder = _folder(config)
     try:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -27,14 +27,14 @@ def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> by
 
 def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, chat_template: str | None) -> str:
     """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template,
-    sampling defaults, kernels, number types, version. The times of files are no part, so that servers of the same model on
-    equal machines have the same.
+    sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that servers of the same
+    model on equal machines have the same.
 
     Raises OSError if the model's files can't be read.
     """
     from penstock.models.load import fingerprint
 
-    parts = [*_numbers(config, model, executor), chat_template, model.sampling]
+    parts = [*_numbers(config, model, executor), chat_template, model.sampling, model.eos_token_ids]
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
 
 
@@ -43,7 +43,6 @@ def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[obj
     from penstock import __version__
 
     parts: list[object] = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
-    # Those of some models depend on the longest request.
     # Those of some models depend on the longest request.
     rotations = [attention.rotation for attention in model.spec.attentions]
     return [*parts, str(kv_dtype(config)), config.kv.block_size, rotations, *_pairs_without_bias(model, executor)]

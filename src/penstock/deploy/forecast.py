@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.deploy import device
-from penstock.deploy.experts import disk_bytes
+from penstock.deploy.experts import check_experts, disk_bytes
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
+from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
@@ -97,15 +98,22 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
 
 
 def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outline:
-    """The model of a source, from its headers. Raises ModelError as `load_model` does."""
+    """The model of a source, from its headers. Raises ModelError as `load_model` does, and ConfigError as a start would."""
     from penstock.models.catalog import SourceKind
     from penstock.models.load import load_model
 
     if source.kind is SourceKind.DIRECTORY and source.is_present and not any(source.path.glob("*.safetensors")):
         from penstock.models.hf import read_hf_spec
 
+        if config.model.experts_on_disk:
+            raise ConfigError(
+                f"experts_on_disk is set, and there are no weights of {source.name}.",
+                remedy="Leave out --experts-on-disk, or fetch them.",
+            )
         return _assumed_outline(source.name, read_hf_spec(source.path))
-    model = load_model(source, floats=device.held_floats(device.settled_elsewhere(config, is_gpu=is_gpu)))
+    settled = device.settled_elsewhere(config, is_gpu=is_gpu)
+    model = load_model(source, floats=device.held_floats(settled))
+    check_experts(settled, model)
     return outline_of(config, model, is_gpu=is_gpu)
 
 

@@ -85,6 +85,10 @@ def _capacity(config: Config, num_blocks: int | None) -> Capacity:
         return _capacity_here(config, _load(config))
     if config.kv.kv_cache_memory_bytes is not None:
         raise ConfigError("--blocks and --kv-cache-memory both say how large the KV cache is.", remedy="Leave one of them out.")
+    if config.model.experts_on_disk:
+        raise ConfigError(
+            "--blocks says how large the KV cache is, wherever experts lie.", remedy="Leave out --experts-on-disk."
+        )
     if num_blocks < 1:
         raise ConfigError(f"--blocks is {num_blocks}, and a KV cache has one at least.")
     longest = config.model.max_model_len or DEFAULT_MAX_MODEL_LEN
@@ -105,7 +109,9 @@ def _load(config: Config) -> LoadedModel:
 def _capacity_here(config: Config, model: LoadedModel) -> Capacity:
     """On the CPU of this machine, with the memory that is free now."""
     from penstock.deploy.executor import plan_memory
+    from penstock.deploy.experts import check_experts
     from penstock.machine import available_memory_bytes
 
+    check_experts(config, model)
     plan, _ = plan_memory(config, model, available_memory_bytes())
     return plan.capacity
