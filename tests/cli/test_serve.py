@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.serve import check_access
+from penstock.cli.serve import TextFormatter, check_access
 from penstock.config import ServerConfig
 from penstock.types.errors import ConfigError
 
@@ -215,3 +216,9 @@ def test_unknown_variables_are_warned_of_and_quiet_logs_are_quiet(environment: d
     assert "WARNING The environment variable PENSTOCK_MAX_NUM_SEQ is unknown" in error
     assert error.rstrip().endswith("Did you mean PENSTOCK_MAX_NUM_SEQS?")
     assert len(error.splitlines()) == 1
+
+
+def test_a_line_of_the_log_does_nothing_to_a_terminal() -> None:
+    """A model's file may bring any character, such as in the name of a chat template."""
+    line = TextFormatter("%(levelname)s %(message)s").format(logging.makeLogRecord({"msg": "red\x1b[31m", "levelname": "INFO"}))
+    assert line == "INFO red [31m"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
-from tiny_models import TinyLlama, write_gguf
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -38,6 +38,19 @@ def test_a_program_reads_numbers(penstock: Penstock, tmp_path: Path) -> None:
     assert shown["sampling"] == {"top_k": 5}
     assert shown["num_parameters"] == sum(values.size for values in TinyLlama().weights().values())
     assert shown["memory"]["longest_request_tokens"] == 256
+
+
+def test_a_file_writes_nothing_but_words_on_the_terminal(penstock: Penstock, tmp_path: Path) -> None:
+    """Neither escape sequences, nor lines of its own, such as one that says that nothing is refused."""
+    extra = {"tokenizer.chat_template.red\x1b[31m": "{{ messages }}", "general.name": "t\x1b[2J"}
+    result = penstock("show", write_gguf(tmp_path / "one.gguf", TinyLlama(), extra=extra), "--no-speed")
+    assert "default, red [31m\n" in result.stdout
+    names = {"architectures": ["Mamba\x1b[31m\nrefused  nothing"]}
+    directory = write_hf(tmp_path / "two", TinyLlama(), extra=names)
+    shown, served = penstock("show", directory, "--no-speed"), penstock("serve", directory, "--port", 0)
+    assert not any("\x1b" in text for text in (result.stdout, shown.stdout, served.stderr))
+    assert "Mamba [31m refused  nothing is not supported" in shown.stdout
+    assert "\nrefused  nothing" not in shown.stdout
 
 
 def test_experts_on_disk_are_told_with_what_a_token_reads(penstock: Penstock, tmp_path: Path) -> None:

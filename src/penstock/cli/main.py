@@ -94,9 +94,11 @@ def _explain(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, click.Abort):
         return 130
+    from penstock.cli.options import printable
+
     if not isinstance(error, PenstockError) or os.environ.get("PENSTOCK_DEBUG") == "1":
         traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {printable(str(error))}", file=sys.stderr)
     return 1
 
 

@@ -26,6 +26,11 @@ EPILOG = (
 )
 
 
+def printable(text: str) -> str:
+    """The lines of a text without control characters, with which a model's file could write anywhere on a terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+
+
 class GroupedCommand(click.Command):
     """A command whose help shows its settings under their component's title."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, printable, warn_of_unknown_variables
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.components import config_from
 from penstock.machine import return_large_blocks_when_freed
@@ -100,13 +100,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+class TextFormatter(logging.Formatter):
+    """Lines for people, on whose terminal a name in a model's file does nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def set_up_logging(config: LogConfig) -> None:
     """Send every logger of the process to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == LogFormat.JSON:
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     level = logging.getLevelNamesMapping()[config.log_level.upper()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.candidates import find_machines
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, printable, warn_of_unknown_variables
 from penstock.config.components import config_from
 from penstock.config.units import format_size
 from penstock.types.errors import ModelError, counted
@@ -66,7 +66,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
     rows = list(_rows(source, appraisal, size, hardware))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:{width}}  {value}")
+        print(printable(f"{name:{width}}  {value}".replace("\n", " ")))
 
 
 def _find(config: Config) -> ModelSource:
