@@ -71,6 +71,13 @@ def test_windows_of_a_qwen_3_moe_are_in_all_layers(tmp_path: Path) -> None:
     assert [layer.attention.window for layer in load(case, tmp_path).spec.layers] == [6, 6]
 
 
+def test_heads_of_a_qwen_3_moe_share_the_hidden_columns_if_nothing_is_said(tmp_path: Path) -> None:
+    """The dense ones have 128 columns then."""
+    case = CASES["qwen3_moe"]
+    config = {key: value for key, value in case.config.items() if key != "head_dim"}
+    assert load(replace(case, config=config), tmp_path).spec.layers[0].attention.head_dim == 24
+
+
 def test_a_layer_without_experts_has_an_mlp(tmp_path: Path) -> None:
     case = changed("qwen3_moe", mlp_only_layers=[1])
     dense = {"gate_proj": (100, 72), "up_proj": (100, 72), "down_proj": (72, 100)}

@@ -5,7 +5,7 @@ Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.models.architectures import GGUF_LAYER, Architecture
 from penstock.models.decoder import Decoder
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
 
 
-def describe(spec: ModelSpec) -> Program:
+def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = None) -> Program:
     """The program of one step. Both halves of a layer add to the residual stream `x`."""
     build = Decoder(spec)
     x = build.embed()
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
-        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"))
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms=qk_norms)
         x, attended = build.gather_after_last(layer, x, attended)
         build.add_output(layer, x, attended)
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))

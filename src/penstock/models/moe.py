@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from penstock.models import granite, llama, qwen3
+from penstock.models import granite, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
-from penstock.models.decoder import Decoder
 from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, with_experts
-from penstock.models.program import Program
 from penstock.types.model_spec import ExpertsMlp, ModelSpec
 
 if TYPE_CHECKING:
@@ -33,26 +31,7 @@ _GATE_UP_DOWN: Mapping[str, str | Parts] = {
     "mlp.experts.*.down_proj.weight": "expert_down",
     **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
 }
-_QK_NORMS = {"self_attn.q_norm.weight": "q_norm", "self_attn.k_norm.weight": "k_norm"}
-_GGUF_LAYER: Mapping[str, str | Parts] = {
-    **GGUF_LAYER,
-    **GGUF_EXPERTS,
-    "attn_q_norm.weight": "q_norm",
-    "attn_k_norm.weight": "k_norm",
-}
-
-
-def _describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = None) -> Program:
-    """The program of one step."""
-    build = Decoder(spec)
-    x = build.embed()
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms=qk_norms)
-        x, attended = build.gather_after_last(layer, x, attended)
-        build.add_output(layer, x, attended)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.logits(build.norm(x, "norm"))
+_GGUF_LAYER: Mapping[str, str | Parts] = {**GGUF_LAYER, **GGUF_EXPERTS}
 
 
 def _of_mixtral_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -98,7 +77,7 @@ def _experts_of_hf(
 
 
 MIXTRAL = Architecture(
-    describe=_describe,
+    describe=llama.describe,
     of_hf=_of_mixtral_hf,
     hf_values=lambda values: {"rope_theta": 1e6, **values},
     hf_layer={
@@ -113,22 +92,21 @@ MIXTRAL = Architecture(
 )
 """Its GGUF files are called llama."""
 QWEN3_MOE = Architecture(
-    describe=partial(_describe, qk_norms="heads"),
+    describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_qwen3_hf,
     of_gguf=llama.of_gguf,
-    hf_values=qwen3.QWEN3.hf_values,
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_QK_NORMS},
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
 OLMOE = Architecture(
-    describe=partial(_describe, qk_norms="rows"),
+    describe=partial(llama.describe, qk_norms="rows"),
     of_hf=_of_olmoe_hf,
     of_gguf=partial(experts_of_gguf, is_renormalised=False),
-    hf_layer={**HF_LAYER, **_GATE_UP_DOWN, **_QK_NORMS},
+    hf_layer={**HF_LAYER, **_GATE_UP_DOWN},
     gguf_layer=_GGUF_LAYER,
 )
 GRANITE_MOE = Architecture(
-    describe=_describe,
+    describe=llama.describe,
     of_hf=_of_granite_hf,
     of_gguf=granite.of_gguf,
     hf_values=granite.GRANITE.hf_values,
