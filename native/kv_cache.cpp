@@ -36,8 +36,8 @@ KvLayer KvCache::layer(int index) const {
     return kv;
 }
 
-uint16_t* KvCache::state(int32_t block, int32_t layer, int32_t position) const {
-    const int64_t place = int64_t{layer} * shape_.state_columns + position % shape_.block_size % shape_.state_columns;
+uint16_t* KvCache::state(int32_t block, int32_t layer, int64_t position) const {
+    const int64_t place = int64_t{layer} * shape_.state_columns + position % shape_.state_columns;
     return reinterpret_cast<uint16_t*>(at(block) + shape_.num_layers * layer_block_bytes_) + place * shape_.state_width;
 }
 

@@ -20,8 +20,8 @@ class KvCache {
     int64_t block_bytes() const { return block_bytes_; }
     // Bytes of a block's keys and values in one layer.
     int64_t layer_block_bytes() const { return layer_block_bytes_; }
-    // Where a block keeps the state of a position, in a layer of those with a state. [state_width]
-    uint16_t* state(int32_t block, int32_t layer, int32_t position) const;
+    // Where a block keeps the state of one of its positions, in a layer of those with a state. [state_width]
+    uint16_t* state(int32_t block, int32_t layer, int64_t position) const;
 
     // From now on a thread of low priority sees to pages (KvMemory).
     void begin() { memory_.begin(); }

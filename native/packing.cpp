@@ -286,13 +286,12 @@ void Arena::settle(const std::stop_token& stop) {
     }
 }
 
-FileArena::FileArena(int fd) : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
+FileArena::FileArena(int fd) {
     struct statfs system {};
-    if (fd_ < 0 || fstatfs(fd_, &system) != 0) throw_disk_error(errno, "the file can't be opened");
-    if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) {
-        close(fd_);
-        throw_disk_error(EOPNOTSUPP, "the file lies in memory");
-    }
+    if (fstatfs(fd, &system) != 0) throw_disk_error(errno, "the file can't be opened");
+    if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC) throw_disk_error(EOPNOTSUPP, "the file lies in memory");
+    fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);  // last: no destructor closes it if this throws
+    if (fd_ < 0) throw_disk_error(errno, "the file can't be opened");
 }
 
 FileArena::~FileArena() { close(fd_); }

@@ -91,7 +91,7 @@ class FileArena {
     void complete();
 
   private:
-    int fd_;
+    int fd_ = -1;
     int64_t bytes_ = 0;
     std::vector<Memory> parts_;
 };

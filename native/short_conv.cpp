@@ -35,12 +35,13 @@ void convolve(const EngineShape& shape, const KvCache& kv, const StepInput& step
         float v[kColumns], sum[kColumns] = {};
         for (int tap = 0; tap <= before; ++tap) {
             const int64_t source = token - before + tap;
-            const int32_t position = step.positions[token] - before + tap;
+            // By the context, for which the row's block table has blocks: nobody checks that positions agree with it.
+            const int64_t position = step.context_lens[row] + source - first_token;
             if (position < 0) continue;
             if (source >= first_token) {
                 multiply(shape, layer, source, first, count, v);
             } else {
-                const uint16_t* const state = kv.state(blocks[position / shape.block_size], layer.index, position) + first;
+                const uint16_t* const state = kv.state(blocks[position / shape.block_size], layer.index, position % shape.block_size) + first;
                 for (int i = 0; i < count; ++i) v[i] = from_bf16(state[i]);
             }
             const float* const weight = layer.weight + int64_t{tap} * width + first;
@@ -57,7 +58,7 @@ void keep_state(const EngineShape& shape, KvCache& kv, const StepInput& step, co
     const int64_t block = step.slot_mapping[token] / shape.block_size, later = token + shape.state_columns;
     const bool is_in_row = later < step.query_start_loc[row_of(step, token) + 1];
     if (is_in_row && step.slot_mapping[later] / shape.block_size == block) return;  // that one takes its place
-    uint16_t* const state = kv.state(static_cast<int32_t>(block), layer.index, step.positions[token]);
+    uint16_t* const state = kv.state(static_cast<int32_t>(block), layer.index, step.slot_mapping[token] % shape.block_size);
     for (int first = 0; first < shape.state_width; first += kColumns) {
         const int count = std::min(kColumns, shape.state_width - first);
         float v[kColumns];

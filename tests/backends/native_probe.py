@@ -86,8 +86,11 @@ class Probe:
         context_lens: Sequence[int] | None = None,
         block_tables: NDArray[np.int32] | None = None,
         samples: Sequence[int] | None = None,
+        moved: int = 0,
     ) -> F32:
         """One step; by default one row of one token per id. The result buffer's rows of some tokens or, by default, all.
+
+        Positions are those of the contexts, plus `moved`.
 
         [S, out_width]
         """
@@ -104,7 +107,7 @@ class Probe:
             np.concatenate([[0], np.cumsum(queries)]).astype(np.int32),
             contexts,
             np.array(token_ids, np.int32),
-            positions.astype(np.int32),
+            (positions + moved).astype(np.int32),
             slots,
             tables,
             np.array(samples, np.int32),

@@ -372,6 +372,30 @@ def test_rows_of_a_table_by_position(variant: str) -> None:
         probe.run(range(7), query_lens=[5, 2], context_lens=[16, 0], block_tables=tables)
 
 
+@pytest.mark.parametrize("columns", [1, 3, 16])
+def test_a_short_convolution_reads_blocks_of_its_row_alone(variant: str, columns: int) -> None:
+    """Those of its context, for which the engine checked that there are blocks; positions might name any."""
+    width, rng = 5, np.random.default_rng(4)
+    inputs, taps = random_rows(rng, 40, 3 * width), rng.standard_normal((columns + 1, width)).astype(np.float32)
+    state = {"num_states": 1, "state_columns": columns, "state_width": width}
+    probe = Probe(40, width, variant=variant, num_blocks=5, **state)
+    x, out = probe.input(inputs), probe.buffer(width)
+    probe.row(RowOpKind.SHORT_CONV, out=out, x=x, weight=probe.engine.add_vector(taps.reshape(-1)))
+    probe.flush()
+    probe.row(RowOpKind.KEEP_STATE, x=x)
+    probe.finish(out)
+    b, c, u = np.split(inputs, 3, axis=1)
+    v = np.concatenate([np.zeros((columns, width), np.float32), bf16(b * u)])
+    expected = c * sum(taps[tap] * v[tap : tap + 40] for tap in range(columns + 1))
+    tables = np.array([[3, 1, 4]], np.int32)
+    for moved in (0, 16):
+        for begin, end in ((0, 7), (7, 8), (8, 30), (30, 32), (32, 40)):
+            run = {"query_lens": [end - begin], "context_lens": [begin], "block_tables": tables}
+            assert np.abs(probe.run(range(begin, end), **run, moved=moved) - expected[begin:end]).max() < 1e-5, (moved, begin)
+        for block in (1, 3, 4):
+            probe.engine.poison_block(block)
+
+
 def test_queries_that_grow_with_their_position(variant: str) -> None:
     x = random_rows(np.random.default_rng(3), 6, 16)
     inv_freq = (100.0 ** (-np.arange(8) / 8)).astype(np.float32)
