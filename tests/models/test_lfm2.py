@@ -64,6 +64,15 @@ def test_the_published_model_is_read_as_transformers_reads_it(tmp_path: Path) ->
     assert [op.layer for op in program.ops if isinstance(op, ShortConv)] == list(range(10))
 
 
+def test_blocks_that_a_convolution_reads_are_kept_though_no_window_reaches_them(tmp_path: Path) -> None:
+    """Its inputs of two positions before may lie in the block before that of the last one."""
+    program = describe(spec_of(tmp_path))
+    assert program.window == 0
+    for window, kept in ((1, 3), (2, 3), (3, 3), (40, 40)):
+        ops = tuple(replace(op, window=window) if isinstance(op, Attention) else op for op in program.ops)
+        assert replace(program, ops=ops).window == kept
+
+
 def test_a_block_is_counted_with_its_state(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     assert spec.kv_bytes_per_token(KvDtype.INT8) == 6 * 8 * (2 * 64 + 2 * 3)

@@ -362,10 +362,11 @@ class Program:
     def window(self) -> int:
         """The last positions that a token sees in any layer, its own included; 0: there is a layer in which it sees all.
 
-        It is 2 at least, for the sake of recurrent state, which is that of the position before.
+        It is 2 at least, and no less than the positions from whose blocks a short convolution takes its inputs.
         """
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
-        return max(2, *windows) if windows and all(windows) else 0
+        kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
+        return max(2, *windows, *kernels) if windows and all(windows) else 0
 
     def width(self, name: str) -> int:
         """Columns of a buffer. Raises KeyError."""
