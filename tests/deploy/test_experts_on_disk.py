@@ -12,13 +12,16 @@ import pytest
 
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
+from penstock.cli.candidates import make_candidate
 from penstock.config import Backend, BackendConfig, Config, Device, KvConfig, ModelConfig, SchedulerConfig
 from penstock.deploy import device
 from penstock.deploy.appraisal import appraise
 from penstock.deploy.experts import disk_bytes, disk_words
 from penstock.deploy.factory import start_model
+from penstock.deploy.forecast import read_outline
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.sizing import RESERVE_BYTES
+from penstock.lab.hardware import this_machine
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
@@ -131,6 +134,16 @@ def test_an_appraisal_tells_what_lies_on_disk(mixture: Path, tmp_path: Path) -> 
     plain = appraise(replace(config, model=replace(config.model, experts_on_disk=False)), resolve(str(mixture), mixture.parent))
     assert plain.outline is not None
     assert plain.outline.num_disk_bytes == 0
+
+
+def test_a_simulated_server_says_that_its_steps_read_no_disk(mixture: Path, tmp_path: Path) -> None:
+    machine = this_machine(name="a CPU", memory_bytes=8 << 30, read_bytes_per_s=1e10, int8_ops_per_s=1e11, bf16_ops_per_s=1e11)
+    source, words = resolve(str(mixture), mixture.parent), "as if memory held all experts"
+    for on_disk in (True, False):
+        config = config_of(mixture, tmp_path, experts_on_disk=on_disk)
+        config = replace(config, backend=BackendConfig())
+        candidate = make_candidate(config, read_outline(config, source, is_gpu=False), machine, None)
+        assert any(words in doubt for doubt in candidate.doubts) == on_disk
 
 
 def test_the_words_say_what_a_disk_then_allows(mixture: Path) -> None:

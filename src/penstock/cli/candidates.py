@@ -170,6 +170,8 @@ def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> It
         yield f"Step times are estimates: {saved.words}."
     if saved is not None and saved.model and saved.model != outline.name:
         yield f"The step times are those of {saved.model}, not of {outline.name}."
+    if outline.num_disk_bytes and (saved is None or saved.is_estimated):
+        yield "Step times are as if memory held all experts. Those that it does not hold come from the disk, which is slower."
     if outline.is_assumed:
         yield f"There are no weights of {outline.name}: they are assumed to be bf16."
     if hardware.is_gpu:
