@@ -238,7 +238,7 @@ def test_every_byte_of_a_packed_matrix_is_told_when_it_is_packed() -> None:
 
 
 def test_every_byte_of_packed_experts_is_told() -> None:
-    """Of two experts with 20 rows each in gate and up, which are not whole panels, and 32 in down."""
+    """Two experts have 20 rows each in gate and up, which are not whole panels, and 32 in down."""
     told: list[int] = []
     op = Experts("y", "x", "r", "g", "u", "d", num_experts=2, num_experts_per_token=1, intermediate_size=20, activation="silu")
     shapes = {"w": (32, 32), "r": (2, 32), "g": (40, 32), "u": (40, 32), "d": (64, 20)}
