@@ -159,6 +159,7 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("gpt2", {"scale_attn_weights": False}),
         ("gpt2", {"activation_function": "mish"}),
         ("starcoder2", {"hidden_act": "mish"}),
+        ("arcee", {"hidden_act": "mish"}),
         ("phi3", {"hidden_act": "gelu"}),
         ("exaone4", {"hidden_act": "gelu"}),
         ("falcon", {"alibi": True}),
@@ -177,6 +178,26 @@ def test_what_changes_the_numbers_and_is_not_computed_is_refused(tmp_path: Path,
     (key,) = changes
     with pytest.raises(ModelError, match=key):
         spec_of(tmp_path, {**CASES[name].config, **changes})
+
+
+@pytest.mark.parametrize("name", ["arcee", "cohere", "glm4", "granite", "llama_biases", "qwen3", "smollm3"])
+def test_biases_that_settings_tell_of_are_those_of_the_weights(tmp_path: Path, name: str) -> None:
+    """Without weights a description believes the settings; with weights that lack such biases, the model is refused."""
+    case = CASES[name]
+    path = write_case(case, tmp_path / name)
+    assert {(layer.attention, layer.mlp) for layer in read_hf_spec(path).layers} == {
+        (layer.attention, layer.mlp) for layer in load_hf_directory(path).spec.layers
+    }
+    biases = {shape for shape in case.shapes if shape.endswith("_proj.bias")}
+    assert biases or not case.config.get("attention_bias")
+    shapes = {key: shape for key, shape in case.shapes.items() if key not in biases}
+    for key in ("attention_bias", "mlp_bias"):
+        told = replace(case, config={**case.config, "attention_bias": False, "mlp_bias": False, key: True}, shapes=shapes)
+        path = write_case(told, tmp_path / key)
+        layer = read_hf_spec(path).layers[0]
+        assert (layer.attention.has_qkv_bias, layer.mlp.has_bias) == (key == "attention_bias", key == "mlp_bias")
+        with pytest.raises(ModelError, match=f"{key} is True, and the weights have no "):
+            load_hf_directory(path)
 
 
 def test_phi_3_of_old_names_has_long_factors(tmp_path: Path) -> None:

@@ -318,7 +318,8 @@ def test_a_stored_output_is_tied_if_it_is_a_copy(tmp_path, caplog, change, is_ti
 
 
 def test_biases_of_q_k_and_v(tmp_path):
-    model = load_hf_directory(write_hf(tmp_path, TinyLlama(has_qkv_bias=True), extra={"attention_bias": True}))
+    qwen = TinyLlama(architecture="qwen2", has_qkv_bias=True)
+    model = load_hf_directory(write_hf(tmp_path, qwen, extra={"attention_bias": True}))
     assert model.spec.layers[0].attention.has_qkv_bias
     assert model.weights["layers.1.v_bias"].data.shape == (1, 32)
 
@@ -327,7 +328,8 @@ REFUSED = {
     "architecture": ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported.*LlamaForCausalLM"),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
-    "bias": ({"mlp_bias": True}, "mlp_bias is True, and the weights have none"),
+    "bias of attention": ({"attention_bias": True}, "attention_bias is True, and the weights have no layers.0.q_bias"),
+    "bias": ({"mlp_bias": True}, "mlp_bias is True, and the weights have no layers.0.down_bias"),
     "quantised": ({"quantization_config": {"quant_method": "aqlm"}}, "the quantisation aqlm is not"),
     "rope": (
         {"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}},

@@ -514,6 +514,25 @@ _COHERE2_CASE = TinyCase(
 _COHERE2_GGUF = Gguf(
     architecture="cohere2", metadata={"attention.layer_norm_epsilon": 0.05, "attention.sliding_window": 6, "logit_scale": 0.3}
 )
+_ARCEE = settings(
+    "arcee",
+    "ArceeForCausalLM",
+    hidden_act="relu2",
+    attention_bias=False,
+    mlp_bias=False,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 3000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+_ARCEE_CASE = TinyCase(architecture="arcee", config=_ARCEE, shapes=shapes(_ARCEE, mlp__gate_proj__weight=None), seed=47)
+_ARCEE_GGUF = Gguf(
+    architecture="arcee",
+    is_interleaved=True,
+    metadata={"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+)
 _EXAONE4 = settings(
     "exaone4",
     "Exaone4ForCausalLM",
@@ -885,6 +904,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "cohere_gguf": replace(_COHERE_CASE, gguf=_COHERE_GGUF, golden="cohere"),
         "cohere2": _COHERE2_CASE,
         "cohere2_gguf": replace(_COHERE2_CASE, gguf=_COHERE2_GGUF, golden="cohere2"),
+        "arcee": _ARCEE_CASE,
+        "arcee_gguf": replace(_ARCEE_CASE, gguf=_ARCEE_GGUF, golden="arcee"),
         "gpt_oss": _GPT_OSS_CASE,
         "gpt_oss_gguf": replace(_GPT_OSS_CASE, gguf=_GPT_OSS_GGUF, golden="gpt_oss"),
         "gpt_oss_mxfp4": _MXFP4_CASE,

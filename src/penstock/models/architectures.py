@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
+        "arcee": "penstock.models.arcee:ARCEE",
         "cohere": "penstock.models.cohere:COHERE",
         "cohere2": "penstock.models.cohere:COHERE2",
         "exaone4": "penstock.models.exaone4:EXAONE4",
@@ -54,6 +55,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
+        "ArceeForCausalLM": "arcee",
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere2",
         "Exaone4ForCausalLM": "exaone4",
@@ -91,6 +93,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
 """`architectures` in a config.json -> our name."""
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
+        "arcee": "arcee",
         "command-r": "cohere",
         "cohere2": "cohere2",
         "exaone4": "exaone4",

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from penstock.models import architectures, checks, hf_quantised, rope
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
-from penstock.models.hf_config import JsonFile, read_bos_id, read_eos_ids, read_json, read_spec, read_special_tokens, text_part
+from penstock.models.hf_config import (
+    JsonFile,
+    read_bos_id,
+    read_eos_ids,
+    read_json,
+    read_spec,
+    read_special_tokens,
+    text_part,
+    told_biases,
+)
 from penstock.models.hf_quantised import Stored, read_quantisation
 from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_ends
 from penstock.models.mxfp4 import Mxfp4Cube
@@ -127,15 +136,15 @@ def load_hf_directory(
 def read_hf_spec(path: Path) -> ModelSpec:
     """The description of a directory with a config.json; weights need not be there. Raises ModelError.
 
-    Biases of queries, keys and values are told by weights alone: here they are those that `attention_bias` or Qwen 2 implies.
+    The biases are those that its settings tell of; Qwen 2 has some without a setting.
     """
     config = text_part(read_json(path / "config.json"))
     architecture_name = _architecture_name(config)
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
-    has_bias = config.get("attention_bias", bool)
-    has_bias = architecture_name == "qwen2" if has_bias is None else has_bias
-    names = {"output", *(["layers.0.q_bias"] if has_bias else [])}
+    names = {"output", *told_biases(config, architecture_name)}
+    if architecture_name == "qwen2":
+        names.add("layers.0.q_bias")
     spec = read_spec(config, architecture_name, names, has_partial_rope=architecture.has_partial_rope)
     spec = architecture.of_hf(config, spec)
     checks.check_spec(spec, path / "config.json")

@@ -111,13 +111,16 @@ def read_spec(
 ) -> ModelSpec:
     """Reads the keys that most models share into layers that are alike but for their rotations.
 
-    `names` are ours of the weights that are there, and tell of biases. A rope that turns a part of each head is refused without
-    `has_partial_rope`. Texts of up to `served_len` tokens will be served, None
-    for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
+    `names` are ours of the weights that are there, and tell of biases; one that config.json tells of and they lack is refused.
+    A rope that turns a part of each head is refused without `has_partial_rope`. Texts of up to `served_len` tokens will be
+    served, None for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
     """
     config.only("is_causal", True)
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
+    for name, key in told_biases(config, architecture).items():
+        if name not in names:
+            raise config.error(f"{key} is True, and the weights have no {name}")
     tied = config.get("tie_word_embeddings", bool)
     rotations = _read_rotations(config, sizes, served_len or sizes["max_model_len"], may_be_partial=has_partial_rope)
     return spec_of_equal_layers(
@@ -128,6 +131,17 @@ def read_spec(
         tie_word_embeddings="output" not in names if tied is None else tied,
         **sizes,
     ).with_layers(lambda number, layer: checks.with_facts(layer, names, rotations[number]))
+
+
+def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
+    """Our names of the biases in the first layer that config.json says are there -> the key that says so. Raises ModelError."""
+    of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
+    told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
+    return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
+
+
+_NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2")
+"""Architectures whose `attention_bias` is of queries, keys and values alone. Source: transformers' modeling files."""
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:

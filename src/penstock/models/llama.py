@@ -12,7 +12,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf
 from penstock.models.hf_config import JsonFile, with_windows
 from penstock.models.program import Program
-from penstock.types.model_spec import GatedMlp, ModelSpec
+from penstock.types.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
@@ -32,11 +32,8 @@ def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = Non
 
 
 def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """The biases that config.json tells of are there, and the activation is that of Llama."""
+    """The spec as it is: the activation is that of Llama."""
     config.only("hidden_act", "silu")
-    mlp = spec.layers[0].mlp
-    if config.get("mlp_bias", bool) and isinstance(mlp, GatedMlp) and not mlp.has_bias:
-        raise config.error("mlp_bias is True, and the weights have none")
     return spec
 
 
