@@ -5,27 +5,36 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from click import Context
 
 from parity import checked
+from parity.executors import ParityExecutor
+from parity.tiny import case_token_ids, kept_positions, load_golden, write_case
+from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.cli.main import cli, main
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.sources import read_config_file
 from penstock.deploy.policies import build_policies
-from penstock.models import architectures
+from penstock.models import architectures, catalog
+from penstock.models.load import load_model
+from penstock.types.kv_dtype import KvDtype
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HOW_TOS = [*sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "tutorial" / "your-own-policy.md"]
+SIZES = {"num_blocks": 8, "block_size": 16, "max_rows": 32, "max_step_tokens": 64, "max_model_len": 256}
 TUTORIALS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorial").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
-def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that a page's Python blocks make, one after the other."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert blocks
     module = ModuleType(f"how_to_{page.stem}")
@@ -33,6 +42,30 @@ def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
     for block in blocks:
         exec(compile(block, str(page), "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.stem)
+def test_how_to_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, monkeypatch)
+
+
+def test_the_architecture_of_its_page_has_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served by the page's description and tables of names, not by those of the package."""
+    page = run_page(ROOT / "docs" / "how-to" / "add-a-model.md", monkeypatch)
+    known = {**architectures.ARCHITECTURES, "gemma2": f"{page.__name__}:GEMMA2"}
+    monkeypatch.setattr(architectures, "ARCHITECTURES", known)
+    for name, case in {"gemma2": page.case, "gemma2_gguf": page.of_gguf_file}.items():
+        model = load_model(catalog.resolve(str(write_case(case, tmp_path / name)), tmp_path))
+        program, golden = page.describe(model.spec), load_golden(name)
+        executors: list[tuple[ParityExecutor, float]] = [
+            (ReferenceExecutor(model, program, kv_dtype=KvDtype.BF16, **SIZES), 0.001),
+            (NativeExecutor(model, program, kv_dtype=KvDtype.BF16, num_threads=1, **SIZES), 0.05),
+        ]
+        for executor, allowed in executors:
+            with closing(executor):
+                logits = executor.forward_logits(case_token_ids(case))[kept_positions(case)]
+            assert np.sqrt(((logits - golden.logits) ** 2).mean()) < allowed * golden.std
 
 
 def test_the_table_of_what_was_checked_is_that_of_the_cases() -> None:

@@ -14,8 +14,10 @@ echo "Making $VENV with torch and transformers; the first time takes minutes."
 rm -rf "$VENV"
 "$PYTHON" -m venv "$VENV"
 index=()
+# All of pip's answer is read first: under pipefail, a grep that ends early makes the pipe fail.
+versions=$("$VENV/bin/pip" index versions torch 2>/dev/null || true)
 # The CPU build is a tenth of the size. Not on PyPI: ask PyTorch's index, unless the machine's own settings know it.
-if ! "$VENV/bin/pip" index versions torch 2>/dev/null | grep -q '+cpu'; then
+if [[ $versions != *+cpu* ]]; then
   index=(--extra-index-url https://download.pytorch.org/whl/cpu)
 fi
 "$VENV/bin/pip" install --quiet --disable-pip-version-check "${index[@]}" --requirement "$REQUIREMENTS"
