@@ -380,6 +380,7 @@ def test_a_short_convolution_reads_blocks_of_its_row_alone(variant: str, columns
     state = {"num_states": 1, "state_columns": columns, "state_width": width}
     probe = Probe(40, width, variant=variant, num_blocks=5, **state)
     x, out = probe.input(inputs), probe.buffer(width)
+    probe.flush()  # a convolution reads other tokens' inputs: as in the lowering, they come from an instruction before
     probe.row(RowOpKind.SHORT_CONV, out=out, x=x, weight=probe.engine.add_vector(taps.reshape(-1)))
     probe.flush()
     probe.row(RowOpKind.KEEP_STATE, x=x)

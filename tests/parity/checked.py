@@ -17,7 +17,9 @@ from .tiny_cases import CASES
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `make docs` from tests/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
 REAL_WEIGHTS: Mapping[str, str] = {
-    "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens",
+    "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens. TinyLlama 1.1B in IQ2_XXS: "
+    "[20,460 tokens](#perplexity)",
+    "gemma3": "Gemma 3 270M in Q4_K_M: [20,460 tokens](#perplexity)",
     "qwen2": "Qwen2.5-Coder 1.5B: [400 tokens](decisions/int8-activations.md)",
 }
 """Architectures of which released weights were compared, by our names, and where that stands. No others were at hand."""
