@@ -93,7 +93,7 @@ class Layer:
         return Program((*self.ops, *ending), widths, num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=NUM_IDS)
 
     def expected(self, token_ids: Sequence[int]) -> F32:
-        """As the reference computes it. [tokens, hidden]"""
+        """The reference's result. [tokens, hidden]"""
         cache = KvCache(num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, head_dim=16, dtype=KvDtype.BF16)
         each = np.arange(len(token_ids))
         row = RowRun(cache, np.array(token_ids, np.int32), 0, each, np.ones(1, np.int32), each)

@@ -325,7 +325,7 @@ def test_layer_norm(variant: str, width: int, has_bias: bool) -> None:
 @pytest.mark.parametrize("width", [16, 45])
 @pytest.mark.parametrize("name", ACTIVATION_KINDS)
 def test_activations(variant: str, name: Activation, width: int) -> None:
-    """With a gate and without; what is no number stays none."""
+    """Activations have their formula's values with a gate and without; what is no number stays none."""
     rng = np.random.default_rng(width)
     gate, up = random_rows(rng, 4, width) * 8, random_rows(rng, 4, width) * 4
     gate[0, :4] = 120.0, -120.0, 0.0, -0.0  # beyond the range of exp

@@ -66,7 +66,7 @@ def test_what_is_no_mixture_or_more_than_one_is_refused(
 
 
 def test_windows_of_a_qwen_3_moe_are_in_all_layers(tmp_path: Path) -> None:
-    """As in transformers, whatever `max_window_layers` says: that is a setting of the dense ones."""
+    """`max_window_layers` says nothing here: in transformers it is a setting of the dense ones."""
     case = changed("qwen3_moe", use_sliding_window=True, sliding_window=6, max_window_layers=1)
     assert [layer.attention.window for layer in load(case, tmp_path).spec.layers] == [6, 6]
 

@@ -49,7 +49,7 @@ def _counted(names: list[str]) -> str:
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:
     """The backends and types of KV with which all cases went through the core; AssertionError for a case that did not."""
-    ran = [param.values for param in runs(is_through_core=True)]  # type: ignore[attr-defined]
+    ran = runs(is_through_core=True)
     kinds: dict[str, list[str]] = {}
     for _, backend, kv_dtype in (run for run in ran if run[0] in cases):
         kinds.setdefault(backend, []).append(kv_dtype.value)

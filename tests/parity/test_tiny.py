@@ -46,10 +46,10 @@ BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, logprobs=NUM_TOP)
 
 
-def runs(is_through_core: bool) -> list[object]:
+def runs(is_through_core: bool) -> list[tuple[str, str, KvDtype]]:
     """Cases by backend and type of KV. Through the core the reference backend runs those alone that native does not compute."""
     return [
-        pytest.param(name, backend, kv_dtype, id=f"{name}-{backend}-{kv_dtype.value}")
+        (name, backend, kv_dtype)
         for name, case in CASES.items()
         for refused in [case.refused_by or {}]
         for backend, kv_dtype in RUNS

@@ -31,7 +31,7 @@ def make_windows(
     render: Callable[[list[dict[str, str]]], str],
     window_tokens: int = WINDOW_TOKENS,
 ) -> list[Window]:
-    """As many as predict MIN_PREDICTED_TOKENS. Raises FileNotFoundError for a missing file, ValueError for too little text."""
+    """Windows of MIN_PREDICTED_TOKENS predictions. Raises FileNotFoundError for a missing file, ValueError for little text."""
     num_windows = -(-MIN_PREDICTED_TOKENS // (window_tokens - 1))
     windows = _cut("sonnet", iter([encode((traces_dir / "sonnet.txt").read_text())]), num_windows, window_tokens)
     chats = (encode(render(messages)) for messages in _conversations(traces_dir / "sharegpt_1000.jsonl"))

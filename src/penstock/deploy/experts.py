@@ -46,7 +46,7 @@ def check_experts(config: Config, model: LoadedModel) -> None:
 
 
 def check_disk(config: Config, model: LoadedModel) -> None:
-    """As `check_experts`, and refuse a disk without room. Raises ConfigError."""
+    """Refuse a setting that changes nothing (`check_experts`), and a disk without room. Raises ConfigError."""
     check_experts(config, model)
     if not config.model.experts_on_disk:
         return

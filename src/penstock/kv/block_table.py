@@ -60,7 +60,7 @@ class BlockTable:
     num_released: int = 0
     """Blocks that the request has given back, or never held, since no layer reads them any more."""
     window: int = 0
-    """As `Capacity.window`; 0 also for a beam, from which another may be forked where it was before."""
+    """`Capacity.window`, or 0 for a beam: another may be forked from one where it was before, so it keeps all blocks."""
     root: bytes = b""
     """Parent of the first block."""
     hashes: list[bytes] = field(default_factory=list)

@@ -149,7 +149,7 @@ def load_gguf(
 
 
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
-    """As `LoadedModel.num_weight_bytes`, of each weight and for `floats`."""
+    """The bytes that each weight takes in memory, by name, if floats are held as `floats` says."""
     held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
     if "output" in entries:
         held["embed"] = 0  # its rows are read in the file

@@ -49,7 +49,7 @@ def _describe(spec: ModelSpec) -> Program:
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the defaults of transformers, and the names of the keys before its release."""
+    """The values of config.json by their keys of today, with transformers' defaults for those that are missing."""
     old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
     renamed = {new: values[key] for key, new in old.items() if key in values}
     defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "norm_eps": 1e-5, "intermediate_size": 12288}
@@ -124,7 +124,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """As llama.cpp, which divides the shares by their sum whatever the file says."""
+    """The spec of a GGUF file. Shares are divided by their sum whatever it says, as llama.cpp does."""
     key = "lfm2moe"
     if file.require(f"{key}.expert_gating_func", int) != _SIGMOID:
         setting = f"{key}.expert_gating_func is {file.metadata[f'{key}.expert_gating_func']}"

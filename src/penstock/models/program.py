@@ -147,7 +147,7 @@ class ShortConv:
     """Its index among the program's operations with a state."""
     weight: str
     kernel: int
-    """At least 2."""
+    """Number of positions that a token reads, its own included; at least 2."""
     bias: str | None = None
 
 

@@ -125,7 +125,7 @@ def num_unread_blocks(num_computed_tokens: int, block_size: int, window: int) ->
 
 
 def most_blocks(num_positions: int, block_size: int, *, window: int, max_step_tokens: int) -> int:
-    """As `Capacity.most_blocks`: those of all positions, or of a window and of what one step computes behind it."""
+    """Blocks that a request holds at most: those of all positions, or of a window and of what one step computes behind it."""
     num_blocks = -(-num_positions // block_size)
     return min(num_blocks, 1 - (2 - window - max_step_tokens) // block_size) if window else num_blocks
 

@@ -84,7 +84,7 @@ class Layer:
         return Program(ops, tuple((name, self.hidden) for name in "xyp"), 1, 1, 16, NUM_IDS)
 
     def expected(self, ids: range) -> F32:
-        """As the reference computes it. [ids, hidden]"""
+        """The reference's result. [ids, hidden]"""
         cache = KvCache(num_layers=1, num_blocks=2, block_size=16, num_kv_heads=1, head_dim=16, dtype=KvDtype.BF16)
         each = np.arange(len(ids))
         row = RowRun(cache, np.array(ids, np.int32), 0, each, np.ones(1, np.int32), each)

@@ -95,7 +95,7 @@ class QuantisedMatrix:
     is_float: bool = False
     """Whether the numbers, of 8 bits, are fp8 (e4m3); then none is NaN."""
     column_order: torch.Tensor | None = None
-    """As that of `DenseMatrix`."""
+    """Its column j is multiplied by column `column_order[j]` of a value; None: by column j. int64 [num_cols]"""
 
     @property
     def num_steps(self) -> int:

@@ -145,11 +145,6 @@ class NativeExecutor:
         return int(self._engine.weight_bytes)
 
     @property
-    def file_bytes(self) -> int:
-        """Those of them that lie in a file."""
-        return int(self._engine.file_bytes)
-
-    @property
     def small_page_bytes(self) -> int:
         """Bytes of memory for weights that are to become huge pages, in the background; 0 once all are."""
         return int(self._engine.small_page_bytes)
