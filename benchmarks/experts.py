@@ -122,22 +122,12 @@ def main() -> None:
     runner = StepRunner(executor, VOCAB_SIZE)
     runner.fill()
     meter = PeakMeter(threads, executor.variant)
-    ours, _ = measure(
-        runner,
-        [plan_shape(shape) for shape in shapes],
-        num_rounds=args.rounds,
-        progress=lambda *_: meter.sample(["int8", "read"], repeat=1),
-    )
+    plans = [plan_shape(shape) for shape in shapes]
+    ours, _ = measure(runner, plans, num_rounds=args.rounds, progress=lambda *_: meter.sample(["int8", "read"], repeat=1))
     theirs += [llama_ms(args.llama, args.model, threads)] if args.llama else []
     held = model.num_weight_bytes
-    size = size_of(
-        architectures.describe(model.spec),
-        name=model.name,
-        kv_dtype=KvDtype.INT8,
-        num_weight_bytes=held,
-        num_read_bytes=held,
-        is_quantised=True,
-    )
+    program, num_bytes = architectures.describe(model.spec), {"num_weight_bytes": held, "num_read_bytes": held}
+    size = size_of(program, name=model.name, kv_dtype=KvDtype.INT8, is_quantised=True, **num_bytes)
     peaks = Peaks(ops_per_s=1e9 * meter.median("int8"), read_bytes_per_s=1e9 * meter.median("read"), words="int8")
     rows, found = [], {}
     for shape, figures in zip(shapes, figures_of(ours, size, peaks), strict=True):
