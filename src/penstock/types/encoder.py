@@ -1,0 +1,92 @@
+"""An encoder is a model that answers a text with numbers, and not with more text. This file has the facts of one that its
+clients may know.
+
+The loader makes an `EncoderInfo` of the model's files, `deploy` puts it into `ModelInfo`, and `serve.texts` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Protocol
+
+TruncationSide = Literal["left", "right"]
+"""Side of a text at which tokens are cut off."""
+
+
+class Task(StrEnum):
+    """The use of a model's numbers."""
+
+    EMBED = "embed"
+    """They are a vector; of two texts, the angle between their vectors tells how alike they are."""
+    RERANK = "rerank"
+    """They are one score: how well the second text of a pair answers the first."""
+    CLASSIFY = "classify"
+    """They are a score for each label."""
+
+
+class ScoreFunction(StrEnum):
+    """The function that turns the numbers of a head into scores, as the model's files say."""
+
+    NONE = "none"
+    SIGMOID = "sigmoid"
+    SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInfo:
+    width: int
+    """Numbers of one row of a result."""
+    pooling: str
+    """As in `Ending`: `first`, `last`, `mean`, or `each` for a row for each token, where a text has one row otherwise."""
+    max_tokens: int
+    """Longest text in tokens, special ones included: the files' `max_seq_length`, or else the model's positions."""
+    is_normalised: bool = False
+    """The model's vectors have length 1 already."""
+    labels: tuple[str, ...] = ()
+    """Names of the columns if there is a head, `width` of them."""
+    scores: ScoreFunction = ScoreFunction.NONE
+    prompts: Mapping[str, str] = MappingProxyType({})
+    """Name -> text that is put before each text of this use: `query` -> `query: `."""
+    default_prompt: str = ""
+    """Name of the prompt of a text that names none; empty: none."""
+
+    @property
+    def task(self) -> Task:
+        if not self.labels:
+            return Task.EMBED
+        return Task.RERANK if len(self.labels) == 1 else Task.CLASSIFY
+
+    @property
+    def is_per_token(self) -> bool:
+        """The result of a text is a matrix with a row for each of its tokens."""
+        return self.pooling == "each"
+
+
+class TextTokens(NamedTuple):
+    """A text, or a pair of texts, as the model reads it."""
+
+    token_ids: tuple[int, ...]
+    """With the special tokens around and between."""
+    second_at: int
+    """Position where the token type of a pair's second text begins; 0: one text, or a model without token types."""
+
+
+class TextTokenizer(Protocol):
+    """The part of the tokenizer that encoders need beside `encode_batch`."""
+
+    def encode_texts(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        max_tokens: int | None = None,
+        truncation_side: TruncationSide = "right",
+    ) -> list[TextTokens]:
+        """Tokens of texts and of pairs, with the model's special tokens, on several cores.
+
+        A text with more than `max_tokens` is cut off at one side, and its special tokens stay; the longer text of a pair loses
+        tokens first. None: nothing is cut. Raises `Rejected` as `encode_batch`, and if the special tokens alone are more.
+        """
+        ...
