@@ -336,7 +336,7 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("op", "complaint"),
     [
-        (States("x"), "can't end a program in States"),
+        (States("x"), "can't compute States"),
         (MeanRows("y", "x"), "can't compute MeanRows"),
         (Softcap("x", 30.0), "can't compute Softcap of anything but logits"),
         (EmbedPositions("x", "x", "w", 32), "64 tokens have more positions than the 32 that were learned"),

@@ -18,12 +18,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.gguf import load_gguf
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
-from penstock.testing.builders import make_core, make_request
+from penstock.testing.builders import make_core, make_request, make_text, sizes_of, text_capacity
 from penstock.testing.driver import run_to_completion
 from penstock.types.errors import ExecutorFailure
 from penstock.types.events import Add
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import Pooling, TextEnding
 from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
+from penstock.types.request import Request
 from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from tiny_models import TinyLlama, write_gguf
@@ -166,7 +168,7 @@ def with_qk_norms(model: LoadedModel, qk_norms: Literal["rows", "heads"]) -> tup
         x, attended = build.gather_after_last(layer, x, attended)
         build.add_linear(x, attended, f"{at}.o")
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return replace(model, weights={**model.weights, **norms}), build.logits(build.norm(x, "norm"))
+    return replace(model, weights={**model.weights, **norms}), build.finish(build.norm(x, "norm"))
 
 
 @pytest.mark.parametrize("has_qkv_bias", [False, True])
@@ -340,3 +342,28 @@ def test_the_engine_gives_the_same_answers_with_any_memory(
         assert outcomes[str(i)].token_ids == [first.token_ids[str(i)][0], *(token_id for token_id, _ in rest)]
         assert len(outcomes[str(i)].token_ids) == 14
     assert num_blocks >= 16 or sum(request.num_preemptions for request in requests) > 0
+
+
+@pytest.mark.parametrize("pooling", ["first", "last", "mean", "each"])
+def test_a_decoder_may_read_texts(model: LoadedModel, pooling: Pooling) -> None:
+    """Its answer to a text has the same bits alone and beside others, and is that of its pooled states."""
+    spec = replace(model.spec, ending=TextEnding(pooling=pooling, is_normalised=True))
+    program = architectures.describe(spec)
+    rng = np.random.default_rng(5)
+    requests = [make_text(f"r{idx}", rng.integers(0, spec.vocab_size, n).tolist()) for idx, n in enumerate((5, 1, 30, 12))]
+
+    def answers(*of: Request) -> dict[str, bytes]:
+        capacity = text_capacity()
+        executor = ReferenceExecutor(model, program, **sizes_of(capacity))
+        assert executor.capacity == capacity
+        core = make_core(capacity, enable_prefix_caching=False)
+        found = run_to_completion(core, executor, *(Add(request) for request in of))
+        return {name: outcome.last.states for name, outcome in found.items()}
+
+    together = answers(*requests)
+    for request in requests:
+        again = make_text(request.request_id, request.prompt_token_ids)
+        assert answers(again) == {request.request_id: together[request.request_id]}
+    states = np.frombuffer(together["r2"], np.float32).reshape(-1, spec.hidden_size)
+    assert len(states) == (30 if pooling == "each" else 1)
+    np.testing.assert_allclose(np.linalg.norm(states, axis=1), 1.0, rtol=1e-6)

@@ -17,7 +17,9 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
+    FirstRows,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -32,10 +34,12 @@ from penstock.models.program import (
     Softcap,
     States,
     StateShape,
+    TextAttention,
 )
 from penstock.models.weights import WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import Mask
 
 NUM_TOKENS = 5
 HEAD_DIM = 8
@@ -464,6 +468,57 @@ def test_a_program_may_end_in_the_scores_of_a_classification_head():
     )
     result = Interpreter(program, {"w": tensor(head), "b": tensor(bias)}).run(make_row(x=x))
     assert_close(result, x[-1:].astype(float) @ head.T + bias)
+
+
+def test_types_are_those_of_a_pairs_texts():
+    x, table = values(NUM_TOKENS, 6), values(2, 6)
+    row = make_row(x=x.copy())
+    assert_close(run(row, EmbedTypes("y", "x", "table"), table=table).buffers["y"], x + table[0])
+    row = replace(make_row(x=x.copy()), second_at=3)
+    assert_close(run(row, EmbedTypes("y", "x", "table"), table=table).buffers["y"], x + table[[0, 0, 0, 1, 1]])
+    row = replace(make_row(x=x.copy()), second_at=3)
+    assert_close(run(row, EmbedTypes("y", "x", "table", 1), table=table[:1]).buffers["y"], x + table[0])
+
+
+def test_learned_positions_may_begin_behind_the_table():
+    x, table = values(NUM_TOKENS, 6), values(20, 6)
+    row = run(make_row(x=x.copy()), EmbedPositions("x", "x", "table", 18, first=2), table=table)
+    assert_close(row.buffers["x"], x + table[2 : 2 + NUM_TOKENS])
+
+
+@pytest.mark.parametrize("distances", [0, 2])
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("mask", ["all", "causal"])
+def test_attention_within_a_text(mask: Mask, window: int, distances: int):
+    q, k, v = values(NUM_TOKENS, 32), values(NUM_TOKENS, 16), values(NUM_TOKENS, 16)
+    biases = values(4, 2 * distances + 1)
+    op = TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5, mask, window, "d" if distances else None, distances)
+    row = replace(make_row(q=q, k=k, v=v), cache=None)
+    program = Program((op, States("y")), (), 2, 2, HEAD_DIM, 11)
+    actual = Interpreter(program, {"d": tensor(biases)}).run(row)
+    expected = np.zeros((NUM_TOKENS, 32))
+    for i in range(NUM_TOKENS):
+        for head in range(4):
+            own, shared = slice(head * 8, head * 8 + 8), slice(head // 2 * 8, head // 2 * 8 + 8)
+            seen = [j for j in range(NUM_TOKENS) if (not window or abs(i - j) < window) and (mask == "all" or j <= i)]
+            scores = [0.5 * float(q[i, own].astype(float) @ k[j, shared]) for j in seen]
+            if distances:
+                scores = [score + biases[head, 2 + min(max(j - i, -2), 2)] for score, j in zip(scores, seen, strict=True)]
+            shares = np.exp(scores) / np.exp(scores).sum()
+            expected[i, own] = sum(share * v[j, shared].astype(float) for share, j in zip(shares, seen, strict=True))
+    assert_close(actual, expected)
+
+
+def test_the_first_token_may_be_the_texts_answer():
+    x = values(NUM_TOKENS, 6)
+    program = Program((FirstRows("first", "x"), States("first")), (), 2, 2, HEAD_DIM, 11)
+    assert_close(Interpreter(program, {}).run(make_row(x=x)), x[:1])
+
+
+def test_a_program_reads_texts_or_a_cache_and_not_both():
+    ops = (TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5), Attention("y", "q", 0, 4, 2, 8, 0.5), States("y"))
+    with pytest.raises(ModelError, match="others the tokens of the step alone"):
+        Program(ops, (), 2, 2, HEAD_DIM, 11)
 
 
 def test_no_mean_of_a_part_of_a_text():

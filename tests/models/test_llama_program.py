@@ -104,7 +104,7 @@ def test_a_bias_is_taken_off_keys_only_where_every_key_has_it_and_only_softmax_s
     spec = dataclasses.replace(spec, layers=(dataclasses.replace(spec.layers[0], mixer=attention),))
     build = Decoder(spec)
     build.attention(0, build.embed(), qk_norms=qk_norms)
-    ops = build.states("x").ops
+    ops = build.finish("x").ops
     assert [op.bias for op in ops if isinstance(op, KvWrite)] == ["layers.0.k_bias" if is_shared else None]
     assert "layers.0.k_bias" in [op.bias for op in ops if isinstance(op, Linear)]
 

@@ -22,6 +22,8 @@ NO_TOKEN = -1
 
 NO_USABLE_LOGIT = "the model gave no usable logit: every one is -inf or NaN, or a sampling parameter made it so"
 """Why a row fails, for `StepResult.failures`."""
+NO_USABLE_STATE = "the model's answer to this text has an entry that is no number, or is infinite"
+"""The same for a text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +77,8 @@ class BatchBuilder:
         """Block ids in order, `NULL_BLOCK` after the last. [max_rows, .]"""
         self.num_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.num_prompt_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        self.second_at: NDArray[np.int32] = np.zeros(max_rows, np.int32)
+        """Position of the first token of a pair's second text; 0: the row is one text."""
         self.num_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._num_computed: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._vocab_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
@@ -152,8 +156,13 @@ class BatchBuilder:
             raise ValueError(f"request {row.request_id!r} has {row.num_computed_tokens} of {num_tokens} tokens computed")
         if row.num_computed_tokens > len(row.block_ids) * self.capacity.block_size:
             raise ValueError(f"request {row.request_id!r} has more KV ({row.num_computed_tokens} tokens) than its blocks hold")
+        if not 0 <= row.second_at < num_tokens:
+            raise ValueError(
+                f"request {row.request_id!r} has {num_tokens} tokens, and its second text begins at {row.second_at}"
+            )
         slot = self._free_slots.pop()
         self._slots[row.request_id] = slot
+        self.second_at[slot] = row.second_at
         self.tokens[slot, :num_tokens] = self._checked_tokens(row)
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = row.num_prompt_tokens
@@ -216,6 +225,9 @@ class BatchBuilder:
         _require(plan, (seq_lens == num_tokens) | ~samples, "samples before its last token")
         _require(plan, seq_lens <= self.num_blocks[row_slots] * self.capacity.block_size, "writes past its last block")
         _require(plan, seq_lens <= self.capacity.max_model_len, "is longer than max_model_len")
+        if self.capacity.is_one_pass:
+            is_padding = np.array([isinstance(row.request_id, PaddingId) for row in plan.rows], np.bool_)
+            _require(plan, samples & (query_lens == num_tokens) | is_padding, "does not compute its whole text")
 
 
 def _require(plan: StepPlan, is_kept: NDArray[np.bool_], breach: str) -> None:

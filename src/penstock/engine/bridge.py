@@ -231,6 +231,7 @@ def _join(group: list[OutputChunk]) -> OutputChunk:
         reject_reason=last.reject_reason,
         first_scheduled_ns=last.first_scheduled_ns or group[0].first_scheduled_ns,
         first_token_ns=last.first_token_ns or group[0].first_token_ns,
+        states=last.states,
     )
 
 

@@ -65,9 +65,9 @@ class OutputStage:
                 if stream.is_under_way and event.finish_reason is None:  # like nearly all, so with as few calls as can be
                     add_chunk(stream.go_on(event, gaps_ns))
                     continue
-                if event.token_ids:
+                if event.token_ids or event.states:
                     stream.note_time(event.at_ns, first, gaps_ns)
-                chunk = stream.push(event)
+                chunk = stream.answer(event) if event.states else stream.push(event)
             except Exception:
                 _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
                 chunk = stream.error(TEXT_FAILED, event.at_ns)
@@ -185,6 +185,12 @@ class _Stream:
             self._tell_times(chunk)
         if chunk.finish_reason is not None:
             self._close(chunk)
+        return chunk
+
+    def answer(self, event: TokenEvent) -> OutputChunk:
+        """The one chunk of a text that was read: no text is made of it."""
+        chunk = OutputChunk(event.request_id, "", (), (), event.at_ns, finish_reason=event.finish_reason, states=event.states)
+        self._tell_times(chunk)
         return chunk
 
     def error(self, detail: str, at_ns: int) -> OutputChunk:

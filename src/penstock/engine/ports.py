@@ -178,6 +178,8 @@ class OutputChunk:
     first_scheduled_ns: int | None = None
     """On the first chunk and the finish chunk: when the first step with this request began."""
     first_token_ns: int | None = None
+    states: bytes = b""
+    """The answer to a text, as in `StepResult.states`, on its one chunk."""
 
 
 OutputSink = Callable[[list[OutputChunk]], None]

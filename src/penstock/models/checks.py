@@ -13,6 +13,7 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
     LayerNorm,
     Linear,
@@ -20,6 +21,7 @@ from penstock.models.program import (
     Program,
     RMSNorm,
     ShortConv,
+    TextAttention,
 )
 from penstock.models.rope import RopeParameters, choice_words, frequencies
 from penstock.models.weights import is_of_experts
@@ -144,7 +146,11 @@ def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
             case Embed():
                 shapes[op.weight] = (program.vocab_size, width[op.out])
             case EmbedPositions():
-                shapes[op.weight] = (op.num_positions, width[op.x])
+                shapes[op.weight] = (op.first + op.num_positions, width[op.x])
+            case EmbedTypes():
+                shapes[op.weight] = (op.num_types, width[op.x])
+            case TextAttention(distances=str(name)):
+                shapes[name] = (op.num_heads, 2 * op.num_distances + 1)
             case RMSNorm():
                 shapes[op.weight] = (1, op.group or width[op.x])
             case LayerNorm():

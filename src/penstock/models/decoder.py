@@ -1,4 +1,4 @@
-"""The parts of which decoder-only models are made, for the descriptions of architectures to put together.
+"""The parts of which transformers are made, for the descriptions of architectures to put together.
 
 A method emits operations and returns the name of the buffer with their result. Knows no file format and computes nothing.
 """
@@ -13,13 +13,16 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
+    FirstRows,
     GatedActivation,
     GatherRows,
     KvWrite,
     LayerNorm,
     Linear,
     Logits,
+    MeanRows,
     Op,
     Program,
     RMSNorm,
@@ -27,8 +30,10 @@ from penstock.models.program import (
     ShortConv,
     Softcap,
     States,
+    TextAttention,
 )
-from penstock.types.model_spec import ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
 
 SAMPLED = "sampled_"
 """Begins the names of buffers that have one row per sample."""
@@ -65,7 +70,16 @@ class Decoder:
 
     def add_positions(self, x: str) -> str:
         """x += a learned row of each token's position. The weight is `positions`."""
-        self._ops.append(EmbedPositions(out=x, x=x, weight="positions", num_positions=self._spec.max_model_len))
+        spec = self._spec
+        self._ops.append(
+            EmbedPositions(out=x, x=x, weight="positions", num_positions=spec.max_model_len, first=spec.first_position)
+        )
+        return x
+
+    def add_types(self, x: str) -> str:
+        """x += the row of each token's type, if the model has types. The weight is `types`."""
+        if self._spec.num_types:
+            self._ops.append(EmbedTypes(out=x, x=x, weight="types", num_types=self._spec.num_types))
         return x
 
     def norm(self, x: str, weight: str, out: str = "normed") -> str:
@@ -106,7 +120,7 @@ class Decoder:
 
         Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`; with `has_sinks`, `sinks`.
         With `qk_norms`, RMSNorms of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3):
-        `layers.{i}.q_norm` and `k_norm`.
+        `layers.{i}.q_norm` and `k_norm`. With `num_distances`, the bias by distance is `distances`, one for all layers.
         """
         spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
         index = self._indices[layer]
@@ -124,12 +138,16 @@ class Decoder:
             growth = turn.query_growth, turn.growth_len
             self._ops.append(Rope(q, spec.num_heads, spec.head_dim, *angles, *growth))
             self._ops.append(Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
+        out = self._buffer("attn", spec.num_heads * spec.head_dim)
+        scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        if self._spec.ending is not None:
+            self._ops.append(self._text_attention(spec, scale, out, q, k, v))
+            return out
         # A norm rescales a bias; a capped score sees what all keys share, and so does a sink beside the scores.
         if spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks):
             write = KvWrite(index, k, v, f"{at}.k_bias", *angles)
         else:
             write = KvWrite(index, k, v)
-        out = self._buffer("attn", spec.num_heads * spec.head_dim)
         attention = Attention(
             out=out,
             q=q,
@@ -137,13 +155,36 @@ class Decoder:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
+            scale=scale,
             window=spec.window,
             softcap=spec.softcap,
             sinks=f"{at}.sinks" if spec.has_sinks else None,
         )
         self._ops += [write, attention]
         return out
+
+    @staticmethod
+    def _text_attention(spec: AttentionSpec, scale: float, out: str, q: str, k: str, v: str) -> TextAttention:
+        """Raises ModelError for what attention within a text alone does not have."""
+        if spec.softcap or spec.has_sinks:
+            what = "a cap of its scores" if spec.softcap else "sinks"
+            raise ModelError(
+                f"attention with {what} is not computed for texts.", remedy="Serve this model with --task generate."
+            )
+        return TextAttention(
+            out=out,
+            q=q,
+            k=k,
+            v=v,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=scale,
+            mask=spec.mask,
+            window=spec.window,
+            distances="distances" if spec.num_distances else None,
+            num_distances=spec.num_distances,
+        )
 
     def short_conv(self, layer: int, x: str) -> str:
         """The short convolution of a layer before its output projection. [num_tokens, hidden_size]
@@ -179,14 +220,17 @@ class Decoder:
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
         """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
 
-        Nobody reads other tokens from there on: a prompt skips most of a layer.
+        Nobody reads other tokens from there on: a prompt skips most of a layer. A text's answer may be made of its first token,
+        or of all.
         """
-        if layer < self._spec.num_layers - 1:
+        pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
+        if layer < self._spec.num_layers - 1 or pooling in ("mean", "each"):
             return buffers
         widths = [self._widths[name] for name in buffers]
         self._of = SAMPLED
         gathered = tuple(self._buffer(name, width) for name, width in zip(buffers, widths, strict=True))
-        self._ops += [GatherRows(out=out, x=x) for out, x in zip(gathered, buffers, strict=True)]
+        gather = FirstRows if pooling == "first" else GatherRows
+        self._ops += [gather(out=out, x=x) for out, x in zip(gathered, buffers, strict=True)]
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
@@ -249,19 +293,35 @@ class Decoder:
         bias = f"layers.{layer}.down_bias" if mlp.has_bias else None
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
-    def logits(self, x: str) -> Program:
-        """The program whose result is the logits of x, with the embeddings or `output` as weights."""
+    def finish(self, x: str) -> Program:
+        """The program whose result is the answer to texts that end with the states x, or the logits of x.
+
+        Weights: `embed` or `output` for logits; `dense.{i}`, `dense.{i}_bias` and `dense.{i}_norm` for the ending's layers.
+        """
+        ending = self._spec.ending
+        if ending is None:
+            return self._logits(x)
+        if ending.pooling == "mean":
+            self._of = SAMPLED
+            pooled = self._buffer("x", self._widths[x])
+            self._ops.append(MeanRows(out=pooled, x=x))
+            x = pooled
+        for i, dense in enumerate(ending.dense):
+            x = self.linear(x, f"dense.{i}", f"dense_{i}", dense.width, bias=f"dense.{i}_bias" if dense.has_bias else None)
+            if dense.activation is not None:
+                self._ops.append(Act(out=x, x=x, activation=dense.activation))
+            if dense.has_norm:
+                x = self.norm(x, f"dense.{i}_norm", out=f"dense_{i}")
+        self._ops.append(States(x=x, is_normalised=ending.is_normalised))
+        return self._program()
+
+    def _logits(self, x: str) -> Program:
         self._of = ""
         out = self._buffer("logits", self._spec.vocab_size)
         weight = "embed" if self._spec.tie_word_embeddings else "output"
         self._ops.append(Logits(out=out, x=x, weight=weight, scale=self._spec.logit_scale))
         if self._spec.logit_softcap:
             self._ops.append(Softcap(out, self._spec.logit_softcap))
-        return self._program()
-
-    def states(self, x: str, *, is_normalised: bool = False) -> Program:
-        """The program whose result is x itself: embeddings of texts, or the scores of a classification head."""
-        self._ops.append(States(x=x, is_normalised=is_normalised))
         return self._program()
 
     def _program(self) -> Program:

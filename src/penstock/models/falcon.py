@@ -33,7 +33,7 @@ def describe(spec: ModelSpec) -> Program:
         x, attended, normed = build.gather_after_last(layer, x, attended, normed)
         build.add_output(layer, x, attended)
         build.add_mlp(layer, x, normed)
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 _OLD_NAMES = {

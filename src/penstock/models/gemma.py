@@ -42,7 +42,7 @@ def describe(spec: ModelSpec) -> Program:
         normed = build.norm(x, f"{at}.mlp_norm")
         down = build.linear(build.activated(layer, normed), f"{at}.down", "projected", spec.hidden_size)
         build.add(x, build.norm(down, f"{at}.post_mlp_norm", down))
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -29,7 +29,7 @@ def describe(spec: ModelSpec) -> Program:
         x, attended = build.gather_after_last(layer, x, attended)
         build.add_output(layer, x, attended)
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 _SIZES = {

@@ -45,7 +45,7 @@ def _describe(spec: ModelSpec) -> Program:
         x, mixed = build.gather_after_last(layer, x, mixed)
         build.add_output(layer, x, mixed)
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:

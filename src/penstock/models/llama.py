@@ -28,7 +28,7 @@ def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = Non
         x, attended = build.gather_after_last(layer, x, attended)
         build.add_output(layer, x, attended)
         build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:

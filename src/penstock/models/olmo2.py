@@ -29,7 +29,7 @@ def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] = "rows") ->
         build.add(x, build.norm(projected, f"{at}.post_attn_norm", projected))
         down = build.linear(build.activated(layer, x), f"{at}.down", "projected", spec.hidden_size)
         build.add(x, build.norm(down, f"{at}.post_mlp_norm", down))
-    return build.logits(build.norm(x, "norm"))
+    return build.finish(build.norm(x, "norm"))
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:

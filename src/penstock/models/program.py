@@ -1,22 +1,22 @@
 """The language in which architectures are described: a flat list of operations on named buffers.
 
 A model's description emits a `Program`; backends run it. Nothing here computes. All buffers hold
-float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; what `GatherRows` writes
-has one row for each row of the step that samples, and so has what is computed from it. Operations run in order; those
-before the first `GatherRows` are on tokens, and those after it on samples. The last one is the program's ending: what the
-step is computed for.
+float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; what `GatherRows`, `FirstRows` or
+`MeanRows` writes has one row for each row of the step that samples, and so has what is computed from it. Operations run in
+order; those before the first of these three are on tokens, and those after it on samples. The last one is the program's
+ending: what the step is computed for.
+
+There are two kinds of programs. Those with `KvWrite` and `Attention` compute a row in any number of steps, and know what came
+before from the KV cache. Those with `TextAttention` compute a whole text in one step, and leave nothing behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
-from typing import Literal
 
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, Scoring
-
-Mask = Literal["causal"]
+from penstock.types.model_spec import Activation, Mask, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,29 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class EmbedPositions:
-    """out[t] = x[t] + weight[position of t]. weight is [num_positions, width of x]; `out` may be `x`."""
+    """out[t] = x[t] + weight[first + position of t]. `out` may be `x`.
+
+    weight is [first + num_positions, width of x] at the least.
+    """
 
     out: str
     x: str
     weight: str
     num_positions: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedTypes:
+    """out[t] = x[t] + weight[1 if t is a token of a pair's second text, else 0]. `out` may be `x`.
+
+    weight is [number of types, width of x]. With one type all tokens have it.
+    """
+
+    out: str
+    x: str
+    weight: str
+    num_types: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +148,31 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class TextAttention:
+    """out = softmax(scale * q k^T + bias by distance + mask) v, where k and v are those of the row's own tokens.
+
+    q and out are [num_tokens, num_heads * head_dim], k and v [num_tokens, num_kv_heads * head_dim]; query head h reads KV head
+    h // (num_heads // num_kv_heads). The row's text must be computed in one step, from its first token on.
+    """
+
+    out: str
+    q: str
+    k: str
+    v: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    mask: Mask = "all"
+    window: int = 0
+    """With mask `causal` as in `Attention`; with mask `all`, token i sees token j if abs(i - j) < window; 0 is all."""
+    distances: str | None = None
+    """Weight of what is added to the score of query i and key j in head h: column D + min(max(j - i, -D), D) of row h, where D
+    is `num_distances`. [num_heads, 2 D + 1]"""
+    num_distances: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConv:
     """A gated causal convolution along a row, each column by itself. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
@@ -157,7 +199,8 @@ class GatedActivation:
 
     `silu` is x * sigmoid(x). `gelu` is x * Phi(x), Phi being the normal distribution's function; `gelu_tanh` is its tanh form,
     arXiv 1606.08415, and `gelu_quick` is x * sigmoid(1.702 x). `relu` is max(x, 0), and `relu2` is the square of that.
-    `swiglu_clamped` is (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up cut to [-7, 7].
+    `tanh` is the hyperbolic tangent. `swiglu_clamped` is (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up cut
+    to [-7, 7].
     """
 
     out: str
@@ -227,10 +270,21 @@ class GatherRows:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstRows:
+    """out = the first token's row of x for each row of the step that samples. [num_samples, width]
+
+    The row's text must be computed in one step, from its first token on.
+    """
+
+    out: str
+    x: str
+
+
+@dataclass(frozen=True, slots=True)
 class MeanRows:
     """out = the mean of x over a row's tokens, for each row of the step that samples. [num_samples, width]
 
-    It is of the tokens of one step: the row's text must be computed in one, from its first token on.
+    The row's text must be computed in one step, from its first token on.
     """
 
     out: str
@@ -259,7 +313,7 @@ class Logits:
 class States:
     """An ending: x itself, float32 [num_samples, width]: hidden states of texts, or the scores of a classification head.
 
-    With `is_normalised` each row is divided by its Euclidean length.
+    If x has a row for each token, so has the result. With `is_normalised` each row is divided by its Euclidean length.
     """
 
     x: str
@@ -269,18 +323,21 @@ class States:
 Op = (
     Embed
     | EmbedPositions
+    | EmbedTypes
     | RMSNorm
     | LayerNorm
     | Linear
     | Rope
     | KvWrite
     | Attention
+    | TextAttention
     | ShortConv
     | GatedActivation
     | Experts
     | Act
     | Add
     | GatherRows
+    | FirstRows
     | MeanRows
     | Softcap
     | Logits
@@ -333,6 +390,11 @@ class Program:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        if self.is_one_pass and any(isinstance(op, KvWrite | Attention | ShortConv) for op in self.ops):
+            raise ModelError(
+                "some layers read the KV cache and others the tokens of the step alone.",
+                remedy="Mend the architecture's description.",
+            )
         for op in self.ops:
             if isinstance(op, Attention) and (op.num_kv_heads, op.head_dim) != (self.num_kv_heads, self.head_dim):
                 raise ModelError(
@@ -340,6 +402,11 @@ class Program:
                     f"and another layer {self.num_kv_heads} of {self.head_dim}: no backend has a KV cache for that yet.",
                     remedy="Use another model.",
                 )
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Each text is computed in one step, and nothing of it is kept."""
+        return any(isinstance(op, TextAttention) for op in self.ops)
 
     @property
     def state(self) -> StateShape | None:

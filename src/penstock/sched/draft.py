@@ -15,10 +15,10 @@ from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 class TokenBudget:
     """The step's tokens: how many are left to prefills, and how many of them one prefill may take."""
 
-    __slots__ = ("_counts", "late", "limits", "long_prefills", "num_kept_tokens")
+    __slots__ = ("_counts", "_takes_whole_texts", "late", "limits", "long_prefills", "num_kept_tokens")
 
-    def __init__(self, limits: StepLimits, counts: StepCounts) -> None:
-        """`counts`: those of the step, which say how many tokens are given away."""
+    def __init__(self, limits: StepLimits, counts: StepCounts, *, takes_whole_texts: bool = False) -> None:
+        """`counts`: those of the step, which say how many tokens are given away. `takes_whole_texts`: no request is split."""
         self.limits = limits
         """The limits of prefills; decodes are planned before these are known."""
         self.long_prefills: list[Request] = []
@@ -28,6 +28,7 @@ class TokenBudget:
         self.num_kept_tokens = 0
         """Tokens kept for long prefills that come after the others."""
         self._counts = counts
+        self._takes_whole_texts = takes_whole_texts
 
     @property
     def tokens_left(self) -> int:
@@ -40,11 +41,16 @@ class TokenBudget:
         return self._counts.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
-        return num_behind > self.limits.long_prefill_tokens
+        return num_behind > self.limits.long_prefill_tokens and not self._takes_whole_texts
 
     def chunk(self, num_behind: int) -> int:
-        """Tokens that a prefill may compute in this step, of those that it is behind; 0: it has to wait."""
+        """Tokens that a prefill may compute in this step, of those that it is behind; 0: it has to wait.
+
+        A text that is never split may be the whole step's, if it is the first, though the limit is lower.
+        """
         limits = self.limits
+        if self._takes_whole_texts:
+            return num_behind if num_behind <= self.tokens_left or not self._counts.num_tokens else 0
         room = self.tokens_left
         if self.is_long(num_behind):
             room = min(room, limits.max_chunk_tokens)
@@ -83,11 +89,11 @@ class StepDraft:
         "set_aside",
     )
 
-    def __init__(self, limits: StepLimits, *, is_ahead: bool = False) -> None:
+    def __init__(self, limits: StepLimits, *, is_ahead: bool = False, takes_whole_texts: bool = False) -> None:
         self.is_ahead = is_ahead
         """A step is in flight, with rows of the running requests: nobody is preempted."""
         self.counts = StepCounts()
-        self.budget = TokenBudget(limits, self.counts)
+        self.budget = TokenBudget(limits, self.counts, takes_whole_texts=takes_whole_texts)
         self.promised = Promises()
         self.rows: list[RowPlan] = []
         self.num_decode_rows = 0
@@ -109,7 +115,7 @@ class StepDraft:
         """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         num_prompt, num_computed = request.num_prompt_tokens, request.num_computed_tokens
-        row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling)
+        row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at)
         self.admits[request.request_id] = row
 
     def add_row(

@@ -65,7 +65,7 @@ class Padding:
         """A batch was called: its prompts are padded to the longest, and to `pad_to_tokens` at least, where the executor can
         hold as many."""
         prompts = {request.request_id: request.num_tokens for request in batch}
-        longest = min(max(pad_to_tokens, *prompts.values()), self._capacity.max_model_len - 1)
+        longest = min(max(pad_to_tokens, *prompts.values()), self._capacity.max_model_len - (not self._capacity.is_one_pass))
         for request_id, num_tokens in prompts.items():
             if num_tokens < longest:
                 # One token more than is computed, so that the row has not caught up and does not sample.
@@ -103,11 +103,12 @@ class Padding:
         return draft.budget.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """A request of the batch ended. If it ran, its row goes on; if it had not begun, it never will."""
+        """A request of the batch ended. If it ran, its row goes on, unless it is a text, which is computed once; if it had not
+        begun, it never will."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)
-        elif request.num_computed_tokens:
+        elif request.num_computed_tokens and not self._capacity.is_one_pass:
             row = self._new_row(request.request_id, request.num_computed_tokens, request.num_computed_tokens + 1)
             self._tails[row.request_id] = row
 

@@ -156,10 +156,10 @@ def advance(
 
     `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
     Returns the rows of prefills, rows that filled a block, rows that may sample several tokens, those whose requests end, and
-    those of `apart` that sample, in the order of the plan. Raises KeyError or ValueError if a row that samples has not got its
-    tokens.
+    those of `apart` that sample, in the order of the plan. A text ends with its answer. Raises KeyError or ValueError if a row
+    that samples has not got its tokens, or its states.
     """
-    tokens, logprobs = result.token_ids, result.logprobs
+    tokens, logprobs, states = result.token_ids, result.logprobs, result.states
     num_more = 0  # tokens of a row after its first
     advances: list[Advance] = []
     add_event, add_advance = outcome.events.append, advances.append
@@ -177,6 +177,12 @@ def advance(
         if samples:
             if apart and request_id in apart:
                 add_advance(Advance(request, row, is_apart=True))
+                continue
+            if states:
+                event = TokenEvent(request_id, (), now_ns, finish_reason=FinishReason.STOP, states=states[request_id])
+                add_event(event)
+                request.first_token_ns = now_ns
+                add_advance(Advance(request, row, FinishReason.STOP))
                 continue
             token_ids = tokens[request_id]
             entries = logprobs.get(request_id, ()) if logprobs else ()
@@ -197,7 +203,7 @@ def advance(
             if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
-    outcome.counts.num_sampled_tokens = len(outcome.events) + num_more
+    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events) + num_more
     return advances
 
 

@@ -32,6 +32,9 @@ Laws that the parts keep together:
 - A preempted request is not admitted again before there is room for all its tokens and for everybody to grow. So work is not
   lost over and over.
 - A batch that a gate calls is padded as if it were a rectangle (`padding.py`).
+
+A model that reads texts and writes none (`Capacity.is_one_pass`) needs no other rules: its requests are prefills that are never
+split and end with their first step, and each holds one block meanwhile.
 """
 
 from __future__ import annotations
@@ -77,6 +80,10 @@ class Scheduler:
     ) -> None:
         if speculation is not None and capacity.has_state:
             raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
+        if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
+            raise ValueError(
+                "a model that keeps nothing of its texts has no prefix cache and no tiers, and speculates about nothing"
+            )
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
         """Number of requests that may run at once."""
@@ -219,7 +226,9 @@ class Scheduler:
             self._padding.stop()
         self.kv.prefix.now_ns = now_ns
         decision = self._joining.ask_gate(now_ns)
-        draft = StepDraft(StepLimits(self.capacity.max_step_tokens), is_ahead=bool(self._flights))
+        capacity = self.capacity
+        limits = StepLimits(capacity.max_step_tokens)
+        draft = StepDraft(limits, is_ahead=bool(self._flights), takes_whole_texts=capacity.is_one_pass)
         if self._padding.is_active:
             self._padding.begin(draft)
         prefills = self._extending.decodes(draft)
@@ -398,6 +407,8 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
+    if capacity.is_one_pass:
+        return _refuse_text(request, capacity)
     if num_prompt + 1 > capacity.max_model_len:
         detail = (
             f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "
@@ -418,6 +429,18 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
         )
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
     return None
+
+
+def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
+    if request.sampling.beams is not None or request.sampling.follows_grammar:
+        return Rejected(RejectReason.INVALID, "The model reads texts and writes none: it takes no beam search and no grammar.")
+    if request.num_prompt_tokens <= capacity.max_model_len:
+        return None
+    detail = (
+        f"The text has {counted(request.num_prompt_tokens, 'token')}, and the model reads {capacity.max_model_len} at most "
+        "(max_model_len)."
+    )
+    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="input")
 
 
 def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:

@@ -1,8 +1,16 @@
 """Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
 
-from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, sizes_of
+from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, make_text, sizes_of, text_capacity
 from penstock.testing.driver import Driver, Outcome, run_to_completion
-from penstock.testing.hash_executor import DEFAULT_CAPACITY, Expected, HashExecutor, HashMatcher, HashModel, expected_tokens
+from penstock.testing.hash_executor import (
+    DEFAULT_CAPACITY,
+    Expected,
+    HashExecutor,
+    HashMatcher,
+    HashModel,
+    expected_state,
+    expected_tokens,
+)
 
 __all__ = [
     "DEFAULT_CAPACITY",
@@ -12,11 +20,14 @@ __all__ = [
     "HashMatcher",
     "HashModel",
     "Outcome",
+    "expected_state",
     "expected_tokens",
     "make_core",
     "make_load",
     "make_request",
     "make_scheduler",
+    "make_text",
     "run_to_completion",
     "sizes_of",
+    "text_capacity",
 ]

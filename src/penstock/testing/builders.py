@@ -33,6 +33,7 @@ def make_request(
     cache_salt: bytes = b"",
     predicted_new_tokens: int | None = None,
     matcher: Matcher | None = None,
+    second_at: int = 0,
     **sampling_fields: Any,
 ) -> Request:
     """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`.
@@ -54,7 +55,18 @@ def make_request(
         cache_salt=cache_salt,
         predicted_new_tokens=predicted_new_tokens,
         matcher=matcher,
+        second_at=second_at,
     )
+
+
+def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields: Any) -> Request:
+    """A request of a model that reads texts and writes none. Other fields as in `make_request`."""
+    return make_request(request_id, prompt, max_tokens=1, **fields)
+
+
+def text_capacity(max_model_len: int = 64, *, max_rows: int = 8, max_step_tokens: int = 128) -> Capacity:
+    """The capacity of an executor that computes each text in one step: a block for each text, also of a step in flight."""
+    return Capacity(2 * max_rows + 1, max_model_len, max_rows, max_step_tokens, max_model_len, is_one_pass=True)
 
 
 def make_load(

@@ -10,6 +10,9 @@ wrong block, stale table, early re-use, lost or doubled token therefore changes 
 With a window (`Capacity.window`, at least 2), a row reads all values of the window and checks that each follows from the one
 before it. Blocks before the window may belong to others by then.
 
+With `Capacity.is_one_pass` there is no KV, and nothing is sampled: the answer to a text is a hash of all its tokens
+(`expected_state`), and it must be computed whole.
+
 `HashMatcher` is a made-up grammar: a hash of the tokens before says which may come next. A mask that is used one token too
 early or too late, or of another request, allows other tokens, so it changes the answer.
 """
@@ -118,6 +121,17 @@ def expected_tokens(
             matcher.accept((token_id,))
 
 
+STATE_WIDTH = 4
+
+
+def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
+    """The oracle of texts: the answer that depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
+    value = mix(ROOT, second_at)
+    for token_id in token_ids:
+        value = mix(value, token_id)
+    return struct.pack(f"={STATE_WIDTH}f", *((value >> 16 * idx & 0xFFFF) / 2**16 - 0.5 for idx in range(STATE_WIDTH)))
+
+
 POISON = -1
 """The content of a slot before it is written; reading it is an error."""
 
@@ -144,6 +158,7 @@ class HashRow:
     num_tokens: int
     """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
+    second_at: int = 0
     num_unread: int = 0
     """The first blocks, which no further row reads, since they lie before the window: others may have them."""
 
@@ -361,6 +376,7 @@ class HashExecutor:
                 raise ValueError(f"token {token_id} is outside the vocabulary of {self.model.vocab_size}")
         num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
+        row.second_at = admit.second_at
         self._rows[admit.request_id] = row
         if isinstance(admit.request_id, PaddingId):
             self._append_null_blocks(row, admit.block_ids)
@@ -404,7 +420,7 @@ class HashExecutor:
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
         row.num_computed_tokens = end
-        row.num_tokens += plan.samples > 0
+        row.num_tokens += plan.samples > 0 and not self._capacity.is_one_pass
         self.num_computed_tokens += plan.num_positions
         self.num_padding_tokens += plan.query_len * isinstance(plan.request_id, PaddingId)
         return row
@@ -419,7 +435,12 @@ class HashExecutor:
         assert (plan.samples > 0) == (end == row.num_tokens), f"{name!r} must sample exactly when it has caught up"
         assert plan.samples < 2 or self.depth == 1, f"{name!r} may sample several tokens, and the next step is planned already"
         end = plan.context_len + plan.num_positions
-        assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
+        if self._capacity.is_one_pass:
+            assert plan.samples or isinstance(name, PaddingId), f"{name!r} is computed in part, or twice"
+            assert plan.query_len == row.num_tokens or isinstance(name, PaddingId), f"{name!r} is not computed whole"
+            assert end <= self._capacity.max_model_len, f"{name!r} is longer than max_model_len"
+        else:
+            assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
         assert len(row.block_ids) * size >= end, f"{name!r} writes beyond its blocks"
         for block_id in row.block_ids[plan.context_len // size : (end - 1) // size + 1]:
             assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
@@ -431,11 +452,15 @@ class HashExecutor:
     def _compute(self, step: HashStep) -> None:
         token_ids: dict[str, tuple[int, ...]] = {}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        states: dict[str, bytes] = {}
         for plan, row in zip(step.plan.rows, step.rows, strict=True):
-            self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
+            if not self._capacity.is_one_pass:
+                self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
+            elif plan.samples:
+                states[plan.request_id] = expected_state(row.token_ids, row.second_at)
         timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
         self.num_steps += 1
-        self._results[step.plan.step_id] = StepResult(step.plan.step_id, token_ids, timing, logprobs)
+        self._results[step.plan.step_id] = StepResult(step.plan.step_id, token_ids, timing, logprobs, states=states)
 
     def _run(
         self,

@@ -57,3 +57,5 @@ class TokenEvent:
     """For ABORT, ERROR and REJECTED: the cause, in words for the user."""
     reject_reason: str = ""
     """For REJECTED: a `RejectReason` value."""
+    states: bytes = b""
+    """The answer to a text, as in `StepResult.states`."""

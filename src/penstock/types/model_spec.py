@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model, layer by layer, read from its files; no weights.
+"""The shape of a model, layer by layer, read from its files; no weights.
 
 Loaders make a `ModelSpec`. The description of its architecture makes a `Program` of it, and `deploy` sizes the KV cache by it.
 """
@@ -11,10 +11,14 @@ from typing import Any, Literal
 
 from penstock.types.kv_dtype import KvDtype, state_bytes
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
 """`swiglu_clamped` is of a gate and its partner together; the others are of one number. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
 """How a router's scores become shares."""
+Mask = Literal["causal", "all"]
+"""The tokens of its text that a token sees: itself and those before it, or all."""
+Pooling = Literal["first", "last", "mean", "each"]
+"""How a text's tokens become its answer: the first or last one's state, the mean, or one state for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,11 @@ class AttentionSpec:
     scale: float | None = None
     """Factor of the scores; None is head_dim ** -0.5."""
     window: int = 0
-    """Number of last positions that a token sees, its own included; 0 is all."""
+    """Number of last positions that a token sees, its own included; 0 is all. With mask `all`, it sees those that are less than
+    that far away, on both sides."""
+    mask: Mask = "causal"
+    num_distances: int = 0
+    """Scores have a learned or fixed bias by the distance of key and query, the same beyond so many positions; 0: none has."""
     softcap: float = 0.0
     """If > 0, scores become softcap * tanh(scores / softcap)."""
     has_qkv_bias: bool = False
@@ -120,6 +128,29 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """norm(activation(x @ weight.T + bias)): a layer between a text's pooled state and the answer."""
+
+    width: int
+    activation: Activation | None = None
+    has_bias: bool = True
+    has_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEnding:
+    """The answer of a model that reads texts and writes none: an embedding, or the scores of a head."""
+
+    pooling: Pooling
+    dense: tuple[Dense, ...] = ()
+    """In order. Poolers, heads and the dense modules of sentence-transformers are such layers."""
+    is_normalised: bool = False
+    """The answer is divided by its Euclidean length."""
+    labels: tuple[str, ...] = ()
+    """The names of the answer's columns, if a head makes them; an embedding has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     architecture: str
     """Our name of the architecture: a key of `models.architectures.ARCHITECTURES`."""
@@ -142,6 +173,19 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = "rms"
     has_norm_bias: bool = False
     """Layer norms have biases."""
+    num_types: int = 0
+    """Token types that have an embedding: with 2, the tokens of a pair's second text are of the second; 0: there are none."""
+    first_position: int = 0
+    """The row of the table of learned positions that belongs to a text's first token."""
+    ending: TextEnding | None = None
+    """None: the model writes text, and its answer to each token is logits."""
+
+    @property
+    def result_width(self) -> int:
+        """Columns of a text's answer, or of a token's logits."""
+        if self.ending is None:
+            return self.vocab_size
+        return self.ending.dense[-1].width if self.ending.dense else self.hidden_size
 
     @property
     def num_layers(self) -> int:

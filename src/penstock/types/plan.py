@@ -43,6 +43,8 @@ class AdmitRow:
     num_computed_tokens: int
     """KV present in those blocks: the first row of this request has this `context_len`."""
     sampling: SamplingParams
+    second_at: int = 0
+    """Position of the first token of a pair's second text; 0: it is one text."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class RowPlan:
     samples: int
     """Tokens that the executor samples after the row's last one, and appends to the row by itself: 0 of a chunk of a prompt,
     else 1 as a rule. If it is more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`,
-    each of them the token that a step of its own would have sampled. The row has blocks for all of them."""
+    each of them the token that a step of its own would have sampled. The row has blocks for all of them.
+    With `Capacity.is_one_pass` it is 1, which asks for the answer to the row's text; nothing is appended."""
 
     @property
     def num_positions(self) -> int:
@@ -113,6 +116,16 @@ class Capacity:
     window: int = 0
     """No layer sees other positions of a row than the last so many, the one that it computes included; 0: some layer sees all.
     The executor may read others, whatever is there by then, if no bit of an answer depends on it."""
+    is_one_pass: bool = False
+    """Each request is a text that is computed whole, in one step, and its answer is `StepResult.states`. Nothing is kept of it:
+    its block, of which each is long enough for any text, is no more than its place in the step."""
+
+    def __post_init__(self) -> None:
+        if self.is_one_pass and self.max_model_len > min(self.max_step_tokens, self.block_size):
+            raise ValueError(
+                f"texts of {self.max_model_len} tokens need a step and a block of as many, not of {self.max_step_tokens} and "
+                f"{self.block_size}"
+            )
 
     def most_blocks(self, num_positions: int) -> int:
         """Blocks that a request holds at one time at most, until so many positions are computed."""

@@ -61,6 +61,8 @@ class Request:
     """The output's length as a policy may know it; never the true one."""
     matcher: Matcher | None = None
     """Matcher of the grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
+    second_at: int = 0
+    """Position of the first token of a pair's second text; 0: the prompt is one text."""
 
     # Progress: written by `sched/progress.py` alone.
     status: RequestStatus = RequestStatus.WAITING

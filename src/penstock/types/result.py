@@ -41,3 +41,6 @@ class StepResult:
     """Only rows that asked for them; as long as that row's `token_ids`."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """request_id -> why this row has no token though it samples (no logit was a number). Its request ends; the others go on."""
+    states: Mapping[str, bytes] = field(default_factory=dict)
+    """With `Capacity.is_one_pass`, instead of tokens: request_id -> the answer to its text, float32 in the machine's order of
+    bytes. [width], or [num_tokens, width] where each token has its own"""

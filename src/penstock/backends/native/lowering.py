@@ -42,7 +42,7 @@ from penstock.models.program import (
     Rope,
     ShortConv,
     Softcap,
-    States,
+    TextAttention,
     features,
 )
 from penstock.models.rope import key_centre
@@ -104,11 +104,6 @@ def lower(
 
 def check_program(program: Program) -> None:
     """Raises `ModelError`, which names every operation and field that this backend can't compute. Needs no weights."""
-    if any(isinstance(op, States) for op in program.ops):
-        raise ModelError(
-            "the native backend can't end a program in States yet: it computes logits.",
-            remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
-        )
     missing = dict.fromkeys(feature for op in program.ops for feature in features(op) if feature not in COMPUTED)
     results = {op.out for op in program.ops if isinstance(op, Logits)}
     for op in program.ops:
@@ -255,6 +250,8 @@ def _read_by(op: Op) -> set[str | None]:
             return {op.k, op.v}
         case Attention():
             return {op.q}
+        case TextAttention():
+            return {op.q, op.k, op.v}
         case GatedActivation():
             return {op.gate, op.up}
         case Add():

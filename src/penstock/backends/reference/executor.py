@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, BatchBuilder, StepBatch
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
-from penstock.models.program import Logits, Program
+from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
@@ -53,18 +53,19 @@ class ReferenceExecutor:
         kv_dtype: KvDtype = KvDtype.INT8,
         poison: bool = False,
     ) -> None:
-        has_state = program.state is not None
+        has_state, is_one_pass = program.state is not None, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = Capacity(*sizes, has_state=has_state, window=program.window)
-        if not isinstance(program.ending, Logits):
+        self._capacity = Capacity(*sizes, has_state=has_state, window=program.window, is_one_pass=is_one_pass)
+        if is_one_pass != isinstance(program.ending, States):
             raise ModelError(
-                f"the program ends in {type(program.ending).__name__}, not in logits, so there is nothing to sample.",
-                remedy="Compute such a model with `penstock.backends.reference.interpreter.Interpreter`.",
+                f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
+                remedy="End programs of texts in `States`, others in `Logits`.",
             )
         self._program = program
         self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype
-        self._cache = self._make_cache(num_blocks, block_size, poison=poison)
+        # A text keeps nothing in its block.
+        self._cache = self._make_cache(1 if is_one_pass else num_blocks, 1 if is_one_pass else block_size, poison=poison)
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
         self._sampling: dict[int, SamplingParams] = {}
         """Parameters by slot."""
@@ -143,6 +144,9 @@ class ReferenceExecutor:
         self._compute(awaits.batch, awaits.start_ns, masks)
 
     def _compute(self, batch: StepBatch, start_ns: int, masks: Mapping[str, bytes]) -> None:
+        if self._capacity.is_one_pass:
+            self._read_texts(batch, start_ns)
+            return
         samples = self._run_rows(batch, masks)
         self._batches.append_sampled(
             batch, np.array([NO_TOKEN if s is None else s.token_id for s in samples.values()], np.int32)
@@ -156,6 +160,21 @@ class ReferenceExecutor:
                 failures={request_id: NO_USABLE_LOGIT for request_id, s in samples.items() if s is None},
             )
         )
+
+    def _read_texts(self, batch: StepBatch, start_ns: int) -> None:
+        states: dict[str, bytes] = {}
+        failures: dict[str, str] = {}
+        sampling_rows = set(batch.sample_rows.tolist())
+        for i, request_id in enumerate(batch.request_ids):
+            state = self._run_row(batch, i, samples=i in sampling_rows)
+            if i not in sampling_rows:  # padding
+                continue
+            if np.isfinite(state).all():
+                states[request_id] = state.tobytes()
+            else:
+                failures[request_id] = NO_USABLE_STATE
+        timing = StepTiming(start_ns, time.monotonic_ns())
+        self._results.append(StepResult(batch.step_id, {}, timing, failures=failures, states=states))
 
     def collect(self, ticket: Ticket) -> StepResult:
         """The result of the oldest step that was not collected. Raises ValueError for any other ticket."""
@@ -188,6 +207,8 @@ class ReferenceExecutor:
         )
 
     def _forget_stale_blocks(self, plan: StepPlan) -> None:
+        if self._capacity.is_one_pass:
+            return
         for admit in plan.admits:
             self._cache.forget(admit.block_ids, admit.num_computed_tokens)
         for row in plan.rows:
@@ -213,6 +234,7 @@ class ReferenceExecutor:
                 slots=batch.slot_mapping[start:end],
                 block_table=self._batches.block_tables[batch.row_slots[i]],
                 gathered=np.array([end - start - 1] if samples else [], np.int64),
+                second_at=int(self._batches.second_at[batch.row_slots[i]]),
             )
         )
 

@@ -21,7 +21,9 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
+    FirstRows,
     GatedActivation,
     GatherRows,
     KvWrite,
@@ -36,6 +38,7 @@ from penstock.models.program import (
     ShortConv,
     Softcap,
     States,
+    TextAttention,
 )
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
@@ -52,7 +55,8 @@ PRODUCT_TILE = 8
 class RowRun:
     """One row of a step on its way through the program."""
 
-    cache: KvCache
+    cache: KvCache | None
+    """None for programs that read each text in one pass."""
     token_ids: NDArray[np.int32]
     """[T]"""
     context_len: int
@@ -63,7 +67,9 @@ class RowRun:
     gathered: NDArray[np.int64]
     """Which of the T tokens want logits, ascending and without gaps; may be empty. [S]"""
     buffers: dict[str, F32] = field(default_factory=dict)
-    """[T, width]; what `GatherRows` wrote, and what comes of it, [S, width]"""
+    """[T, width]; what `GatherRows` and its like wrote, and what comes of it, [S, width]"""
+    second_at: int = 0
+    """Position of the first token of a pair's second text; 0: the row is one text."""
     first: int = field(init=False)
     """Position of the first token that products see now."""
 
@@ -88,18 +94,21 @@ class Interpreter:
         self._methods: Mapping[type[Op], Callable[[Any, RowRun], None]] = {
             Embed: self._embed,
             EmbedPositions: self._embed_positions,
+            EmbedTypes: self._embed_types,
             RMSNorm: self._rms_norm,
             LayerNorm: self._layer_norm,
             Linear: self._linear,
             Rope: self._rope,
             KvWrite: self._kv_write,
             Attention: self._attention,
+            TextAttention: self._text_attention,
             ShortConv: self._short_conv,
             GatedActivation: self._gated_activation,
             Experts: self._experts,
             Act: self._act,
             Add: self._add,
             GatherRows: self._gather_rows,
+            FirstRows: self._first_rows,
             MeanRows: self._mean_rows,
             Softcap: self._softcap,
             Logits: self._logits,
@@ -107,10 +116,12 @@ class Interpreter:
         }
 
     def run(self, row: RowRun) -> F32:
-        """The program's ending for the row's gathered tokens: logits [S, vocab_size], or states [S, width].
+        """The program's ending for the row's gathered tokens: logits [S, vocab_size], or states [S, width] or [T, width].
 
-        Writes the KV of all the row's tokens.
+        Writes the KV of all the row's tokens. Raises ValueError for a part of a text that needs one pass.
         """
+        if row.context_len and self._program.is_one_pass:
+            raise ValueError("the text must be computed in one step")
         for op in self._program.ops:
             self._methods[type(op)](op, row)
         return row.buffers[self._result]
@@ -128,7 +139,12 @@ class Interpreter:
         row.buffers[op.out] = self._matrix(op.weight)[row.token_ids] * np.float32(op.scale)
 
     def _embed_positions(self, op: EmbedPositions, row: RowRun) -> None:
-        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[row.positions]
+        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions]
+
+    def _embed_types(self, op: EmbedTypes, row: RowRun) -> None:
+        is_second = (row.second_at > 0) & (row.positions >= row.second_at)
+        types = np.minimum(is_second, op.num_types - 1).astype(np.int64)
+        row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[types]
 
     def _rms_norm(self, op: RMSNorm, row: RowRun) -> None:
         x = row.buffers[op.x]
@@ -169,6 +185,7 @@ class Interpreter:
     def _kv_write(self, op: KvWrite, row: RowRun) -> None:
         shape = (-1, self._program.num_kv_heads, self._program.head_dim)
         k = row.buffers[op.k]
+        assert row.cache is not None, "programs that write KV have a cache"
         # bf16 is rounded as by the checkpoints' own implementation, which stores whole keys.
         if op.bias is not None and row.cache.dtype is KvDtype.INT8:
             bias = self._weights[op.bias].dequantize().reshape(-1)
@@ -176,16 +193,34 @@ class Interpreter:
         row.cache.write(op.layer, row.slots, k.reshape(shape), row.buffers[op.v].reshape(shape))
 
     def _attention(self, op: Attention, row: RowRun) -> None:
+        assert row.cache is not None, "programs that read KV have a cache"
         keys, values = row.cache.read(op.layer, row.block_table, row.context_len + len(row.token_ids))
         queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
         out = np.empty_like(queries)
         sinks = None if op.sinks is None else self._vector(op.sinks)
         for i, position in enumerate(row.positions.tolist()):
             start = max(0, position + 1 - op.window) if op.window else 0
-            out[i] = attend(queries[i], keys[start : position + 1], values[start : position + 1], op, sinks)
+            seen = slice(start, position + 1)
+            out[i] = attend(queries[i], keys[seen], values[seen], op.scale, softcap=op.softcap, sinks=sinks)
+        row.buffers[op.out] = out.reshape(len(queries), -1)
+
+    def _text_attention(self, op: TextAttention, row: RowRun) -> None:
+        queries = row.buffers[op.q].reshape(-1, op.num_heads, op.head_dim)
+        keys, values = (row.buffers[name].reshape(-1, op.num_kv_heads, op.head_dim) for name in (op.k, op.v))
+        out = np.empty_like(queries)
+        distances = None if op.distances is None else self._matrix(op.distances)
+        for i in range(len(queries)):
+            start = max(0, i + 1 - op.window) if op.window else 0
+            end = i + 1 if op.mask == "causal" else min(len(keys), i + op.window) if op.window else len(keys)
+            biases = None
+            if distances is not None:
+                farthest = op.num_distances
+                biases = distances[:, farthest + np.clip(np.arange(start, end) - i, -farthest, farthest)]
+            out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, biases=biases)
         row.buffers[op.out] = out.reshape(len(queries), -1)
 
     def _short_conv(self, op: ShortConv, row: RowRun) -> None:
+        assert row.cache is not None, "programs with a state have a cache"
         b, c, u = np.split(row.buffers[op.x], 3, axis=1)
         own: F32 = round_to_bf16(b * u)
         weight = self._matrix(op.weight)
@@ -248,6 +283,11 @@ class Interpreter:
         # From here on products are of the gathered tokens alone.
         row.first = row.context_len + (int(row.gathered[0]) if len(row.gathered) else 0)
 
+    def _first_rows(self, op: FirstRows, row: RowRun) -> None:
+        if row.context_len:
+            raise ValueError("the first token of a row must be computed with the others")
+        row.buffers[op.out] = np.repeat(row.buffers[op.x][:1], len(row.gathered), axis=0)
+
     def _mean_rows(self, op: MeanRows, row: RowRun) -> None:
         if row.context_len:
             raise ValueError("the mean of a row's tokens needs all of them in one step")
@@ -284,15 +324,30 @@ def product(x: F32, weight: F32, first_position: int) -> F32:
     return out.reshape(-1, len(weight))[lead : lead + len(x)]
 
 
-def attend(q: F32, keys: F32, values: F32, op: Attention, sinks: F32 | None = None) -> F32:
-    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim]; sinks [num_heads]."""
-    group = op.num_heads // op.num_kv_heads
+def attend(
+    q: F32,
+    keys: F32,
+    values: F32,
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    sinks: F32 | None = None,
+    biases: F32 | None = None,
+) -> F32:
+    """Attention of one token: q [num_heads, head_dim] over keys and values [n, num_kv_heads, head_dim].
+
+    sinks [num_heads] are scores without a value; biases [num_heads, n] are added to the scores.
+    """
+    num_kv_heads = keys.shape[1]
+    group = len(q) // num_kv_heads
     out = np.empty_like(q)
-    for kv_head in range(op.num_kv_heads):
+    for kv_head in range(num_kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        scores = q[heads] @ np.ascontiguousarray(keys[:, kv_head]).T * np.float32(op.scale)
-        if op.softcap > 0:
-            scores = np.float32(op.softcap) * np.tanh(scores / np.float32(op.softcap))
+        scores = q[heads] @ np.ascontiguousarray(keys[:, kv_head]).T * np.float32(scale)
+        if biases is not None:
+            scores = scores + biases[heads]
+        if softcap > 0:
+            scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
         if sinks is not None:
             scores = np.concatenate([scores, sinks[heads, None]], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -329,6 +384,8 @@ def activate(x: F32, activation: Activation) -> F32:
             result = np.maximum(x, np.float32(0))
         case "relu2":
             result = np.maximum(x, np.float32(0)) ** 2
+        case "tanh":
+            result = np.tanh(x)
         case "swiglu_clamped":
             raise ValueError("swiglu_clamped needs a gate")
     return result
