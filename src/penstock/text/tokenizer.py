@@ -1,5 +1,5 @@
 """Turns text into token ids and back. Made once per model by `load_tokenizer`, used by `serve`, the command line and
-the output stage from any thread. Never applies chat templates, and never truncates.
+the output stage from any thread. Never applies chat templates, and cuts nothing unless it is told to.
 
 Encoding recognises the model's added tokens in the text (`<|im_start|>` becomes one token), as transformers
 and vLLM do: chat templates need it. So a user's prompt can contain them, too.
@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
-from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, TextTable, piece_decoder
+from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, Ends, TextTable, find_ends, piece_decoder
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
@@ -52,6 +53,16 @@ def load_tokenizer(
             ends = (False, ends[1])
         backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None, ends=ends)
     return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)
+
+
+class EncodedText(NamedTuple):
+    """A text, or a pair of texts, as an encoder reads it: with the tokens around it, and cut if it was too long."""
+
+    token_ids: list[int]
+    second_at: int
+    """Position from which on tokens have the type 1: that of a pair's second text. 0: all have the type 0."""
+    num_whole_tokens: int
+    """Number of tokens, had nothing been cut."""
 
 
 class Tokenizer:
@@ -117,6 +128,49 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """As `encode`, for several texts at once, on several cores."""
+        return self._encode(texts, add_special_tokens)
+
+    def encode_texts(
+        self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None, keep: Literal["start", "end"] = "start"
+    ) -> list[EncodedText]:
+        """The tokens of texts and of pairs of texts, with those around them that the model wants, as encoders read them.
+
+        One that has more than `max_tokens` is cut, not its ends: it keeps its first tokens, or its last. A pair loses those of
+        the longer text until both are of one length. Raises `Rejected` as `encode`, where the ends alone are too many, and
+        for pairs that the tokenizer has no template of.
+        """
+        flat = [text for one in texts for text in ((one,) if isinstance(one, str) else one)]
+        encoded = iter(self._encode(flat, add_special_tokens=False))
+        result = []
+        for one in texts:
+            parts = [next(encoded)] if isinstance(one, str) else [next(encoded), next(encoded)]
+            ends = self._ends_of_one if isinstance(one, str) else self._ends_of_pair
+            if ends is None:
+                raise Rejected(
+                    RejectReason.INVALID, "The model's tokenizer does not say which tokens go around one text or a pair."
+                )
+            num_whole_tokens = ends.num_tokens + sum(map(len, parts))
+            if max_tokens is not None and num_whole_tokens > max_tokens:
+                parts = _cut(parts, max_tokens, ends.num_tokens, keep)
+            token_ids = [*ends.parts[0]]
+            second_at = 0
+            for number, (part, end) in enumerate(zip(parts, ends.parts[1:], strict=True)):
+                if number == 1 and ends.has_types:
+                    second_at = len(token_ids)
+                token_ids += part
+                token_ids += end
+            result.append(EncodedText(token_ids, second_at, num_whole_tokens))
+        return result
+
+    @cached_property
+    def _ends_of_one(self) -> Ends | None:
+        return find_ends(self._backend.encoder, 1)
+
+    @cached_property
+    def _ends_of_pair(self) -> Ends | None:
+        return find_ends(self._backend.encoder, 2)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
             self._check_size(_num_bytes(text))
         # Only the batch call releases the GIL, and the fast one leaves out offsets, which nobody needs here.
@@ -167,6 +221,21 @@ class Tokenizer:
         if piece is None or token_id in backend.silent_ids:
             return b""
         return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
+
+
+def _cut(parts: list[list[int]], max_tokens: int, num_ends: int, keep: Literal["start", "end"]) -> list[list[int]]:
+    """The texts cut so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
+    room = max_tokens - num_ends
+    if room < len(parts):
+        raise Rejected(
+            RejectReason.INVALID, f"At most {max_tokens} tokens are asked for, of which {num_ends} go around the text itself."
+        )
+    if len(parts) == 1:
+        kept = [room]
+    else:
+        shorter = min(len(parts[0]), len(parts[1]), room // 2)
+        kept = [shorter, room - shorter] if len(parts[0]) <= len(parts[1]) else [room - shorter, shorter]
+    return [part[:num] if keep == "start" else part[-num:] for part, num in zip(parts, kept, strict=True)]
 
 
 def _num_bytes(text: str) -> int:

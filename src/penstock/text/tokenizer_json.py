@@ -139,14 +139,17 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
-    """Check the parts put around a text: a few tokens, and the text itself once."""
-    pieces = part.get("single", ())
-    num_added = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()]) if pieces else 0
-    if sum(["Sequence" in piece or str(piece).startswith("$") for piece in pieces]) > 1 or len(pieces) * num_added > MAX_ENDS:
-        raise ModelError(
-            f"{path} repeats a text, or puts more than {MAX_ENDS} tokens around it.",
-            remedy="Correct its post_processor, or use another model.",
-        )
+    """Check the parts put around a text, and around the two of a pair: a few tokens, and each text itself once."""
+    num_tokens = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()])
+    for name, num_texts in (("single", 1), ("pair", 2)):
+        pieces = part.get(name, ())
+        num_added = num_tokens if pieces else 0
+        is_repeated = sum(["Sequence" in piece or str(piece).startswith("$") for piece in pieces]) > num_texts
+        if is_repeated or len(pieces) * num_added > MAX_ENDS:
+            raise ModelError(
+                f"{path} repeats a text, or puts more than {MAX_ENDS} tokens around it.",
+                remedy="Correct its post_processor, or use another model.",
+            )
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
@@ -73,18 +73,66 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return piece.replace(SPACE_MARK, " ").encode() if byte is None else bytes((byte,))
 
 
-def put_ends(encoder: tokenizers.Tokenizer, *, bos_token_id: int | None, eos_token_id: int | None) -> None:
+def put_ends(
+    encoder: tokenizers.Tokenizer,
+    *,
+    bos_token_id: int | None,
+    eos_token_id: int | None,
+    between: Sequence[str] = ("eos", "bos"),
+) -> None:
     """Have `add_special_tokens` put these tokens around a text, and no others; None: none.
 
-    The template refers to the tokens by alias: their own text could be template syntax.
+    Those of `between`, by these names, separate the texts of a pair. The second text has the type 1. The template refers to the
+    tokens by alias: their own text could be template syntax.
     """
     ids = {name: token_id for name, token_id in (("bos", bos_token_id), ("eos", eos_token_id)) if token_id is not None}
+    texts = ("$A", "$B:1")
+
+    def template(*names: str) -> list[str]:
+        return [name for name in names if name in texts or name.removesuffix(":1") in ids]
+
     encoder.post_processor = processors.TemplateProcessing(
-        single=[name for name in ("bos", "$A", "eos") if name == "$A" or name in ids],
+        single=template("bos", "$A", "eos"),
+        pair=template("bos", "$A", *between, "$B:1", "eos:1"),
         special_tokens=[
             {"id": name, "ids": [token_id], "tokens": [encoder.id_to_token(token_id) or name]} for name, token_id in ids.items()
         ],
     )
+
+
+class Ends(NamedTuple):
+    """The tokens that `add_special_tokens` puts around a text, or around the two of a pair and between them."""
+
+    parts: tuple[tuple[int, ...], ...]
+    """Token ids before the first text, and after each."""
+    has_types: bool
+    """The second text, and all that follows, has the type 1."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
+    """The ends of one text, or of a pair; None if they are not of the kind that `Ends` can tell."""
+    encoding = encoder.encode("a", "a" if num_texts == 2 else None)
+    texts, types = encoding.sequence_ids, encoding.type_ids
+    found = [at for at in range(len(texts)) if texts[at] is not None]
+    if [texts[at] for at in found] != sorted([texts[at] or 0 for at in found]) or len({*texts} - {None}) != num_texts:
+        return None
+    parts: list[tuple[int, ...]] = []
+    begin = 0
+    for text in range(num_texts):
+        at = texts.index(text)
+        parts.append(tuple(encoding.ids[begin:at]))
+        begin = at + texts.count(text)
+        if None in texts[at:begin]:  # the text stands there twice
+            return None
+    second_at = texts.index(1) if num_texts == 2 else len(types)
+    typed = [0] * second_at + [1] * (len(types) - second_at)
+    if types not in (typed, [0] * len(types)):
+        return None
+    return Ends((*parts, tuple(encoding.ids[begin:])), has_types=any(types))
 
 
 class ByteTable:
