@@ -46,7 +46,7 @@ def cases(tokenizer):
                 )
                 types = found["token_type_ids"]
                 second_at = types.index(1) if 1 in types else 0
-                yield [first, second, size, "end" if side == "left" else "start", found["input_ids"], second_at]
+                yield [first, second, size, side, found["input_ids"], second_at]
                 if size is None:
                     break
 

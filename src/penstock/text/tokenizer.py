@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
 from penstock.text.vocabulary import MAX_EXPANDED_BYTES, Backend, ByteTable, Ends, TextTable, find_ends, piece_decoder
+from penstock.types.encoder import TextTokens, TruncationSide
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
@@ -53,16 +53,6 @@ def load_tokenizer(
             ends = (False, ends[1])
         backend = load_backend(source, bos_token_id=bos_token_id, eos_token=end if isinstance(end, str) else None, ends=ends)
     return Tokenizer(backend, extra_eos_token_ids=eos_token_ids, special_tokens=special_tokens)
-
-
-class EncodedText(NamedTuple):
-    """A text, or a pair of texts, as an encoder reads it: with the tokens around it, and cut if it was too long."""
-
-    token_ids: list[int]
-    second_at: int
-    """Position from which on tokens have the type 1: that of a pair's second text. 0: all have the type 0."""
-    num_whole_tokens: int
-    """Number of tokens, had nothing been cut."""
 
 
 class Tokenizer:
@@ -131,13 +121,17 @@ class Tokenizer:
         return self._encode(texts, add_special_tokens)
 
     def encode_texts(
-        self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None, keep: Literal["start", "end"] = "start"
-    ) -> list[EncodedText]:
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        max_tokens: int | None = None,
+        truncation_side: TruncationSide = "right",
+    ) -> list[TextTokens]:
         """The tokens of texts and of pairs of texts, with those around them that the model wants, as encoders read them.
 
-        One that has more than `max_tokens` is cut, not its ends: it keeps its first tokens, or its last. A pair loses those of
-        the longer text until both are of one length. Raises `Rejected` as `encode`, where the ends alone are too many, and
-        for pairs that the tokenizer has no template of.
+        One that has more than `max_tokens` loses tokens of its own at one side. A pair loses those of the longer text until
+        both are of one length. None: nothing is cut. Raises `Rejected` as `encode`, where the special tokens leave no room for
+        a text, and for pairs of which the tokenizer does not say how they stand together.
         """
         flat = [text for one in texts for text in ((one,) if isinstance(one, str) else one)]
         encoded = iter(self._encode(flat, add_special_tokens=False))
@@ -149,17 +143,13 @@ class Tokenizer:
                 raise Rejected(
                     RejectReason.INVALID, "The model's tokenizer does not say which tokens go around one text or a pair."
                 )
-            num_whole_tokens = ends.num_tokens + sum(map(len, parts))
-            if max_tokens is not None and num_whole_tokens > max_tokens:
-                parts = _cut(parts, max_tokens, ends.num_tokens, keep)
-            token_ids = [*ends.parts[0]]
-            second_at = 0
-            for number, (part, end) in enumerate(zip(parts, ends.parts[1:], strict=True)):
-                if number == 1 and ends.has_types:
-                    second_at = len(token_ids)
-                token_ids += part
-                token_ids += end
-            result.append(EncodedText(token_ids, second_at, num_whole_tokens))
+            if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
+                parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
+            token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
+            if len(parts) == 2:
+                second_at = len(token_ids) if ends.has_types else 0
+                token_ids += [*parts[1], *ends.parts[2]]
+            result.append(TextTokens(tuple(token_ids), second_at))
         return result
 
     @cached_property
@@ -223,7 +213,7 @@ class Tokenizer:
         return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
 
 
-def _cut(parts: list[list[int]], max_tokens: int, num_ends: int, keep: Literal["start", "end"]) -> list[list[int]]:
+def _cut(parts: list[list[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[list[int]]:
     """The texts cut so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
     room = max_tokens - num_ends
     if room < len(parts):
@@ -235,7 +225,7 @@ def _cut(parts: list[list[int]], max_tokens: int, num_ends: int, keep: Literal["
     else:
         shorter = min(len(parts[0]), len(parts[1]), room // 2)
         kept = [shorter, room - shorter] if len(parts[0]) <= len(parts[1]) else [room - shorter, shorter]
-    return [part[:num] if keep == "start" else part[-num:] for part, num in zip(parts, kept, strict=True)]
+    return [part[:num] if side == "right" else part[-num:] for part, num in zip(parts, kept, strict=True)]
 
 
 def _num_bytes(text: str) -> int:

@@ -7,9 +7,8 @@ The loader makes an `EncoderInfo` of the model's files, `deploy` puts it into `M
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 TruncationSide = Literal["left", "right"]
@@ -48,7 +47,7 @@ class EncoderInfo:
     labels: tuple[str, ...] = ()
     """Names of the columns if there is a head, `width` of them."""
     scores: ScoreFunction = ScoreFunction.NONE
-    prompts: Mapping[str, str] = MappingProxyType({})
+    prompts: Mapping[str, str] = field(default_factory=dict)
     """Name -> text that is put before each text of this use: `query` -> `query: `."""
     default_prompt: str = ""
     """Name of the prompt of a text that names none; empty: none."""
