@@ -27,11 +27,13 @@ from penstock.obs.signals import Signals
 from penstock.serve.app import create_app
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
-from penstock.testing import HashExecutor, HashModel, make_core
+from penstock.testing import HashExecutor, HashModel, make_core, text_capacity
+from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer, detokenizer_factory, load_tokenizer
 from penstock.text.vocabulary import byte_level_alphabet
+from penstock.types.encoder import EncoderInfo, ScoreFunction
 from penstock.types.plan import Capacity
 from penstock.types.vocab import GgufVocab
 
@@ -53,8 +55,9 @@ PRINTABLE_MODEL = HashModel(vocab_size=VOCAB_SIZE, first_token_id=FIRST_PRINTABL
 """Answers in printable ASCII, and never ends by itself."""
 
 
-def make_tokenizer() -> Tokenizer:
-    """One token per byte. Printable ASCII has the highest ids, so that a hash model can be told to sample only from it."""
+def make_tokenizer(*, has_ends=False) -> Tokenizer:
+    """One token per byte; with ends also `<|begin|>` and `<|end|>`. Printable ASCII has the highest ids, so that a hash
+    model can be told to sample only from it."""
     alphabet = list(byte_level_alphabet())
     pieces = [alphabet[byte] for byte in (*OTHER_BYTES, *PRINTABLE)]
     vocab = GgufVocab(
@@ -67,8 +70,8 @@ def make_tokenizer() -> Tokenizer:
         bos_token_id=1,
         eos_token_id=END_ID,
         unknown_token_id=None,
-        add_bos_token=False,
-        add_eos_token=False,
+        add_bos_token=has_ends,
+        add_eos_token=has_ends,
         add_space_prefix=False,
     )
     return load_tokenizer(vocab)
@@ -127,7 +130,7 @@ def make_runtime(
     """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone. `arms`: an A/B test."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(has_ends=executor.capacity.is_one_pass)
     metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0], ("A", "B") if arms else ()), Bridge()
     limits_b = admission_limits(arms.b.admission) if arms else None
     admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity, limits_b=limits_b)
@@ -136,7 +139,9 @@ def make_runtime(
     observer = ObserverGroup([metrics, admission, signals])
     journal = Journal(max_explained) if max_explained else None
     engine = Engine(
-        make_core(executor.capacity, observer=observer, journal=journal),
+        make_core(
+            executor.capacity, observer=observer, journal=journal, enable_prefix_caching=not executor.capacity.is_one_pass
+        ),
         executor,
         OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
         clock=clock,
@@ -160,6 +165,7 @@ def make_runtime(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=tokenizer.eos_token_ids,
         max_beams=executor.capacity.max_rows,
+        max_step_tokens=executor.capacity.max_step_tokens,
     )
     return RunningModel(
         engine=engine,
@@ -175,6 +181,31 @@ def make_runtime(
         journal=journal,
         arms=arms,
     )
+
+
+TEXT_CAPACITY = text_capacity(128, max_rows=8, max_step_tokens=256)
+EMBEDDER = EncoderInfo(width=STATE_WIDTH, pooling="mean", max_tokens=128, prompts={"query": "Q: ", "document": "D: "})
+RERANKER = EncoderInfo(width=1, pooling="first", max_tokens=128, labels=("score",), scores=ScoreFunction.SIGMOID)
+CLASSIFIER = EncoderInfo(width=STATE_WIDTH, pooling="first", max_tokens=128, labels=tuple("abcd"), scores=ScoreFunction.SOFTMAX)
+
+
+class NarrowExecutor(HashExecutor):
+    """Answers a text with the first numbers of its hash."""
+
+    def __init__(self, width) -> None:
+        super().__init__(TEXT_CAPACITY, model=PRINTABLE_MODEL)
+        self._num_bytes = 4 * width
+
+    def collect(self, ticket):
+        result = super().collect(ticket)
+        result.states = {name: states[: self._num_bytes] for name, states in result.states.items()}
+        return result
+
+
+def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningModel:
+    """A started encoder, whose numbers are hashes of the tokens; close it."""
+    executor = executor or NarrowExecutor(encoder.width)
+    return make_runtime(executor, chat_template=None, encoder=encoder, **fields)
 
 
 def make_client(*models: RunningModel, **config_fields) -> httpx.AsyncClient:

@@ -166,6 +166,11 @@ class Admission:
         if not view.ask.num_token_ids:
             prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
             self.lengths.on_prompt(view.ask.num_chars, sum(prompts.values()))
+        self.enter_more(place, requests, now_ns)
+
+    def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
+        """As `enter`, for a part of the call's requests. The lengths of its texts are told by `lengths.on_prompt`."""
+        view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prefill_tokens = round(self.lengths.computed_share * request.num_prompt_tokens)

@@ -393,6 +393,9 @@ class ServerConfig(Component):
         minimum=0,
         default_doc="from the system's entropy",
     )
+    embedding_cache_bytes: int = size(
+        0, "Memory for the numbers of texts that an encoder was asked for last, for each model; 0: none is kept.", minimum=0
+    )
     explained_requests: int = count(
         1000,
         "Ended requests that GET /v1/requests/{id} still explains; 0: none is explained, not even one that runs.",

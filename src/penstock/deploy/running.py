@@ -25,6 +25,7 @@ from penstock.obs.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
+from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ConfigError
 from penstock.types.sampling import SamplingDefaults
 
@@ -44,12 +45,17 @@ class ModelInfo:
     `max_model_len`, where an answer without a limit of its own ends."""
     created_unix_s: int
     max_model_len: int
-    """Longest prompt + output of one request, in tokens: what model, settings and KV cache allow together."""
+    """Longest prompt + output of one request, in tokens: what model, settings and KV cache allow together; of an encoder the
+    longest text."""
     vocab_size: int
     """Rows of the logits: token ids lie in [0, vocab_size)."""
     eos_token_ids: tuple[int, ...]
     is_priority_scheduled: bool = False
     """True if the waiting order looks at `Request.priority`; otherwise a priority is refused rather than ignored."""
+    encoder: EncoderInfo | None = None
+    """Facts of a model that answers with numbers; None: it writes text."""
+    max_step_tokens: int = 512
+    """Tokens of one step at most. A list of texts comes to the engine by some steps' worth at once."""
     max_beams: int | None = None
     """Largest width of a beam search, as its beams run at once; None: the scheduler decides."""
 

@@ -40,6 +40,18 @@ class EnginePort(Protocol):
     def abort(self, request_id: str, detail: str) -> None: ...
 
 
+class ChunkReader(Protocol):
+    """Takes the chunks of its requests, on the event loop."""
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Called for each chunk; `flush` follows."""
+        ...
+
+    def flush(self) -> None:
+        """Called after all chunks that came at once."""
+        ...
+
+
 class _Hop:
     """The way from the engine's thread to one event loop. A late delivery for a loop that is gone silences no other."""
 
@@ -49,12 +61,12 @@ class _Hop:
 
 
 class Bridge:
-    """Owns the map from request ids to open streams. One event loop at a time."""
+    """Owns the map from request ids to their readers, streams as a rule. One event loop at a time."""
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, Stream] = {}
+        self._readers: dict[str, ChunkReader] = {}
         self._hop: _Hop | None = None
         self._deliveries: deque[list[OutputChunk]] = deque()
 
@@ -65,27 +77,34 @@ class Bridge:
     @property
     def num_open_requests(self) -> int:
         """Number of requests whose answer is still read."""
-        return len(self._streams)
+        return len(self._readers)
 
     def open(self, requests: Sequence[Request]) -> Stream:
         """Submit requests that are read together (`n > 1`, several prompts). Use the result in a `with` block.
 
         Raises what the engine's `submit` raises (an id that is in flight); then none of them runs.
         """
-        if self._engine is None:
-            raise RuntimeError("attach an engine before opening a stream")
-        self._bind(asyncio.get_running_loop())
         stream = Stream(self, [request.request_id for request in requests])
-        for request in requests:
-            assert request.request_id not in self._streams, f"request id {request.request_id!r} is in use"
-            self._streams[request.request_id] = stream
         try:
-            for request in requests:
-                self._engine.submit(request)
+            self.submit(requests, stream)
         except BaseException:
             stream.close()
             raise
         return stream
+
+    def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
+        """Have requests run, and their chunks told to a reader until it has each of them forgotten or aborted.
+
+        Raises what the engine's `submit` raises; some of them may run then.
+        """
+        if self._engine is None:
+            raise RuntimeError("attach an engine before opening a stream")
+        self._bind(asyncio.get_running_loop())
+        for request in requests:
+            assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
+            self._readers[request.request_id] = reader
+        for request in requests:
+            self._engine.submit(request)
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""
@@ -105,13 +124,13 @@ class Bridge:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
     def forget(self, request_id: str) -> None:
-        """Called by `Stream` when it no longer wants a request's chunks."""
-        self._streams.pop(request_id, None)
+        """Called by a reader when it no longer wants a request's chunks."""
+        self._readers.pop(request_id, None)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is loop:
             return
-        if self._streams:
+        if self._readers:
             raise RuntimeError("streams are open in another event loop")
         self._deliveries.clear()
         self._loop = loop
@@ -120,17 +139,17 @@ class Bridge:
     def _dispatch(self, hop: _Hop) -> None:
         # Cleared before the queue is read: a delivery that comes in between causes one hop too many, never one too few.
         hop.is_due = False
-        streams = self._streams
+        readers = self._readers
         deliveries = self._deliveries
-        touched: dict[Stream, None] = {}
+        touched: dict[ChunkReader, None] = {}
         while deliveries:
             for chunk in deliveries.popleft():
-                stream = streams.get(chunk.request_id)
-                if stream is not None:
-                    stream.put(chunk)
-                    touched[stream] = None
-        for stream in touched:
-            stream.flush()
+                reader = readers.get(chunk.request_id)
+                if reader is not None:
+                    reader.put(chunk)
+                    touched[reader] = None
+        for reader in touched:
+            reader.flush()
 
 
 class Stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -30,6 +30,13 @@ from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
+from penstock.serve.texts.cohere import CohereEmbedBody, CohereFace
+from penstock.serve.texts.endpoint import TextsEndpoint, by_field
+from penstock.serve.texts.openai import EmbeddingsBody, EmbeddingsFace
+from penstock.serve.texts.read import TextsReader
+from penstock.serve.texts.rerank import RerankBody, RerankFace
+from penstock.serve.texts.tei import EmbedBody, PredictBody, TeiFace, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, VllmFace
 
 
 def create_app(deployment: Deployment, config: ServerConfig) -> FastAPI:
@@ -38,7 +45,7 @@ def create_app(deployment: Deployment, config: ServerConfig) -> FastAPI:
     app = FastAPI(
         title="Penstock",
         version=penstock.__version__,
-        description="An OpenAI-compatible server for language models.",
+        description="An OpenAI-compatible server for language models and encoders.",
         middleware=[
             Middleware(
                 RequestChecks,
@@ -69,13 +76,28 @@ def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     reader, tokens = Reader(deployment, config, ignored), TokenizeEndpoint(deployment, config, ignored)
     off_loop = deployment.default.off_loop
-    json_table: list[tuple[str, str, type[Body], JsonEndpoint]] = [
-        ("/v1/completions", "Complete", CompletionBody, CompletionsEndpoint(reader, in_flight, off_loop).create),
-        ("/v1/chat/completions", "Chat", ChatCompletionBody, ChatEndpoint(reader, in_flight, off_loop).create),
-        ("/tokenize", "Tokenize", TokenizeBody, tokens.tokenize),
-        ("/detokenize", "Detokenize", DetokenizeBody, tokens.detokenize),
+    texts = TextsReader(deployment, config, ignored), TextsEndpoint(deployment, config, in_flight)
+    rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
+    tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
+    any_rerank = by_field("texts", tei.rerank, rerank.rerank, off_loop)
+    json_table: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [
+        ("/v1/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
+        ("/v1/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
+        ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody], tokenize),
+        ("/detokenize", "Detokenize", [DetokenizeBody], tokens.detokenize),
+        ("/v1/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
+        ("/v1/rerank", "Rerank (Jina, Cohere)", [RerankBody], rerank.rerank),
+        ("/v2/rerank", "Rerank (Cohere)", [RerankBody], rerank.rerank_v2),
+        ("/rerank", "Rerank (Jina, Cohere, text-embeddings-inference)", [RerankBody, TeiRerankBody], any_rerank),
+        ("/v2/embed", "Embed (Cohere)", [CohereEmbedBody], CohereFace(*texts).embed),
+        ("/v1/score", "Score pairs", [ScoreBody], vllm.score),
+        ("/score", "Score pairs", [ScoreBody], vllm.score),
+        ("/classify", "Classify", [ClassifyBody], vllm.classify),
+        ("/pooling", "A model's numbers", [PoolingBody], vllm.pooling),
+        ("/embed", "Embed (text-embeddings-inference)", [EmbedBody], tei.embed),
+        ("/predict", "Classify (text-embeddings-inference)", [PredictBody], tei.predict),
     ]
-    for path, summary, body_type, endpoint in json_table:
+    for path, summary, body_types, endpoint in json_table:
         router.add_api_route(
             path,
             takes_json(endpoint),
@@ -83,7 +105,7 @@ def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
             name=endpoint.__name__,
             summary=summary,
             description=endpoint.__doc__,
-            openapi_extra=_described(body_type),
+            openapi_extra=_described(body_types),
             response_model=None,
         )
     models, status, requests = ModelsEndpoint(deployment), StatusEndpoint(deployment), RequestsEndpoint(in_flight)
@@ -98,6 +120,7 @@ def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
         ("GET", "/load", "How busy is it?", status.load),
         ("GET", "/kv", "What is in the KV cache?", PoolEndpoint(deployment, in_flight).kv),
         ("GET", "/version", "Version", status.version),
+        ("GET", "/info", "The default model, for text-embeddings-inference's clients", tei.info),
         ("GET", "/metrics", "Metrics", status.metrics),
     ]
     for method, path, summary, answer in table:
@@ -111,9 +134,10 @@ def _router(deployment: Deployment, config: ServerConfig) -> APIRouter:
 _SCHEMAS = "#/components/schemas/"
 
 
-def _described(body_type: type[Body]) -> dict[str, Any]:
-    """The body that an operation takes, for the OpenAPI document."""
-    schema = {"$ref": f"{_SCHEMAS}{body_type.__name__}"}
+def _described(body_types: Sequence[type[Body]]) -> dict[str, Any]:
+    """The bodies that an operation takes, for the OpenAPI document."""
+    refs = [{"$ref": f"{_SCHEMAS}{body_type.__name__}"} for body_type in body_types]
+    schema: dict[str, Any] = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
@@ -137,7 +161,11 @@ def _openapi_writer(app: FastAPI) -> Callable[[], dict[str, Any]]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            bodies: list[type[Body]] = [CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody]
+            bodies: list[type[Body]] = [
+                *(CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody, EmbeddingsBody, RerankBody),
+                *(CohereEmbedBody, ScoreBody, ClassifyBody, PoolingBody, EmbedBody, PredictBody, TeiRerankBody),
+                TeiTokenizeBody,
+            ]
             _, described = models_json_schema([(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}")
             schemas |= jsonable_encoder(described["$defs"], exclude_none=True) | {"Error": _ERROR_SCHEMA}
             for name in ("HTTPValidationError", "ValidationError"):

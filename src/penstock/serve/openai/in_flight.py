@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from penstock.admission.door import Place
 from penstock.config import ServerConfig
@@ -18,7 +18,7 @@ from penstock.deploy.running import Deployment, RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
-from penstock.serve.openai.call import Call, Owner
+from penstock.serve.openai.call import Call, Owner, Terms
 from penstock.types.request import Request, RequestStatus
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,7 @@ class _Landed:
     """A call that has ended, with no more of it than is needed to ask for it."""
 
     running: RunningModel
-    request_id: str
-    owner: Owner
+    terms: Terms
     engine_ids: tuple[str, ...]
 
 
@@ -51,6 +50,35 @@ class Told:
     def summary(self) -> str:
         """The summary of the choice that took longest."""
         return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
+
+
+class Flight(Protocol):
+    """A call that has requests with the engine, as seen by those who ask about it."""
+
+    @property
+    def running(self) -> RunningModel: ...
+
+    @property
+    def terms(self) -> Terms: ...
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The engine's requests. The engine writes to them."""
+        ...
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        """Ids of `requests`; once it has ended, of those that are to be remembered."""
+        ...
+
+    @property
+    def index_of(self) -> Mapping[str, int]:
+        """The engine's request id -> index of the choice."""
+        ...
+
+    def abort(self, detail: str) -> None:
+        """End what has not finished; the client is told."""
+        ...
 
 
 class RunningCall:
@@ -79,13 +107,9 @@ class RunningCall:
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
         """The engine's request id -> index of the choice."""
 
-    @property
-    def request_id(self) -> str:
-        return self.terms.request_id
-
-    @property
-    def owner(self) -> Owner:
-        return self.terms.owner
+    def abort(self, detail: str) -> None:
+        for engine_id in self.engine_ids:
+            self.running.bridge.abort(engine_id, detail)
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +134,7 @@ class InFlight:
         )
         """Names of models where each tenant shares cached prefixes with itself alone."""
         self._num_opened = 0
-        self._calls: dict[str, list[RunningCall]] = {}
+        self._calls: dict[str, list[Flight]] = {}
         """By the client's ids, which need not be unique."""
         self._landed: deque[_Landed] = deque()
         """The last that ended; as many as the journal remembers requests."""
@@ -136,27 +160,30 @@ class InFlight:
             running.admission.forget([request.request_id for request in requests])
             raise
         opened = RunningCall(self, call, requests, echoes, stream)
-        self._calls.setdefault(call.terms.request_id, []).append(opened)
+        self.add(opened)
         return opened
 
-    def land(self, call: RunningCall) -> None:
-        """Called by `RunningCall` when it has ended."""
+    def add(self, call: Flight) -> None:
+        """The call is in flight from now on, until `land`."""
+        self._calls.setdefault(call.terms.request_id, []).append(call)
+
+    def land(self, call: Flight) -> None:
+        """Called by whoever has the call when it has ended."""
         if call.running.engine.state is not EngineState.READY:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
             call.running.admission.forget(call.engine_ids)
         self._remember(call)
         self._log_slow(call)
-        calls = self._calls[call.request_id]
+        calls = self._calls[call.terms.request_id]
         calls.remove(call)
         if not calls:
-            del self._calls[call.request_id]
+            del self._calls[call.terms.request_id]
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
         """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
-        calls = [call for call in self._calls.get(request_id, ()) if call.owner == owner]
+        calls = [call for call in self._calls.get(request_id, ()) if call.terms.owner == owner]
         for call in calls:
-            for engine_id in call.engine_ids:
-                call.running.bridge.abort(engine_id, _CANCELLED)
+            call.abort(_CANCELLED)
         return bool(calls)
 
     def explain(self, request_id: str, owner: Owner) -> Callable[[], Told | None]:
@@ -164,8 +191,8 @@ class InFlight:
 
         The result does the work, on any thread.
         """
-        calls: list[RunningCall | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
-        calls = [call for call in reversed(calls) if call.owner == owner]
+        calls: list[Flight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
+        calls = [call for call in reversed(calls) if call.terms.owner == owner]
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
     def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
@@ -178,16 +205,16 @@ class InFlight:
 
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
         """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
-        return {name: (call.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
+        return {name: (call.terms.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
 
-    def _calls_of(self, owner: Owner) -> list[RunningCall]:
-        return [call for calls in self._calls.values() for call in calls if call.owner == owner]
+    def _calls_of(self, owner: Owner) -> list[Flight]:
+        return [call for calls in self._calls.values() for call in calls if call.terms.owner == owner]
 
-    def _tell(self, call: RunningCall | _Landed) -> Told | None:
+    def _tell(self, call: Flight | _Landed) -> Told | None:
         running = call.running
         if running.journal is None:
             return None
-        requests = call.requests if isinstance(call, RunningCall) else ()
+        requests = () if isinstance(call, _Landed) else call.requests
         # Seen before the journal is asked: what ends meanwhile is in it.
         live = [request for request in requests if request.status is not RequestStatus.FINISHED]
         known = {told.request_id: told for told in running.journal.explain_all(call.engine_ids, running.clock.now_ns)}
@@ -200,9 +227,9 @@ class InFlight:
             return None
         age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
         num_forgotten = len(call.engine_ids) - len(choices)
-        return Told(call.request_id, running.sources.unix_time_s() - age_s, choices, num_forgotten)
+        return Told(call.terms.request_id, running.sources.unix_time_s() - age_s, choices, num_forgotten)
 
-    def _log_slow(self, call: RunningCall) -> None:
+    def _log_slow(self, call: Flight) -> None:
         limit_s = self.config.slow_request_s
         if limit_s is None:
             return
@@ -214,19 +241,19 @@ class InFlight:
                 if told
                 else f"took {elapsed_s:.1f} s; why is not known, as no request is explained (--explained-requests)"
             )
-            _log.warning("slow request %s: %s", call.request_id, why)
+            _log.warning("slow request %s: %s", call.terms.request_id, why)
 
-    def _remember(self, call: RunningCall) -> None:
+    def _remember(self, call: Flight) -> None:
         """Keep what is needed to explain it after its end."""
         journal = call.running.journal
         if journal is None:
             return
-        landed = _Landed(call.running, call.request_id, call.owner, call.engine_ids)
+        landed = _Landed(call.running, call.terms, call.engine_ids)
         self._landed.append(landed)
-        self._landed_of.setdefault(landed.request_id, []).append(landed)
+        self._landed_of.setdefault(landed.terms.request_id, []).append(landed)
         if len(self._landed) > journal.max_ended:
             oldest = self._landed.popleft()
-            same = self._landed_of[oldest.request_id]
+            same = self._landed_of[oldest.terms.request_id]
             same.remove(oldest)
             if not same:
-                del self._landed_of[oldest.request_id]
+                del self._landed_of[oldest.terms.request_id]

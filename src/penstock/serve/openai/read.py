@@ -161,14 +161,22 @@ class Reader:
         if body.request_id is not None:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
         running = find_model(body.model, self._deployment)
+        if running.model.encoder is not None:
+            raise invalid(
+                f"{running.name} turns texts into numbers and writes none. Ask /v1/embeddings, /v1/rerank or /classify, or "
+                "another model.",
+                "model",
+            )
         is_priority_scheduled = running.model.is_priority_scheduled
         terms = read_terms(
             scope,
-            body,
             running.clock.now_ns(),
             self._config,
             is_priority_scheduled=is_priority_scheduled,
             arms=running.arms,
+            user=body.safety_identifier or body.user or "",
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
         )
         options = body.stream_options
         if options is not None and not body.stream:
@@ -283,7 +291,7 @@ def _call(
         max_tokens_param=max_tokens_param,
         answer=answer,
         num_bytes=len(data),
-        claim=_claim(terms.owner.tenant, data),
+        claim=claim_of(terms.owner.tenant, data),
     )
 
 
@@ -372,7 +380,7 @@ def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, 
     return tuple(sorted(pairs.items()))
 
 
-def _claim(tenant: str, data: bytes) -> bytes:
+def claim_of(tenant: str, data: bytes) -> bytes:
     """The same for a call that is sent again: clients repeat the body byte for byte."""
     length = len(data).to_bytes(8, "little")
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
@@ -485,27 +493,29 @@ def _part_text(part: Any, param: str) -> str:
 
 def read_terms(
     scope: Scope,
-    body: GenerationBody,
     arrival_ns: int,
     config: ServerConfig,
     *,
     is_priority_scheduled: bool,
     arms: Arms | None = None,
+    user: str = "",
+    priority: int | None = None,
+    cache_salt: str = "",
 ) -> Terms:
-    """From the headers, and from those fields of the body that say the same; time-outs are those of the call's arm.
+    """From the headers, and from fields of the body, which are the last three; time-outs are those of the call's arm.
 
     Raises 400 for what is malformed, contradicts the other or asks for what is not there.
     """
     owner, arm = read_owner(scope, config), ""
     if arms is not None:
-        arm = arms.arm_of(owner.tenant, body.safety_identifier or body.user or "")
+        arm = arms.arm_of(owner.tenant, user)
         config = arms.b.server if arm == ARM_B else config
     headers = headers_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
-    priority = None
+    priority_of_header = None
     if not _URGENCY.isdisjoint(headers):
         times_ns = [_milliseconds(scope, name) for name in _TIMES]
-        priority = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
+        priority_of_header = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
     return Terms(
         request_id=identity_of(scope).request_id,
@@ -517,8 +527,8 @@ def read_terms(
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
-        priority=_priority(priority, body.priority, can_prioritise=is_priority_scheduled),
-        cache_salt=(body.cache_salt or "").encode(),
+        priority=_priority(priority_of_header, priority, can_prioritise=is_priority_scheduled),
+        cache_salt=cache_salt.encode(),
         arm=arm,
     )
 

@@ -49,7 +49,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     running = call.running
     # Drawn before the call waits for anything: `--seed` counts calls as they come.
     seed = running.sources.draw_seed() if call.seed is None else call.seed
-    with _at_the_door(call) as place:
+    with at_the_door(running, _ask(call)) as place:
         tokenised = await _tokenised(call)
         matchers = None
         if call.grammar is not None:
@@ -59,15 +59,14 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 
 @contextmanager
-def _at_the_door(call: Call) -> Iterator[Place]:
+def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
     """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
-    running = call.running
     engine, admission = running.engine, running.admission
     try:
-        place = admission.decide(_ask(call), engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
+        place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
     except Rejected as rejected:
-        running.metrics.count_rejected(rejected.reason, call.terms.arm)
-        running.on_refused(call.terms.owner.tenant, call.terms.arm, rejected.reason)
+        running.metrics.count_rejected(rejected.reason, ask.arm)
+        running.on_refused(ask.tenant, ask.arm, rejected.reason)
         raise
     try:
         yield place

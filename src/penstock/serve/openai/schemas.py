@@ -461,7 +461,11 @@ def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters |
 
     `ignored` takes note of unknown fields and of unsupported hints; without it they are wrong.
     """
-    value = _load(data)
+    return check_body(load_json(data), body_type, ignored)
+
+
+def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
+    """As `parse_body`, of what `load_json` gave."""
     if ignored is not None and isinstance(value, dict):
         unknown = [name for name in value if name not in body_type.field_names]
         for name in unknown:
@@ -503,7 +507,8 @@ def _refuse_unsupported(body: Body, *, prefix: str = "", ignores_hints: bool = F
     return hints
 
 
-def _load(data: bytes) -> Any:
+def load_json(data: bytes) -> Any:
+    """The value of a body. Raises 400 for what is no JSON, or has too many objects and lists."""
     if _has_too_many_containers(data):
         raise invalid(f"The body has more than {MAX_CONTAINERS} objects and lists.")
     try:

@@ -1,0 +1,191 @@
+"""The desk of a model: its texts that are with the engine, each different one once, whoever asks for it.
+
+`run` asks it for texts and is told their numbers. A text that somebody asks for already is computed for both; with a cache
+(`--embedding-cache`) also one whose numbers were asked for a while ago. Texts have the same numbers for everybody, but the time
+of an answer tells that somebody else asked, so tenants that may not share prefixes share no texts either.
+
+All belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+from penstock.deploy.running import RunningModel
+from penstock.engine.ports import OutputChunk
+from penstock.types.encoder import TextTokens
+from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
+
+ENTRY_BYTES = 256
+"""Bytes of memory for the books of one entry of the cache: its key, its place in the order, the object of its numbers."""
+_HASH_BYTES = 16
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+"""The parameters of every text: nothing is drawn."""
+
+
+_Key = tuple[str, TextTokens]
+"""The tenant, where tenants share nothing, and the text."""
+
+
+class Asker(Protocol):
+    """A call that waits for texts."""
+
+    def request_for(self, text: TextTokens) -> Request:
+        """A request with the call's own id, urgency and tenant."""
+        ...
+
+    def enter(self, requests: Sequence[Request]) -> None:
+        """Called before the call's requests are submitted, for the books of the door."""
+        ...
+
+    def take(self, text: TextTokens, states: bytes, chunk: OutputChunk | None) -> None:
+        """Called with the numbers of a text; without a chunk they were in the cache. `wake` follows."""
+        ...
+
+    def fail(self, chunk: OutputChunk) -> None:
+        """Called if the engine has no numbers. `wake` follows."""
+        ...
+
+    def ask_again(self, text: TextTokens) -> None:
+        """Called if the request of another call was to answer, and was ended for that call's sake. `wake` follows."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+class _Work:
+    """One text at the engine."""
+
+    __slots__ = ("askers", "key", "owner", "request_id")
+
+    def __init__(self, key: _Key, request_id: str, owner: Asker) -> None:
+        self.key = key
+        self.request_id = request_id
+        self.owner = owner
+        """The call whose request it is; it may have left."""
+        self.askers: dict[Asker, None] = {owner: None}
+
+
+class Desk:
+    """The desk of one model. As a reader of the bridge, it takes the chunks of all requests that it submits."""
+
+    def __init__(self, running: RunningModel, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
+        self.running = running
+        self._isolates_tenants = isolates_tenants
+        self._cache = _Cache(max_cache_bytes)
+        self._at_work: dict[_Key, _Work] = {}
+        self._by_id: dict[str, _Work] = {}
+        """The same by the engine's request ids."""
+        self._touched: dict[Asker, None] = {}
+        self._num_calls = 0
+        self.num_shared = 0
+        """Texts that were answered without being computed."""
+
+    def new_engine_id(self, request_id: str) -> str:
+        """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
+        self._num_calls += 1
+        return f"{request_id}/{self._num_calls}"
+
+    def ask(self, texts: Sequence[TextTokens], asker: Asker, tenant: str) -> None:
+        """Have the asker told the numbers of texts, which are all different and which it does not wait for yet.
+
+        Texts of the cache are told at once. Raises what the engine's `submit` raises.
+        """
+        requests = []
+        for text in texts:
+            key = (tenant if self._isolates_tenants else "", text)
+            states = self._cache.find(key)
+            work = self._at_work.get(key)
+            if states is not None:
+                self.num_shared += 1
+                asker.take(text, states, None)
+            elif work is not None:
+                self.num_shared += 1
+                work.askers[asker] = None
+            else:
+                request = asker.request_for(text)
+                self._at_work[key] = self._by_id[request.request_id] = _Work(key, request.request_id, asker)
+                requests.append(request)
+        if requests:
+            asker.enter(requests)
+            self.running.bridge.submit(requests, self)
+
+    def leave(self, asker: Asker, detail: str) -> None:
+        """The asker waits for nothing any more. Texts that nobody else waits for are aborted."""
+        self._touched.pop(asker, None)
+        for work in [work for work in self._by_id.values() if asker in work.askers]:
+            del work.askers[asker]
+            if not work.askers:
+                self._forget(work)
+                self.running.bridge.abort(work.request_id, detail)
+
+    def put(self, chunk: OutputChunk) -> None:
+        """Called by the bridge."""
+        work = self._by_id.get(chunk.request_id)
+        if work is None or chunk.finish_reason is None:
+            return
+        self._forget(work)
+        self._touched.update(work.askers)
+        _, text = work.key
+        if chunk.finish_reason is FinishReason.STOP:
+            self._cache.put(work.key, chunk.states)
+            for asker in work.askers:
+                asker.take(text, chunk.states, chunk)
+            return
+        is_owners_own = chunk.finish_reason is FinishReason.ABORT  # its deadline has passed, or it was cancelled
+        for asker in work.askers:
+            if is_owners_own and asker is not work.owner:
+                asker.ask_again(text)
+            else:
+                asker.fail(chunk)
+
+    def flush(self) -> None:
+        """Called by the bridge."""
+        touched, self._touched = self._touched, {}
+        for asker in touched:
+            asker.wake()
+
+    def _forget(self, work: _Work) -> None:
+        del self._at_work[work.key], self._by_id[work.request_id]
+        self.running.bridge.forget(work.request_id)
+
+
+class _Cache:
+    """Numbers of the texts that were asked for last, within a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        """Hash of the key -> numbers, the one that was asked for last at the end."""
+
+    def find(self, key: _Key) -> bytes | None:
+        if not self._entries:
+            return None
+        name = _hash(key)
+        states = self._entries.get(name)
+        if states is not None:
+            self._entries.move_to_end(name)
+        return states
+
+    def put(self, key: _Key, states: bytes) -> None:
+        """Keep the numbers of a text that is not there."""
+        size = len(states) + ENTRY_BYTES
+        if size > self._max_bytes:
+            return
+        self._entries[_hash(key)] = states
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self._num_bytes -= len(oldest) + ENTRY_BYTES
+
+
+def _hash(key: _Key) -> bytes:
+    """The name of an entry, which is short whatever the text is."""
+    tenant, text = key
+    ids = ",".join(map(str, text.token_ids))
+    return blake2b(f"{tenant}\0{text.second_at}\0{ids}".encode(), digest_size=_HASH_BYTES).digest()

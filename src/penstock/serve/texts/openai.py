@@ -1,0 +1,89 @@
+"""`POST /v1/embeddings` in OpenAI's shape, with vLLM's names for what OpenAI does not have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.serve.openai.schemas import Body, NotYet
+from penstock.serve.texts.call import TextResults
+from penstock.serve.texts.endpoint import Answer, TextsEndpoint
+from penstock.serve.texts.numbers import as_base64, embedding
+from penstock.serve.texts.read import (
+    KeptTokens,
+    Priority,
+    RequestId,
+    TextsOrIds,
+    TextsReader,
+    check_dimensions,
+    name_in,
+    prompt_text,
+    read_texts,
+    read_truncation,
+    require_embeddings,
+)
+from penstock.types.encoder import TruncationSide
+
+
+class EmbeddingsBody(Body):
+    """Null is the same as absent."""
+
+    input: TextsOrIds
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """The vectors' first numbers, so many of them, made a vector of length 1 again."""
+    user: str | None = None
+    """Without effect, but for an A/B test."""
+    prompt_name: str | None = None
+    """The name of a prompt of the model's files that is put before each text."""
+    truncate_prompt_tokens: KeptTokens | None = None
+    """Keep so many tokens of a text; -1: as many as the model takes."""
+    truncation_side: TruncationSide | None = None
+    """The side of a text that is cut off; right by default."""
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    add_special_tokens: Annotated[Any, NotYet(True)] = None
+    normalize: Annotated[Any, NotYet(True)] = None
+
+
+class EmbeddingsFace:
+    def __init__(self, reader: TextsReader, endpoint: TextsEndpoint) -> None:
+        self._reader = reader
+        self._endpoint = endpoint
+
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Turn one or more texts, or their tokens, into vectors of length 1."""
+        return await self._endpoint.answer(data, http, self._read)
+
+    def _read(self, value: Any, data: bytes, scope: Scope) -> Answer:
+        body = self._reader.body(value, EmbeddingsBody)
+        asked = self._reader.open(
+            data, scope, model=body.model, user=body.user, priority=body.priority, request_id=body.request_id
+        )
+        require_embeddings(asked)
+        encoder, running = asked.encoder, asked.running
+        check_dimensions(body.dimensions, encoder)
+        prompt = prompt_text(encoder, body.prompt_name)
+        texts = read_texts(body.input, "input", vocab_size=running.model.vocab_size, prefix=prompt)
+        truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, running)
+
+        def write(results: TextResults) -> dict[str, Any]:
+            vectors = [embedding(result, encoder, body.dimensions) for result in results.results]
+            is_base64 = body.encoding_format == "base64"
+            num_tokens = results.num_tokens
+            return {
+                "object": "list",
+                "data": [
+                    {"object": "embedding", "index": index, "embedding": as_base64(vector) if is_base64 else vector}
+                    for index, vector in enumerate(vectors)
+                ],
+                "model": asked.model_name,
+                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            }
+
+        return Answer(asked.call(texts, name_in("input", body.input), truncation), write)

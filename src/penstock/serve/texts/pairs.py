@@ -1,0 +1,55 @@
+"""Scores of pairs of texts: a reranker's head reads both at once, an embedding model's vectors are compared by their cosine.
+
+The faces of rerankers and of scores use it, and so does the Python API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.serve.texts.call import TextResults, TextsCall, Truncation
+from penstock.serve.texts.numbers import cosine, embedding, scores
+from penstock.serve.texts.read import DOCUMENT_PROMPTS, QUERY_PROMPTS, Asked, prompt_for, require_scores
+from penstock.types.encoder import ScoreFunction, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pair i is `firsts[i]`, or the only one of them, and `seconds[i]`."""
+
+    firsts: Sequence[str]
+    seconds: Sequence[str]
+    first_name: Callable[[int], str]
+    """The place of a text in the body, for messages."""
+    second_name: Callable[[int], str]
+
+    def call(self, asked: Asked, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
+        """The call whose results have the scores. `is_search`: the firsts are questions to which the seconds are answers, so
+        an embedding model's prompts for these are put before them. Raises 400 if the model has no scores.
+        """
+        require_scores(asked)
+        if asked.encoder.task is Task.RERANK:
+            pairs = [(self._first(index), second) for index, second in enumerate(self.seconds)]
+            return asked.call(pairs, self.second_name, truncation)
+        query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search else ((), ())
+        first_prompt, second_prompt = prompt_for(asked.encoder, *query), prompt_for(asked.encoder, *document)
+        texts = [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
+        return asked.call(texts, self._name, truncation)
+
+    def scores(self, asked: Asked, results: TextResults, *, is_raw: bool = False) -> list[float]:
+        """A score for each pair, by the model's own function; raw: the head's number. Cosines are the same either way."""
+        encoder = asked.encoder
+        if encoder.task is Task.RERANK:
+            function = ScoreFunction.NONE if is_raw else encoder.scores
+            return [scores(result, function)[0] for result in results.results]
+        vectors = [embedding(result, encoder) for result in results.results]
+        firsts, seconds = vectors[: len(self.firsts)], vectors[len(self.firsts) :]
+        return [cosine(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]
+
+    def _first(self, index: int) -> str:
+        return self.firsts[0 if len(self.firsts) == 1 else index]
+
+    def _name(self, index: int) -> str:
+        num_firsts = len(self.firsts)
+        return self.first_name(index) if index < num_firsts else self.second_name(index - num_firsts)

@@ -1,0 +1,311 @@
+"""From a face's fields to a `TextsCall`: all that the faces have alike. Every rule that needs no tokenizer is here.
+
+May run on any thread, and waits for nothing. Raises `ApiError`, with words for the cause and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import Field, WithJsonSchema
+from starlette.types import Scope
+
+from penstock.config import ServerConfig
+from penstock.deploy.running import Deployment, RunningModel
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.http.checks import identity_of
+from penstock.serve.openai.call import Terms
+from penstock.serve.openai.read import claim_of, find_model, read_terms
+from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body
+from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
+from penstock.types.encoder import EncoderInfo, Task, TruncationSide
+
+_Body = TypeVar("_Body", bound=Body)
+
+Texts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_TEXTS},
+            ]
+        }
+    ),
+]
+"""A text or several. `read_texts` checks them, whose messages can name the element."""
+TextsOrIds = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_TEXTS},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                    "maxItems": MAX_TEXTS,
+                },
+            ]
+        }
+    ),
+]
+Documents = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_TEXTS,
+            "items": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+                ]
+            },
+        }
+    ),
+]
+Priority = Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)]
+RequestId = Annotated[str, Field(min_length=1, max_length=128)]
+KeptTokens = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
+_ENDPOINTS = {Task.EMBED: "/v1/embeddings", Task.RERANK: "/v1/rerank or /v1/score", Task.CLASSIFY: "/classify"}
+_KINDS = {Task.EMBED: "an embedding model", Task.RERANK: "a reranker", Task.CLASSIFY: "a classifier"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as far as its face has read it."""
+
+    running: RunningModel
+    encoder: EncoderInfo
+    terms: Terms
+    claim: bytes
+    model_name: str
+    """The model, as the client calls it."""
+
+    def call(
+        self, texts: Sequence[TextInput], name_of: Callable[[int], str], truncation: Truncation | None = None
+    ) -> TextsCall:
+        return TextsCall(
+            running=self.running,
+            terms=self.terms,
+            texts=texts,
+            name_of=name_of,
+            truncation=truncation,
+            claim=self.claim,
+        )
+
+
+class TextsReader:
+    """Reads what the bodies of all faces have alike. Thread-safe."""
+
+    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._deployment = deployment
+        self._config = config
+        self._ignored = ignored
+
+    def body(self, value: Any, body_type: type[_Body]) -> _Body:
+        """The body that a JSON value is. Raises 400."""
+        return check_body(value, body_type, self._ignored)
+
+    def open(
+        self,
+        data: bytes,
+        scope: Scope,
+        *,
+        model: str | None = None,
+        user: str | None = None,
+        priority: int | None = None,
+        request_id: str | None = None,
+    ) -> Asked:
+        """The model that is asked, and the terms. Raises 400 if the model is no encoder."""
+        if request_id is not None:
+            identity_of(scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
+        running = self.find(model)
+        encoder = running.model.encoder
+        if encoder is None:
+            raise invalid(
+                f"{running.name} writes text: it has no embeddings and no scores. Ask /v1/chat/completions or /v1/completions, "
+                "or have an encoder served, for example by `penstock serve minilm`.",
+                "model",
+            )
+        terms = read_terms(
+            scope,
+            running.clock.now_ns(),
+            self._config,
+            is_priority_scheduled=running.model.is_priority_scheduled,
+            arms=running.arms,
+            user=user or "",
+            priority=priority,
+        )
+        return Asked(running, encoder, terms, claim_of(terms.owner.tenant, data), model or running.name)
+
+    def find(self, model: str | None) -> RunningModel:
+        """The model that a request names. Raises 404."""
+        return find_model(model, self._deployment)
+
+
+def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
+    """A text, texts or, with a vocabulary, token ids or lists of those; `prefix` is put before texts. Raises 400."""
+    if isinstance(value, str):
+        return [_text(value, param, prefix)]
+    if not isinstance(value, list):
+        ids = "" if vocab_size is None else ", token ids or lists of those"
+        raise invalid(f"'{param}' must be a string, a list of strings{ids}.", param)
+    check_length(value, param)
+    kind = type(value[0])
+    if kind is int and vocab_size is not None:
+        return [_token_ids(value, param, vocab_size)]
+    texts: list[TextInput] = []
+    for index, item in enumerate(value):
+        name = f"{param}[{index}]"
+        if kind is list and vocab_size is not None and type(item) is list:
+            texts.append(_token_ids(item, name, vocab_size))
+        elif kind is str and type(item) is str:
+            texts.append(_text(item, name, prefix))
+        elif kind is str or vocab_size is None:
+            raise invalid(f"'{name}' must be a string.", name)
+        else:
+            raise invalid(f"'{name}' must be a string, or a list of token ids, as the first one is.", name)
+    return texts
+
+
+def read_documents(value: Any, param: str) -> list[str]:
+    """Strings, or objects with a `text`. Raises 400."""
+    if not isinstance(value, list):
+        raise invalid(f"'{param}' must be a list of strings, or of objects with a 'text'.", param)
+    check_length(value, param)
+    texts = []
+    for index, item in enumerate(value):
+        name = f"{param}[{index}]"
+        if isinstance(item, dict):
+            name = f"{name}.text"
+            if set(item) != {"text"}:
+                raise invalid(f"'{param}[{index}]' must have a 'text' and nothing else.", f"{param}[{index}]")
+            item = item["text"]
+        texts.append(read_text(item, name))
+    return texts
+
+
+def read_text(value: Any, param: str) -> str:
+    """One text that is not empty. Raises 400."""
+    if not isinstance(value, str):
+        raise invalid(f"'{param}' must be a string.", param)
+    return _text(value, param, "")
+
+
+def name_in(param: str, value: object) -> Callable[[int], str]:
+    """The places of the texts of a field, which is a list of them or the only one."""
+    is_list = isinstance(value, list) and not (value and type(value[0]) is int)
+    return (lambda index: f"{param}[{index}]") if is_list else (lambda _: param)
+
+
+def check_length(value: Sequence[Any], param: str) -> None:
+    """Raises 400 for a list that is empty or too long."""
+    if not value:
+        raise invalid(f"'{param}' is empty. Send one text at least.", param)
+    if len(value) > MAX_TEXTS and type(value[0]) is not int:
+        raise invalid(f"'{param}' has {len(value)} texts; at most {MAX_TEXTS} are taken at once. Send several requests.", param)
+
+
+def read_truncation(kept_tokens: int | None, side: TruncationSide | None, running: RunningModel) -> Truncation | None:
+    """vLLM's `truncate_prompt_tokens`: keep so many, -1 for as many as the model takes; None: nothing is cut. Raises 400."""
+    limit = running.model.max_model_len
+    if kept_tokens is None:
+        return None
+    if kept_tokens == 0:
+        param = "truncate_prompt_tokens"
+        raise invalid(f"'{param}' must be at least 1, or -1 for as many as the model takes.", param)
+    return Truncation(limit if kept_tokens < 0 else min(kept_tokens, limit), side or "right")
+
+
+def check_dimensions(dimensions: int | None, encoder: EncoderInfo, param: str = "dimensions") -> None:
+    """Raises 400 if the model has fewer."""
+    if dimensions is not None and not 1 <= dimensions <= encoder.width:
+        raise invalid(f"'{param}' is {dimensions}; this model's vectors can be cut to 1 to {encoder.width}.", param)
+
+
+def require_embeddings(asked: Asked) -> None:
+    """Raises 400 unless the model's answer to a text is one vector."""
+    encoder = asked.encoder
+    if encoder.task is not Task.EMBED:
+        _refuse_task(asked, "has no embeddings")
+    if encoder.is_per_token:
+        raise invalid(
+            f"{asked.running.name} has a vector for each token of a text, and none of the text itself. Ask /pooling.", "model"
+        )
+
+
+def require_scores(asked: Asked) -> None:
+    """Raises 400 unless the model scores a pair of texts, or has embeddings to compare."""
+    if asked.encoder.task is Task.CLASSIFY:
+        _refuse_task(asked, "has no scores for pairs of texts")
+    if asked.encoder.task is Task.EMBED:
+        require_embeddings(asked)
+
+
+def require_labels(asked: Asked) -> None:
+    """Raises 400 unless the model has a head whose scores are those of a text."""
+    if asked.encoder.task is Task.EMBED:
+        _refuse_task(asked, "has no labels")
+    if asked.encoder.is_per_token:
+        raise invalid(f"{asked.running.name} has labels for each token of a text, and none of the text. Ask /pooling.", "model")
+
+
+def _refuse_task(asked: Asked, lack: str) -> NoReturn:
+    task = asked.encoder.task
+    raise invalid(f"{asked.running.name} is {_KINDS[task]} and {lack}. Ask {_ENDPOINTS[task]}.", "model")
+
+
+def prompt_text(encoder: EncoderInfo, name: str | None, param: str = "prompt_name") -> str:
+    """The text that the model's files put before texts of this use, or by default. Raises 400 for a name that is not there."""
+    if name is None:
+        return encoder.prompts.get(encoder.default_prompt, "")
+    if name not in encoder.prompts:
+        known = ", ".join(repr(known) for known in encoder.prompts) or "none"
+        raise invalid(f"The model has no prompt {shorten(name)!r}. It has: {known}.", param)
+    return encoder.prompts[name]
+
+
+def prompt_for(encoder: EncoderInfo, *names: str) -> str:
+    """The first of these prompts that the model has; else the one of texts that name none."""
+    found = next((name for name in names if name in encoder.prompts), encoder.default_prompt)
+    return encoder.prompts.get(found, "")
+
+
+QUERY_PROMPTS = ("query",)
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+"""Names of the prompts of questions and of the texts that answer them, in the order in which sentence-transformers looks."""
+
+
+def _text(text: str, param: str, prefix: str) -> str:
+    if not text:
+        raise invalid(f"'{param}' is an empty string, which has no meaning to tell. Leave it out.", param)
+    return prefix + text
+
+
+def _token_ids(value: list[Any], param: str, vocab_size: int) -> TokenIds:
+    if not value:
+        raise invalid(f"'{param}' is empty. Send one token at least.", param)
+    for index, token_id in enumerate(value):
+        if type(token_id) is not int:
+            raise invalid(f"'{param}[{index}]' must be a token id.", f"{param}[{index}]")
+        if not 0 <= token_id < vocab_size:
+            raise _foreign_id(token_id, f"{param}[{index}]", vocab_size)
+    return TokenIds(tuple(value))
+
+
+def _foreign_id(token_id: int, param: str, vocab_size: int) -> ApiError:
+    return invalid(
+        f"'{param}' is {token_id}, outside the vocabulary [0, {vocab_size}). Token ids must be those of this model's tokenizer "
+        "(POST /tokenize). langchain's OpenAIEmbeddings sends those of OpenAI's models: create it with "
+        "check_embedding_ctx_length=False, and it sends text.",
+        param,
+    )

@@ -1,0 +1,266 @@
+"""The faces of text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference): `POST /embed`, `/predict`,
+`/rerank` with `texts`, `/tokenize` with `inputs`, and `GET /info`.
+
+Two of these paths belong to other APIs as well, and the body says which one is meant. Errors are in this API's own shape; a
+wrong body is a 400 as everywhere here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+import penstock
+from penstock.serve.errors import ApiError, from_rejected, invalid
+from penstock.serve.openai.run import check_text_size
+from penstock.serve.openai.schemas import Body, load_json
+from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
+from penstock.serve.texts.endpoint import Answer, TextsEndpoint
+from penstock.serve.texts.numbers import embedding, ranking, scores
+from penstock.serve.texts.pairs import Pairs
+from penstock.serve.texts.read import (
+    Asked,
+    Texts,
+    TextsOrIds,
+    TextsReader,
+    check_dimensions,
+    check_length,
+    name_in,
+    prompt_text,
+    read_text,
+    read_texts,
+    require_embeddings,
+    require_labels,
+)
+from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
+from penstock.types.errors import Rejected
+
+Side = Literal["left", "right", "Left", "Right"]
+
+
+class TruncatedBody(Body):
+    """Fields that all bodies have. Null is the same as absent."""
+
+    truncate: bool | None = None
+    """Cut a text that is too long, and do not refuse it."""
+    truncation_direction: Side | None = None
+    """The side that is cut off; right by default."""
+
+
+class EmbedBody(TruncatedBody):
+    inputs: TextsOrIds
+    normalize: bool | None = None
+    """False: not made vectors of length 1. True by default."""
+    prompt_name: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class TeiRerankBody(TruncatedBody):
+    query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
+    texts: Texts
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+
+
+class PredictBody(TruncatedBody):
+    inputs: Annotated[
+        Any,
+        Field(json_schema_extra={"description": "A text, a pair of texts in a list, or a list of lists with one text or two."}),
+    ]
+    raw_scores: bool | None = None
+
+
+class TeiTokenizeBody(Body):
+    inputs: Texts
+    add_special_tokens: bool | None = None
+    prompt_name: str | None = None
+
+
+class TeiFace:
+    def __init__(self, reader: TextsReader, endpoint: TextsEndpoint) -> None:
+        self._reader = reader
+        self._endpoint = endpoint
+
+    async def embed(self, data: bytes, http: HttpRequest) -> Response:
+        """Turn one or more texts into vectors."""
+        return await self._answer(data, http, self._read_embed)
+
+    async def predict(self, data: bytes, http: HttpRequest) -> Response:
+        """The scores of a classifier's labels, the best first."""
+        return await self._answer(data, http, self._read_predict)
+
+    async def rerank(self, data: bytes, http: HttpRequest) -> Response:
+        """Score texts by how well they answer a question, and sort them."""
+        return await self._answer(data, http, self._read_rerank)
+
+    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
+        """Tokens of one or more texts."""
+        del http
+        return await in_own_words(self._tokenize(data))
+
+    async def info(self) -> dict[str, Any]:
+        """The default model, as text-embeddings-inference tells it."""
+        running = self._reader.find(None)
+        model, encoder = running.model, running.model.encoder
+        return {
+            "model_id": model.root,
+            "model_sha": None,
+            "model_dtype": "float32",
+            "model_type": None if encoder is None else _model_type(encoder),
+            "max_concurrent_requests": running.admission.limits.max_queue,
+            "max_input_length": model.max_model_len,
+            "max_batch_tokens": model.max_step_tokens,
+            "max_batch_requests": None,
+            "max_client_batch_size": MAX_TEXTS,
+            "auto_truncate": False,
+            "tokenization_workers": 1,
+            "version": penstock.__version__,
+            "sha": None,
+            "docker_label": None,
+        }
+
+    async def _answer(self, data: bytes, http: HttpRequest, read: Callable[[Any, bytes, Scope], Answer]) -> Response:
+        return await in_own_words(self._endpoint.answer(data, http, read))
+
+    def _read_embed(self, value: Any, data: bytes, scope: Scope) -> Answer:
+        body = self._reader.body(value, EmbedBody)
+        asked = self._reader.open(data, scope)
+        require_embeddings(asked)
+        encoder = asked.encoder
+        check_dimensions(body.dimensions, encoder)
+        if body.normalize is False and encoder.is_normalised:
+            raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
+        prompt = prompt_text(encoder, body.prompt_name)
+        texts = read_texts(body.inputs, "inputs", vocab_size=asked.running.model.vocab_size, prefix=prompt)
+        is_unit = body.normalize is not False
+
+        def write(results: TextResults) -> list[Any]:
+            return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
+
+        return Answer(asked.call(texts, name_in("inputs", body.inputs), _truncation(body, asked)), write)
+
+    def _read_predict(self, value: Any, data: bytes, scope: Scope) -> Answer:
+        body = self._reader.body(value, PredictBody)
+        asked = self._reader.open(data, scope)
+        require_labels(asked)
+        encoder = asked.encoder
+        texts, is_batch = _predict_inputs(body.inputs)
+        function = ScoreFunction.NONE if body.raw_scores else encoder.scores
+
+        def write(results: TextResults) -> list[Any]:
+            lists = []
+            for result in results.results:
+                found = scores(result, function)
+                lists.append([{"score": found[index], "label": encoder.labels[index]} for index in ranking(found)])
+            return lists if is_batch else lists[0]
+
+        name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
+        return Answer(asked.call(texts, name_of, _truncation(body, asked)), write)
+
+    def _read_rerank(self, value: Any, data: bytes, scope: Scope) -> Answer:
+        body = self._reader.body(value, TeiRerankBody)
+        asked = self._reader.open(data, scope)
+        if not isinstance(body.texts, list):
+            raise invalid("'texts' must be a list of strings.", "texts")
+        texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
+        pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
+        call = pairs.call(asked, _truncation(body, asked), is_search=True)
+
+        def write(results: TextResults) -> list[Any]:
+            found = pairs.scores(asked, results, is_raw=bool(body.raw_scores))
+            return [
+                {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": found[index]}
+                for index in ranking(found)
+            ]
+
+        return Answer(call, write)
+
+    async def _tokenize(self, data: bytes) -> Response:
+        running = self._reader.find(None)
+        content = await running.off_loop.run(len(data), lambda: self._tokens(data))
+        return Response(content, media_type="application/json")
+
+    def _tokens(self, data: bytes) -> bytes:
+        body = self._reader.body(load_json(data), TeiTokenizeBody)
+        running = self._reader.find(None)
+        encoder, tokenizer = running.model.encoder, running.tokenizer
+        if encoder is not None:
+            prompt = prompt_text(encoder, body.prompt_name)
+        elif body.prompt_name is not None:
+            raise invalid("The model has no prompts.", "prompt_name")
+        else:
+            prompt = ""
+        texts = [text for text in read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
+        for index, text in enumerate(texts):
+            check_text_size(text, running, f"inputs[{index}]")
+        lists = tokenizer.encode_batch(texts, add_special_tokens=body.add_special_tokens is not False)
+        return orjson.dumps(
+            [
+                [
+                    {
+                        "id": token_id,
+                        "text": tokenizer.token_text(token_id),
+                        "special": tokenizer.is_special(token_id),
+                        "start": None,
+                        "stop": None,
+                    }
+                    for token_id in token_ids
+                ]
+                for token_ids in lists
+            ]
+        )
+
+
+async def in_own_words(answer: Coroutine[Any, Any, Response]) -> Response:
+    """The answer, or its error as text-embeddings-inference writes errors."""
+    try:
+        return await answer
+    except (ApiError, Rejected) as raised:
+        error = from_rejected(raised) if isinstance(raised, Rejected) else raised
+        raised.__traceback__ = None  # it has this frame, which has it
+        kind = _ERROR_TYPES.get(error.status_code, "Backend")
+        body = orjson.dumps({"error": error.message, "error_type": kind})
+        return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+
+
+_ERROR_TYPES = {400: "Validation", 404: "Validation", 408: "Overloaded", 429: "Overloaded", 503: "Unhealthy"}
+
+
+def _model_type(encoder: EncoderInfo) -> dict[str, Any]:
+    if encoder.task is Task.EMBED:
+        return {"embedding": {"pooling": encoder.pooling}}
+    labels = {
+        "id2label": {str(index): label for index, label in enumerate(encoder.labels)},
+        "label2id": {label: index for index, label in enumerate(encoder.labels)},
+    }
+    return {"reranker" if encoder.task is Task.RERANK else "classifier": labels}
+
+
+def _truncation(body: TruncatedBody, asked: Asked) -> Truncation | None:
+    if not body.truncate:
+        return None
+    is_left = (body.truncation_direction or "").lower() == "left"
+    return Truncation(asked.running.model.max_model_len, "left" if is_left else "right")
+
+
+def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
+    """A text, a pair (a list of two strings), or several of either, each in a list; and whether it was a list of lists."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        check_length(value, "inputs")
+        return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True
+    if isinstance(value, str):
+        return [read_text(value, "inputs")], False
+    return [_one_or_two(value, "inputs")], False
+
+
+def _one_or_two(value: Any, param: str) -> TextInput:
+    if not isinstance(value, list) or len(value) not in (1, 2):
+        raise invalid(f"'{param}' must be a string, or a list of one text or of a pair.", param)
+    texts = [read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
+    return texts[0] if len(texts) == 1 else (texts[0], texts[1])

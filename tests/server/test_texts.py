@@ -1,0 +1,609 @@
+"""The faces of encoders over the hash executor: the numbers of every text are known, and depend on each of its tokens."""
+
+import asyncio
+import base64
+import math
+import struct
+from types import SimpleNamespace
+
+import pytest
+from harness import (
+    CLASSIFIER,
+    EMBEDDER,
+    RERANKER,
+    TEXT_CAPACITY,
+    GatedExecutor,
+    make_client,
+    make_text_runtime,
+    make_tokenizer,
+    until,
+)
+from test_errors import check
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.texts.desk import ENTRY_BYTES, Desk
+from penstock.testing import expected_state, make_request
+from penstock.types.encoder import TextTokens
+from penstock.types.request import FinishReason
+
+TOKENIZER = make_tokenizer(has_ends=True)
+
+
+def numbers(text, **options):
+    """The hash executor's answer to a text or a pair."""
+    [tokens] = TOKENIZER.encode_texts([text], **options)
+    return list(struct.unpack("4f", expected_state(tokens.token_ids, tokens.second_at)))
+
+
+def unit(values):
+    length = math.sqrt(sum(value * value for value in values))
+    return [value / length for value in values]
+
+
+def near(values):
+    return pytest.approx(values, abs=1e-6)
+
+
+def dot(first, second):
+    return sum(a * b for a, b in zip(unit(first), unit(second), strict=True))
+
+
+def sigmoid(value):
+    return 1 / (1 + math.exp(-value))
+
+
+def softmax(values):
+    total = sum(math.exp(value) for value in values)
+    return [math.exp(value) / total for value in values]
+
+
+@pytest.fixture(scope="module")
+def post():
+    """Sends a body to one of three models by its kind: `post(kind, path, **body)`."""
+    runtimes = {
+        kind: make_text_runtime(encoder=encoder)
+        for kind, encoder in (("embed", EMBEDDER), ("rerank", RERANKER), ("classify", CLASSIFIER))
+    }
+    clients = {kind: make_client(runtime) for kind, runtime in runtimes.items()}
+    with asyncio.Runner() as runner:
+        yield lambda kind, path, **body: runner.run(clients[kind].post(path, json=body))
+        for client in clients.values():
+            runner.run(client.aclose())
+    for runtime in runtimes.values():
+        runtime.close()
+
+
+def ok(response):
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+# /v1/embeddings
+
+
+def test_an_embedding_is_a_vector_of_length_one(post):
+    answer = ok(post("embed", "/v1/embeddings", model="toy", input="hello"))
+    assert answer["data"] == [{"object": "embedding", "index": 0, "embedding": near(unit(numbers("hello")))}]
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    assert (answer["object"], answer["model"]) == ("list", "toy")
+
+
+def test_lists_keep_their_order_and_count_each_text(post):
+    texts = ["b", "a", "b"]
+    answer = ok(post("embed", "/v1/embeddings", input=texts))
+    assert [one["embedding"] for one in answer["data"]] == [near(unit(numbers(text))) for text in texts]
+    assert answer["usage"]["prompt_tokens"] == 9
+
+
+def test_base64_is_float32_in_little_endian(post):
+    answer = ok(post("embed", "/v1/embeddings", input=["a"], encoding_format="base64"))
+    values = struct.unpack("<4f", base64.b64decode(answer["data"][0]["embedding"]))
+    assert list(values) == near(unit(numbers("a")))
+
+
+def test_dimensions_cut_the_vector_and_make_it_a_unit_again(post):
+    answer = ok(post("embed", "/v1/embeddings", input="a", dimensions=2))
+    assert answer["data"][0]["embedding"] == near(unit(numbers("a")[:2]))
+
+
+def test_token_ids_are_taken_as_they_are(post):
+    ids = [5, 6, 7]
+    state = list(struct.unpack("4f", expected_state(ids)))
+    for given in (ids, [ids]):
+        answer = ok(post("embed", "/v1/embeddings", input=given))
+        assert answer["data"][0]["embedding"] == near(unit(state))
+        assert answer["usage"]["prompt_tokens"] == 3
+
+
+def test_a_prompt_by_name_stands_before_the_text(post):
+    answer = ok(post("embed", "/v1/embeddings", input="a", prompt_name="query"))
+    assert answer["data"][0]["embedding"] == near(unit(numbers("Q: a")))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_cuts_the_side_that_is_said(post, side):
+    text = "".join(chr(0x41 + index % 26) for index in range(300))
+    answer = ok(post("embed", "/v1/embeddings", input=text, truncate_prompt_tokens=-1, truncation_side=side))
+    expected = numbers(text, max_tokens=128, truncation_side=side)
+    assert answer["data"][0]["embedding"] == near(unit(expected))
+    assert answer["usage"]["prompt_tokens"] == 128
+    answer = ok(post("embed", "/v1/embeddings", input=text, truncate_prompt_tokens=5, truncation_side=side))
+    assert answer["usage"]["prompt_tokens"] == 5
+
+
+def test_two_thousand_texts_come_back_in_order(post):
+    texts = [f"text {index % 700}" for index in range(2048)]
+    answer = ok(post("embed", "/v1/embeddings", input=texts))
+    assert len(answer["data"]) == 2048
+    for index in (0, 1, 699, 700, 1399, 1400, 2047):
+        assert answer["data"][index]["embedding"] == near(unit(numbers(texts[index])))
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": ""}, "input", "empty string"),
+        ({"input": []}, "input", "is empty"),
+        ({"input": ["a", ""]}, "input[1]", "empty string"),
+        ({"input": [[]]}, "input[0]", "is empty"),
+        ({"input": ["a"] * 2049}, "input", "2049 texts; at most 2048"),
+        ({"input": "a" * 300}, "input", "302 tokens, and toy takes 128"),
+        ({"input": ["a", "b" * 300]}, "input[1]", "ask for truncation"),
+        ({"input": [list(range(3, 200))]}, "input[0]", "197 tokens"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "at least 1"),
+        ({"input": "a", "dimensions": 5}, "dimensions", "1 to 4"),
+        ({"input": [[1, 99999]]}, "input[0][1]", "check_embedding_ctx_length=False"),
+        ({"input": [3, -1]}, "input[1]", "outside the vocabulary"),
+        ({"input": [3, 2**70]}, "input[1]", "token id"),
+        ({"input": [3, "a"]}, "input[1]", "token id"),
+        ({"input": ["a", 3]}, "input[1]", "must be a string"),
+        ({"input": 7}, "input", "must be a string"),
+        ({"input": None}, "input", "must be a string"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),
+        ({"input": "a", "prompt_name": "passage"}, "prompt_name", "'query', 'document'"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"input": "a", "truncate_prompt_tokens": 2}, None, "At most 2"),
+        ({"input": "a", "colour": 1}, "colour", "Unknown parameter"),
+        ({}, "input", "Missing"),
+    ],
+)
+def test_wrong_bodies_name_the_cause(post, body, param, words):
+    response = post("embed", "/v1/embeddings", **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert words in error["message"], error
+    assert error["param"] == param
+
+
+# Tasks
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "words"),
+    [
+        ("rerank", "/v1/embeddings", {"input": "a"}, "toy is a reranker and has no embeddings. Ask /v1/rerank"),
+        ("classify", "/v1/embeddings", {"input": "a"}, "Ask /classify"),
+        ("classify", "/v1/rerank", {"query": "a", "documents": ["b"]}, "no scores for pairs"),
+        ("embed", "/classify", {"input": "a"}, "Ask /v1/embeddings"),
+        ("embed", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "writes none"),
+        ("embed", "/v1/completions", {"prompt": "a"}, "writes none"),
+    ],
+)
+def test_a_task_that_the_model_does_not_have_is_refused_with_the_remedy(post, kind, path, body, words):
+    response = post(kind, path, **body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+async def test_a_model_that_writes_has_no_embeddings(client):
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})):
+        response = await client.post(path, json=body)
+        check(response, 400, "invalid_request_error", "model")
+        assert "writes text" in response.json()["error"]["message"]
+    response = await client.post("/embed", json={"inputs": "a"})
+    assert response.status_code == 400
+    assert response.json()["error_type"] == "Validation"
+
+
+async def test_an_unknown_model_is_a_404(client):
+    check(await client.post("/v1/embeddings", json={"input": "a", "model": "other"}), 404, "model_not_found", "model")
+
+
+# Rerank and score
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_a_reranker_sorts_documents(post, path):
+    documents = ["one", "two", "three"]
+    scores = [sigmoid(numbers(("q", document))[0]) for document in documents]
+    answer = ok(post("rerank", path, model="toy", query="q", documents=documents, top_n=2))
+    order = sorted(range(3), key=lambda index: -scores[index])[:2]
+    assert [result["index"] for result in answer["results"]] == order
+    assert [result["relevance_score"] for result in answer["results"]] == near([scores[index] for index in order])
+    assert [result.get("document") for result in answer["results"]] == [
+        None if path == "/v2/rerank" else {"text": documents[index]} for index in order
+    ]
+    assert answer["meta"]["billed_units"] == {"search_units": 1}
+
+
+def test_documents_may_be_objects_and_return_documents_is_obeyed(post):
+    body = {"query": "q", "documents": [{"text": "one"}, "two"]}
+    assert "document" not in ok(post("rerank", "/v1/rerank", **body, return_documents=False))["results"][0]
+    found = ok(post("rerank", "/v2/rerank", **body, return_documents=True))["results"]
+    assert {result["document"]["text"] for result in found} == {"one", "two"}
+
+
+def test_cohere_cuts_documents_that_are_too_long_and_jina_refuses_them(post):
+    body = {"query": "q", "documents": ["x" * 300]}
+    assert ok(post("rerank", "/v2/rerank", **body))["usage"]["prompt_tokens"] == 128
+    response = post("rerank", "/v1/rerank", **body)
+    check(response, 400, "context_length_exceeded", "documents[0]")
+    assert ok(post("rerank", "/v1/rerank", **body, truncate_prompt_tokens=-1))
+
+
+def test_an_embedding_model_ranks_by_cosines_with_its_prompts(post):
+    answer = ok(post("embed", "/v1/rerank", query="q", documents=["one", "two"]))
+    expected = [dot(numbers("Q: q"), numbers(f"D: {text}")) for text in ("one", "two")]
+    assert {result["index"]: result["relevance_score"] for result in answer["results"]} == near(dict(enumerate(expected)))
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_scores_pair_one_text_with_many_or_as_many(post, path):
+    answer = ok(post("rerank", path, text_1="q", text_2=["one", "two"]))
+    assert [one["score"] for one in answer["data"]] == near([sigmoid(numbers(("q", text))[0]) for text in ("one", "two")])
+    answer = ok(post("rerank", path, text_1=["a", "b"], text_2=["c", "d"], use_activation=False))
+    assert [one["score"] for one in answer["data"]] == near([numbers(pair)[0] for pair in (("a", "c"), ("b", "d"))])
+    answer = ok(post("embed", path, text_1=["a", "b"], text_2=["c", "d"]))
+    assert [one["score"] for one in answer["data"]] == near([dot(numbers(a), numbers(b)) for a, b in ("ac", "bd")])
+    response = post("rerank", path, text_1=["a", "b"], text_2=["c", "d", "e"])
+    check(response, 400, "invalid_request_error", "text_1")
+
+
+# /classify and /pooling
+
+
+def test_classify_names_the_likeliest_label(post):
+    probabilities = softmax(numbers("hello"))
+    [answer] = ok(post("classify", "/classify", input="hello"))["data"]
+    assert answer["probs"] == near(probabilities)
+    assert answer["label"] == "abcd"[probabilities.index(max(probabilities))]
+    assert answer["num_classes"] == 4
+    [answer] = ok(post("classify", "/classify", input=["hello"], use_activation=False))["data"]
+    assert answer["probs"] == near(numbers("hello"))
+
+
+def test_pooling_gives_the_numbers_as_they_are(post):
+    for kind, width in (("embed", 4), ("rerank", 1), ("classify", 4)):
+        [answer] = ok(post(kind, "/pooling", input="hello"))["data"]
+        assert answer["data"] == near(numbers("hello")[:width])
+
+
+# text-embeddings-inference
+
+
+def test_embed(post):
+    assert ok(post("embed", "/embed", inputs="a")) == [near(unit(numbers("a")))]
+    assert ok(post("embed", "/embed", inputs=["a", "b"], normalize=False)) == [near(numbers(text)) for text in "ab"]
+    assert ok(post("embed", "/embed", inputs=[5, 6])) == [near(unit(struct.unpack("4f", expected_state([5, 6]))))]
+
+
+@pytest.mark.parametrize("side", ["Left", "right"])
+def test_embed_truncates_if_it_is_asked_to(post, side):
+    text = "".join(chr(0x41 + index % 26) for index in range(300))
+    answer = ok(post("embed", "/embed", inputs=text, truncate=True, truncation_direction=side))
+    assert answer == [near(unit(numbers(text, max_tokens=128, truncation_side=side.lower())))]
+    response = post("embed", "/embed", inputs=text)
+    assert response.status_code == 400
+    assert response.json()["error_type"] == "Validation"
+    assert "302 tokens" in response.json()["error"]
+
+
+def test_predict_sorts_labels_and_takes_pairs(post):
+    probabilities = softmax(numbers("hello"))
+    order = sorted(range(4), key=lambda index: -probabilities[index])
+    expected = [{"label": "abcd"[index], "score": near(probabilities[index])} for index in order]
+    assert ok(post("classify", "/predict", inputs="hello")) == expected
+    assert ok(post("classify", "/predict", inputs=[["hello"]])) == [expected]
+    [pair] = ok(post("rerank", "/predict", inputs=["a", "b"], raw_scores=True))
+    assert pair == {"label": "score", "score": near(numbers(("a", "b"))[0])}
+    response = post("classify", "/predict", inputs=[["a", "b", "c"]])
+    assert (response.status_code, set(response.json())) == (400, {"error", "error_type"})
+
+
+def test_rerank_with_texts_is_that_of_text_embeddings_inference(post):
+    scores = [sigmoid(numbers(("q", text))[0]) for text in ("one", "two")]
+    order = sorted(range(2), key=lambda index: -scores[index])
+    answer = ok(post("rerank", "/rerank", query="q", texts=["one", "two"], return_text=True))
+    assert answer == [{"index": index, "text": ("one", "two")[index], "score": near(scores[index])} for index in order]
+    raw = ok(post("rerank", "/rerank", query="q", texts=["one"], raw_scores=True))
+    assert raw == [{"index": 0, "score": near(numbers(("q", "one"))[0])}]
+    response = post("rerank", "/rerank", query="q", texts=[])
+    assert (response.status_code, response.json()["error_type"]) == (400, "Validation")
+
+
+def test_tokenize_has_two_shapes(post):
+    [tokens] = ok(post("embed", "/tokenize", inputs="ab"))
+    assert [token["id"] for token in tokens] == TOKENIZER.encode("ab", add_special_tokens=True)
+    assert [token["special"] for token in tokens] == [True, False, False, True]
+    assert len(ok(post("embed", "/tokenize", inputs=["ab", "c"], add_special_tokens=False))[1]) == 1
+    assert ok(post("embed", "/tokenize", prompt="ab"))["count"] == 4
+
+
+async def test_info(client):
+    runtime = make_text_runtime(encoder=CLASSIFIER)
+    async with make_client(runtime) as client:
+        info = (await client.get("/info")).json()
+    runtime.close()
+    assert info["model_type"]["classifier"]["label2id"] == {"a": 0, "b": 1, "c": 2, "d": 3}
+    assert info["max_input_length"] == 128
+
+
+# Cohere
+
+
+def test_cohere_embed(post):
+    body = {"model": "toy", "texts": ["a", "b"]}
+    answer = ok(post("embed", "/v2/embed", **body, input_type="search_query", embedding_types=["float", "base64"]))
+    expected = [unit(numbers(f"Q: {text}")) for text in "ab"]
+    assert answer["embeddings"]["float"] == [near(vector) for vector in expected]
+    packed = [struct.unpack("<4f", base64.b64decode(one)) for one in answer["embeddings"]["base64"]]
+    assert [list(one) for one in packed] == [near(vector) for vector in expected]
+    assert answer["texts"] == ["a", "b"]
+    long = {"texts": ["x" * 300]}
+    assert ok(post("embed", "/v2/embed", **long))["meta"]["billed_units"] == {"input_tokens": 128}
+    check(post("embed", "/v2/embed", **long, truncate="NONE"), 400, "context_length_exceeded", "texts[0]")
+    check(post("embed", "/v2/embed", **body, embedding_types=["int8"]), 400, "invalid_request_error", "embedding_types[0]")
+
+
+# How texts come to the engine
+
+
+def texts_gate(*, prefix_sharing=None, **fields):
+    gate = GatedExecutor(TEXT_CAPACITY)
+    runtime = make_text_runtime(gate, **fields)
+    runtime.prefix_sharing = prefix_sharing
+    return gate, runtime, make_client(runtime)
+
+
+async def test_a_long_list_comes_to_the_engine_by_and_by():
+    gate, runtime, client = texts_gate(max_queue=40)
+    long = asyncio.create_task(client.post("/v1/embeddings", json={"input": [f"text {index:4}" for index in range(1000)]}))
+    await until(lambda: runtime.bridge.num_open_requests > 0)
+    assert runtime.bridge.num_open_requests == 47  # two steps' worth are 512 tokens, and a text has 11
+    other = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
+    gate.allow(12)
+    await until(other.done)
+    assert not long.done()
+    gate.open()
+    assert len((await long).json()["data"]) == 1000
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_list_does_not_shut_the_door_for_others():
+    gate, runtime, client = texts_gate(max_queue=100)
+    body = {"input": [f"text {index:4}" for index in range(2048)]}
+    long = asyncio.create_task(client.post("/v1/embeddings", json=body))
+    await until(lambda: runtime.engine.load().num_running > 0)
+    other = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
+    await until(lambda: len(runtime.bridge._readers) > 40)
+    gate.open()
+    assert (await other).status_code == (await long).status_code == 200
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_text_that_is_asked_for_twice_is_computed_once():
+    gate, runtime, client = texts_gate()
+    calls = [asyncio.create_task(client.post("/v1/embeddings", json={"input": ["same", "same"]})) for _ in range(3)]
+    await until(lambda: runtime.bridge.num_open_requests == 1)
+    await asyncio.sleep(0)
+    gate.open()
+    answers = [(await call).json() for call in calls]
+    assert len({str(answer["data"]) for answer in answers}) == 1
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [12, 12, 12]
+    await client.aclose()
+    runtime.close()
+
+
+async def test_whoever_waits_for_a_text_gets_it_though_the_first_who_asked_has_cancelled():
+    gate, runtime, client = texts_gate()
+    first = asyncio.create_task(
+        client.post("/v1/embeddings", json={"input": ["same", "other"]}, headers={"X-Request-Id": "first"})
+    )
+    await until(lambda: runtime.bridge.num_open_requests == 2)
+    second = asyncio.create_task(client.post("/v1/embeddings", json={"input": "same"}))
+    await until(lambda: runtime.admission._num_entering == 0 and runtime.bridge.num_open_requests == 2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (await client.delete("/v1/requests/first")).json()["cancelled"]
+    check(await first, 499, "request_cancelled")
+    gate.open()
+    assert (await second).json()["data"][0]["embedding"] == near(unit(numbers("same")))
+    await until(lambda: runtime.bridge.num_open_requests == 0)
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_client_that_leaves_has_its_texts_cancelled():
+    gate, runtime, client = texts_gate()
+    call = asyncio.create_task(client.post("/v1/embeddings", json={"input": [f"text {index}" for index in range(500)]}))
+    await until(lambda: runtime.bridge.num_open_requests > 10)
+    call.cancel()
+    await until(lambda: runtime.bridge.num_open_requests == 0)
+    gate.open()
+    await until(lambda: runtime.engine.load().num_running + runtime.engine.load().num_waiting == 0)
+    await client.aclose()
+    runtime.close()
+
+
+@pytest.mark.parametrize("isolates", [False, True])
+async def test_tenants_that_share_no_prefixes_share_no_texts(isolates):
+    gate, runtime, client = texts_gate(prefix_sharing="tenant" if isolates else "all")
+    calls = [
+        asyncio.create_task(client.post("/v1/embeddings", json={"input": "same"}, headers={"X-Tenant": tenant}))
+        for tenant in ("one", "two")
+    ]
+    await until(lambda: runtime.bridge.num_open_requests == 1 + isolates)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert runtime.bridge.num_open_requests == 1 + isolates
+    gate.open()
+    assert all([(await call).status_code == 200 for call in calls])
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_draining_server_refuses_texts():
+    runtime = make_text_runtime()
+    async with make_client(runtime) as client:
+        runtime.engine.drain()
+        check(await client.post("/v1/embeddings", json={"input": "a"}), 503, "unavailable")
+        response = await client.post("/embed", json={"inputs": "a"})
+        assert (response.status_code, response.json()["error_type"]) == (503, "Unhealthy")
+    runtime.close()
+
+
+async def test_the_models_name_and_the_explanation_are_those_of_other_calls():
+    runtime = make_text_runtime()
+    async with make_client(runtime) as client:
+        response = await client.post("/v1/embeddings", json={"input": ["a", "b"], "request_id": "mine"})
+        assert response.headers["x-request-id"] == "mine"
+        assert response.headers["server-timing"].startswith("queue;dur=")
+        told = (await client.get("/v1/requests/mine")).json()
+        assert told["choices"][0]["state"] == "ended"
+        assert (await client.get("/v1/requests/embd-mine")).status_code == 200
+    runtime.close()
+
+
+# The desk
+
+
+class Bridge:
+    """Takes requests, and has chunks told when the test says so."""
+
+    def __init__(self):
+        self.requests, self.aborted = {}, []
+
+    def submit(self, requests, reader):
+        self.requests |= {request.prompt_token_ids: request.request_id for request in requests}
+        self._reader = reader
+
+    def abort(self, request_id, detail):
+        self.aborted.append(request_id)
+
+    def forget(self, request_id):
+        self.requests = {text: other for text, other in self.requests.items() if other != request_id}
+
+    def tell(self, text, finish_reason=FinishReason.STOP, states=b"1234", **fields):
+        chunk = OutputChunk(self.requests[text], "", (), (), 0, finish_reason=finish_reason, states=states, **fields)
+        self._reader.put(chunk)
+        self._reader.flush()
+
+
+class Call:
+    """A call at the desk, that notes what it is told."""
+
+    def __init__(self, name):
+        self.name, self.told, self.num_wakes, self.num_requests = name, [], 0, 0
+
+    def request_for(self, text):
+        self.num_requests += 1
+        return make_request(f"{self.name}.{self.num_requests}", text.token_ids)
+
+    def enter(self, requests):
+        pass
+
+    def take(self, text, states, chunk):
+        self.told.append((text.token_ids, states))
+
+    def fail(self, chunk):
+        self.told.append(chunk.detail)
+
+    def ask_again(self, text):
+        self.told.append(text)
+
+    def wake(self):
+        self.num_wakes += 1
+
+
+A, B, C = (TextTokens((token_id,), 0) for token_id in range(3))
+
+
+def make_desk(**options):
+    bridge = Bridge()
+    return bridge, Desk(SimpleNamespace(bridge=bridge), **options), Call("first"), Call("second")
+
+
+def test_all_who_wait_for_a_text_are_told_once():
+    bridge, desk, first, second = make_desk()
+    desk.ask([A, B], first, "")
+    desk.ask([B, C], second, "")
+    assert bridge.requests == {(0,): "first.1", (1,): "first.2", (2,): "second.1"}
+    bridge.tell((1,))
+    assert first.told == second.told == [((1,), b"1234")]
+    assert (first.num_wakes, second.num_wakes, desk.num_shared) == (1, 1, 1)
+
+
+def test_a_second_text_of_a_pair_makes_another_text():
+    _bridge, desk, first, _ = make_desk()
+    desk.ask([TextTokens((5, 6), 0), TextTokens((5, 6), 1)], first, "")
+    assert first.num_requests == 2
+
+
+def test_a_request_that_was_aborted_is_asked_again_by_the_others_alone():
+    bridge, desk, first, second = make_desk()
+    desk.ask([A], first, "")
+    desk.ask([A], second, "")
+    bridge.tell((0,), FinishReason.ABORT, b"", detail="too late")
+    assert (first.told, second.told) == (["too late"], [A])
+    desk.ask([A], second, "")
+    assert bridge.requests == {(0,): "second.1"}
+
+
+def test_an_engine_that_fails_fails_all_who_wait():
+    bridge, desk, first, second = make_desk()
+    desk.ask([A], first, "")
+    desk.ask([A], second, "")
+    bridge.tell((0,), FinishReason.ERROR, b"", detail="broken")
+    assert first.told == second.told == ["broken"]
+
+
+def test_who_leaves_takes_along_what_nobody_else_waits_for():
+    bridge, desk, first, second = make_desk()
+    desk.ask([A, B], first, "")
+    desk.ask([A], second, "")
+    desk.leave(first, "gone")
+    assert (bridge.aborted, list(bridge.requests)) == (["first.2"], [(0,)])
+    bridge.tell((0,), FinishReason.ABORT, b"", detail="too late")  # the deadline of the one that left
+    assert (first.told, second.told) == ([], [A])
+    desk.leave(second, "gone")
+    desk.ask([A], first, "")
+    assert bridge.requests == {(0,): "first.3"}
+
+
+def test_the_cache_has_the_texts_that_were_asked_for_last_within_its_bytes():
+    bridge, desk, first, _ = make_desk(max_cache_bytes=2 * (4 + ENTRY_BYTES))
+
+    def is_found(text):
+        first.told.clear()
+        desk.ask([text], first, "")
+        if first.told:
+            return True
+        bridge.tell(text.token_ids)
+        return False
+
+    asked = [is_found(text) for text in (A, A, B, A, C, A, B)]
+    assert asked == [False, True, False, True, False, True, False]
+    assert first.told == [((1,), b"1234")]
+
+
+def test_a_cache_is_not_shared_by_tenants_that_share_nothing():
+    bridge, desk, first, second = make_desk(max_cache_bytes=10_000, isolates_tenants=True)
+    desk.ask([A], first, "one")
+    bridge.tell((0,))
+    desk.ask([A], second, "two")
+    assert second.told == []
+    bridge.tell((0,))
+    desk.ask([A], second, "two")
+    assert len(second.told) == 2
