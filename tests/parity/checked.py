@@ -1,6 +1,6 @@
 """The table of docs/models.md on how each architecture was checked, made of the cases: `make docs` writes it.
 
-It reads the cases and which of them `test_tiny.py` runs through the core. Formats, never decides.
+It reads the cases and which of them `test_tiny.py` and `test_encoders.py` run through the core. Formats, never decides.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from penstock.models import architectures
 
+from .encoder_cases import ENCODERS
+from .test_encoders import BACKENDS
 from .test_tiny import runs
 from .tiny import TinyCase
 from .tiny_cases import CASES
@@ -30,7 +32,7 @@ def render() -> str:
     columns = ["architecture", "tiny models of a directory", "of a GGUF file", "through the core", "real weights"]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
     for name in sorted(architectures.ARCHITECTURES):
-        cases = {key: case for key, case in CASES.items() if case.architecture == name}
+        cases = {key: case for key, case in (CASES | ENCODERS).items() if case.architecture == name}
         directories = [case.hf_class for case in cases.values() if case.gguf is None]
         files = [case.gguf for case in cases.values() if case.gguf is not None]
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
@@ -49,6 +51,8 @@ def _counted(names: list[str]) -> str:
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:
     """The backends and types of KV with which all cases went through the core; AssertionError for a case that did not."""
+    if cases.keys() <= ENCODERS.keys():
+        return ", ".join(BACKENDS)
     ran = runs(is_through_core=True)
     kinds: dict[str, list[str]] = {}
     for _, backend, kv_dtype in (run for run in ran if run[0] in cases):

@@ -19,6 +19,7 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.sampling import SamplingParams
 
+from .encoder_cases import ENCODERS
 from .executors import ParityExecutor
 from .golden import GOLDEN_DIR
 from .tiny import (
@@ -96,7 +97,7 @@ def make(model: LoadedModel, backend: str, kv_dtype: KvDtype, num_tokens: int) -
 
 def test_every_architecture_is_compared_in_every_form_that_its_files_have() -> None:
     """None can be added without a case: nobody would know whether its numbers are right."""
-    cases = CASES.values()
+    cases = [*CASES.values(), *ENCODERS.values()]
     assert {case.architecture for case in cases} == set(architectures.ARCHITECTURES)
     assert {case.hf_class for case in cases if case.gguf is None} == set(architectures.HF_CLASSES)
     assert {case.gguf.architecture for case in cases if case.gguf is not None} == set(architectures.GGUF_NAMES)

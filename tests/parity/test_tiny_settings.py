@@ -29,11 +29,18 @@ from .tiny import FloatArray, case_token_ids, write_case
 from .tiny_cases import CASES
 
 MIN_RELATIVE_RMS = 10 * MAX_RELATIVE_RMS["reference"]
-KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layers"})
-"""Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one."""
+KEPT = frozenset({"architecture", "max_model_len", "tie_word_embeddings", "layers", "ending"})
+"""Fields that say nothing of a number, or which the weights that are there decide; layers are changed one by one, and endings
+in `test_encoders.py`."""
 SIZES = frozenset(
     {"vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "num_experts", "kernel"}
+    | {"num_types", "first_position", "num_distances"}
 )
+MEANT_FOR: Mapping[bool, frozenset[str]] = {
+    True: frozenset({"mask"}),
+    False: frozenset({"softcap", "logit_softcap", "logit_scale"}),
+}
+"""Fields that matter to encoders alone, and to others alone."""
 IF_ABSENT: Mapping[str, Any] = {
     "scale": 0.3,
     "window": 5,
@@ -86,11 +93,13 @@ def other_values(name: str, value: Any, kind: Any) -> Iterator[Any]:
 
 def variants(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
     """The spec with one setting changed, of the model or of one layer."""
-    yield from settings(spec)
+    found = list(settings(spec))
     for number, layer in enumerate(spec.layers):
         for name, changed in settings(layer):
             layers = (*spec.layers[:number], changed, *spec.layers[number + 1 :])
-            yield f"layers.{number}.{name}", replace(spec, layers=layers)
+            found.append((f"layers.{number}.{name}", replace(spec, layers=layers)))
+    meaningless = MEANT_FOR[spec.ending is None]
+    yield from ((name, changed) for name, changed in found if name.rpartition(".")[2] not in meaningless)
 
 
 def logits_of(model: LoadedModel, token_ids: list[int]) -> FloatArray:

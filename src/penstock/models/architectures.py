@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import Activation, ModelSpec, Pooling
 
 if TYPE_CHECKING:  # a start reads files of one kind
     from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a start reads files of one kind
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "arcee": "penstock.models.arcee:ARCEE",
+        "bert": "penstock.models.bert:BERT",
         "cohere": "penstock.models.cohere:COHERE",
         "cohere2": "penstock.models.cohere:COHERE2",
         "exaone4": "penstock.models.exaone4:EXAONE4",
@@ -42,6 +43,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "mistral": "penstock.models.mistral:MISTRAL",
         "olmo2": "penstock.models.olmo2:OLMO2",
         "phi3": "penstock.models.phi3:PHI3",
+        "roberta": "penstock.models.bert:ROBERTA",
         "qwen2": "penstock.models.llama:QWEN2",
         "qwen3": "penstock.models.qwen3:QWEN3",
         "smollm3": "penstock.models.smollm3:SMOLLM3",
@@ -56,6 +58,10 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
     {
         "ArceeForCausalLM": "arcee",
+        "BertModel": "bert",
+        "BertForMaskedLM": "bert",
+        "BertForSequenceClassification": "bert",
+        "BertForTokenClassification": "bert",
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere2",
         "Exaone4ForCausalLM": "exaone4",
@@ -81,6 +87,10 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
+        "RobertaModel": "roberta",
+        "RobertaForMaskedLM": "roberta",
+        "RobertaForSequenceClassification": "roberta",
+        "RobertaForTokenClassification": "roberta",
         "RWForCausalLM": "falcon",
         "SmolLM3ForCausalLM": "smollm3",
         "MixtralForCausalLM": "mixtral",
@@ -88,6 +98,10 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "OlmoeForCausalLM": "olmoe",
         "GraniteMoeForCausalLM": "granite_moe",
         "Starcoder2ForCausalLM": "starcoder2",
+        "XLMRobertaModel": "roberta",
+        "XLMRobertaForMaskedLM": "roberta",
+        "XLMRobertaForSequenceClassification": "roberta",
+        "XLMRobertaForTokenClassification": "roberta",
     }
 )
 """`architectures` in a config.json -> our name."""
@@ -235,6 +249,43 @@ class Parts:
     """The file has the rows of all parts for the first key-value head, then those for the second, and so on."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """A layer of a head: norm(activation(x @ weight.T + bias))."""
+
+    name: str
+    """The beginning of its tensors' names."""
+    activation: Activation | None = None
+    is_last: bool = False
+    """The layer has a column for each label; others have the model's width."""
+    has_bias: bool = True
+    norm: str = ""
+    """The beginning of the names of the norm's tensors; empty: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The part of a class of models that is behind the last layer."""
+
+    pooling: Pooling
+    layers: tuple[HeadLayer, ...]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of tensors -> ours."""
+        return {
+            f"{theirs}.{end}": f"dense.{number}{ours}{bias}"
+            for number, layer in enumerate(self.layers)
+            for theirs, ours in ((layer.name, ""), (layer.norm, "_norm"))
+            for end, bias in (("weight", ""), ("bias", "_bias"))
+            if theirs
+        }
+
+
+def _no_head(_: str, __: JsonFile) -> Head | None:
+    return None
+
+
 def _as_read(_: object, spec: ModelSpec) -> ModelSpec:
     return spec
 
@@ -270,6 +321,12 @@ class Architecture:
     """Names of tensors outside of layers."""
     hf_layers: str = "model.layers."
     """The beginning of the names of layers' tensors, before their number."""
+    hf_head: Callable[[str, JsonFile], Head | None] = _no_head
+    """Given a class in `HF_CLASSES` and config.json, returns the class's head; None if it has none that is computed."""
+    hf_unread: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are left out, unless the head reads them."""
+    is_encoder: bool = False
+    """The model reads texts and writes none."""
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models import architectures, checks, hf_quantised, rope
+from penstock.models import architectures, checks, endings, hf_quantised, rope
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
@@ -29,9 +29,10 @@ from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_en
 from penstock.models.mxfp4 import Mxfp4Cube
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
+from penstock.models.sentence import read_sentence_files
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
@@ -48,10 +49,13 @@ def load_hf_directory(
     floats: Floats = Floats.BF16,
     served_len: int | None = None,
     experts_on_disk: bool = False,
+    task: str = "auto",
+    pooling: Pooling | None = None,
 ) -> LoadedModel:
     """The model of a directory with config.json, safetensors and tokenizer.json; weights in bf16 and fp8 stay memory-mapped.
 
-    `name` defaults to the directory's, and `served_len`, the tokens of the longest text, to the model's.
+    `name` defaults to the directory's, and `served_len`, the tokens of the longest text, to the model's. `task` and `pooling`
+    are those of `endings.choose_ending`.
 
     Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
@@ -60,21 +64,27 @@ def load_hf_directory(
     _refuse_adapter(path)
     whole = read_json(path / "config.json")
     config = text_part(whole)
-    architecture_name = _architecture_name(config)
+    hf_class, architecture_name = _class_and_architecture(config)
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
+    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
+    ending = endings.choose_ending(architecture, head, config, files, task=task, pooling=pooling)
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
-    named = [(architecture.hf_name(name), name) for name in opened.tensors if not name.endswith(_DERIVED)]
-    tensors = _renamed([(known, name) for known, name in named if known is not None], opened.tensors, path)
+    top = {**architecture.hf_top, **(head.names if head else {})}
+    stored_names = {name: None for name in opened.tensors if not name.endswith(_DERIVED)}
+    tensors = _renamed(endings.hf_names(architecture, stored_names, top, ending), opened.tensors, path)
     if "text_config" in whole.values or "vision_config" in whole.values:
         tensors = _text_tensors(tensors, path)
+    if ending is not None and not head:
+        top |= endings.dense_names(files)
+        tensors |= endings.open_dense(path, files)
     scales = {_text_name(architecture.hf_name(name) or name): scale for name, scale in opened.scales.items()}
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
-    pieces = find_pieces(tensors, top=architecture.hf_top, block=block, layer=architecture.hf_layer)
+    pieces = find_pieces(tensors, top=top, block=block, layer=architecture.hf_layer)
     has_partial_rope = architecture.has_partial_rope
     read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
-    spec = architecture.of_hf(config, read)
+    spec = _ending_in(ending, architecture.of_hf(config, read))
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
         spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
@@ -129,24 +139,32 @@ def load_hf_directory(
         special_tokens=special_tokens,
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
+        encoder=endings.encoder_info(config, spec, files),
         notes=notes,
     )
 
 
-def read_hf_spec(path: Path) -> ModelSpec:
+def _ending_in(ending: TextEnding | None, spec: ModelSpec) -> ModelSpec:
+    """The spec of a model with that ending. An encoder has no output that could be tied to its embeddings."""
+    return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
+
+
+def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
     """The description of a directory with a config.json; weights need not be there. Raises ModelError.
 
     The biases are those that its settings tell of; Qwen 2 has some without a setting.
     """
     config = text_part(read_json(path / "config.json"))
-    architecture_name = _architecture_name(config)
+    hf_class, architecture_name = _class_and_architecture(config)
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
+    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
+    ending = endings.choose_ending(architecture, head, config, files, task=task, pooling=pooling)
     names = {"output", *told_biases(config, architecture_name)}
     if architecture_name == "qwen2":
         names.add("layers.0.q_bias")
     spec = read_spec(config, architecture_name, names, has_partial_rope=architecture.has_partial_rope)
-    spec = architecture.of_hf(config, spec)
+    spec = _ending_in(ending, architecture.of_hf(config, spec))
     checks.check_spec(spec, path / "config.json")
     return spec
 
@@ -173,9 +191,10 @@ def _refuse_adapter(path: Path) -> None:
     )
 
 
-def _architecture_name(config: JsonFile) -> str:
-    names = config.require("architectures", list)
-    return architectures.our_name(", ".join(map(str, names)) or "none", architectures.HF_CLASSES, config.path)
+def _class_and_architecture(config: JsonFile) -> tuple[str, str]:
+    """The class in config.json, and our name of its architecture."""
+    hf_class = ", ".join(map(str, config.require("architectures", list))) or "none"
+    return hf_class, architectures.our_name(hf_class, architectures.HF_CLASSES, config.path)
 
 
 def _text_name(name: str) -> str:

@@ -11,6 +11,7 @@ from penstock.models.formats import Floats
 from penstock.models.generation import obeying
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
+from penstock.types.model_spec import Pooling
 from penstock.types.vocab import GgufVocab
 
 
@@ -23,13 +24,16 @@ def load_model(
     generation: str = "none",
     served_len: int | None = None,
     experts_on_disk: bool = False,
+    task: str = "auto",
+    pooling: Pooling | None = None,
 ) -> LoadedModel:
     """The model of a source that is present, called `source.name`, for texts of up to `served_len` tokens (None: the model's).
 
     Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
     `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
     vocabulary, by `check_vocab`: this layer knows no tokenizers. `generation` is the setting `generation_config`.
-    With `experts_on_disk`, the weights of a mixture's experts take no memory.
+    With `experts_on_disk`, the weights of a mixture's experts take no memory. `task` and `pooling` are those of
+    `endings.choose_ending`.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -44,6 +48,8 @@ def load_model(
             floats=floats,
             served_len=served_len,
             experts_on_disk=experts_on_disk,
+            task=task,
+            pooling=pooling,
         )
     else:
         from penstock.models.gguf import load_gguf

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes, held_table_bytes, stored_bytes
+from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec
 from penstock.types.sampling import SamplingDefaults
@@ -302,6 +303,8 @@ class LoadedModel:
     """None: the files have no such settings."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Those of them that a server obeys: `models.generation.obeying` sets them."""
+    encoder: EncoderInfo | None = None
+    """None: the model writes text."""
     notes: tuple[str, ...] = ()
     """Notes in words on weights that the loader converts; it has logged them already, before the work."""
 
@@ -321,7 +324,7 @@ class LoadedModel:
 
     def _held_bytes(self, name: str) -> int:
         tensor = self.weights[name]
-        if name == "embed" and "output" in self.weights:
+        if name == "embed" and ("output" in self.weights or self.encoder is not None):
             widened = held_table_bytes(tensor.format, tensor.num_rows, tensor.num_cols)
             return widened + (0 if tensor.is_mapped else tensor.num_bytes)
         return held_bytes(tensor.format, tensor.num_rows, tensor.num_cols)

@@ -1,0 +1,137 @@
+"""Chooses what becomes of the states that a model makes of a text: by its class, by sentence-transformers' files and by what
+the user asks for. The loaders call it, and hand on the `EncoderInfo` that it makes. It opens no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.models.architectures import Architecture, Head
+from penstock.models.hf_config import JsonFile
+from penstock.models.safetensors_file import StoredTensor, open_safetensors
+from penstock.models.sentence import SentenceFiles, read_scores
+from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import Dense, ModelSpec, Pooling, TextEnding
+
+MAX_LABELS = 1 << 16
+
+
+def choose_ending(
+    architecture: Architecture,
+    head: Head | None,
+    config: JsonFile,
+    files: SentenceFiles,
+    *,
+    task: str = "auto",
+    pooling: Pooling | None = None,
+) -> TextEnding | None:
+    """None for a model that writes text. `task` is `auto`, `generate` or one of `Task`; `pooling` None is the model's own.
+
+    A decoder is an encoder if its files have modules of sentence-transformers, or if it is asked to be one. Raises ModelError
+    for what the model can't do.
+    """
+    is_asked = task not in ("auto", "generate")
+    if task == "generate" or not (architecture.is_encoder or is_asked or files.pooling is not None):
+        if architecture.is_encoder:
+            raise ModelError(f"{config.path}: the model reads texts and writes none.", remedy="Leave out --task generate.")
+        if pooling is not None:
+            raise ModelError(f"{config.path}: the model writes text, and pools none.", remedy="Add --task embed.")
+        return None
+    if head is None:
+        if is_asked and task != Task.EMBED:
+            raise ModelError(f"{config.path}: the model has no head for --task {task}.", remedy="It can --task embed.")
+        dense = tuple(Dense(width=one.width, activation=one.activation, has_bias=one.has_bias) for one in files.dense)
+        chosen = pooling or files.pooling or ("mean" if architecture.is_encoder else "last")
+        return TextEnding(pooling=chosen, dense=dense, is_normalised=files.is_normalised)
+    labels = read_labels(config)
+    fitting = Task.RERANK if len(labels) == 1 else Task.CLASSIFY
+    if is_asked and task != fitting:
+        raise ModelError(
+            f"{config.path}: the model has a head of {len(labels)} labels, which is not for --task {task}.",
+            remedy=f"Leave the setting out, or make it {fitting}.",
+        )
+    if pooling not in (None, head.pooling) or files.dense:
+        cause = "has dense modules behind its head" if files.dense else f"pools as its head wants it ({head.pooling})"
+        raise ModelError(f"{config.path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
+    hidden_size = config.require("hidden_size", int)
+    dense = tuple(
+        Dense(
+            width=len(labels) if layer.is_last else hidden_size,
+            activation=layer.activation,
+            has_bias=layer.has_bias,
+            has_norm=bool(layer.norm),
+        )
+        for layer in head.layers
+    )
+    return TextEnding(pooling=head.pooling, dense=dense, labels=labels)
+
+
+def read_labels(config: JsonFile) -> tuple[str, ...]:
+    """The names of a head's columns: `id2label` of config.json, or as transformers makes them up. Raises ModelError."""
+    named = config.get("id2label", dict)
+    if named is None:
+        num = config.get("num_labels", int)
+        num = 2 if num is None else num
+        if not 1 <= num <= MAX_LABELS:
+            raise config.error(f"num_labels is {num}")
+        return tuple(f"LABEL_{number}" for number in range(num))
+    labels = [named.get(str(number)) for number in range(len(named))]
+    if not 1 <= len(labels) <= MAX_LABELS or not all(type(label) is str for label in labels):
+        raise config.error(f"id2label does not name the columns from 0 to {len(labels) - 1}")
+    return tuple(map(str, labels))
+
+
+def encoder_info(config: JsonFile, spec: ModelSpec, files: SentenceFiles) -> EncoderInfo | None:
+    """The facts of a Hugging Face directory that clients of an encoder may know; None for a model that writes text."""
+    ending = spec.ending
+    if ending is None:
+        return None
+    is_per_token = ending.pooling == "each"
+    scores = read_scores(config, len(ending.labels), is_per_token=is_per_token) if ending.labels else ScoreFunction.NONE
+    return EncoderInfo(
+        width=spec.result_width,
+        pooling=ending.pooling,
+        max_tokens=min(files.max_tokens or spec.max_model_len, spec.max_model_len),
+        is_normalised=ending.is_normalised,
+        labels=ending.labels,
+        scores=scores,
+        prompts=files.prompts,
+        default_prompt=files.default_prompt,
+    )
+
+
+def dense_names(files: SentenceFiles) -> Mapping[str, str]:
+    """Names of the tensors of dense modules, with their folder in front -> ours."""
+    return {
+        f"{dense.folder}/linear.{end}": f"dense.{number}{bias}"
+        for number, dense in enumerate(files.dense)
+        for end, bias in (("weight", ""), ("bias", "_bias"))
+    }
+
+
+def open_dense(path: Path, files: SentenceFiles) -> dict[str, StoredTensor]:
+    """The tensors of dense modules, with their folder in front. Raises ModelError if one is in no safetensors."""
+    return {
+        f"{dense.folder}/{name}": tensor
+        for dense in files.dense
+        for name, tensor in open_safetensors(path / dense.folder / "model.safetensors").items()
+    }
+
+
+def hf_names(
+    architecture: Architecture, names: Mapping[str, object], top: Mapping[str, str], ending: TextEnding | None
+) -> list[tuple[str, str]]:
+    """(name in the tables, name in the file) of the tensors of a directory that are weights of ours, or nobody's.
+
+    `top` are those outside of layers. The output matrix of a decoder that reads texts is left out; its other tensors may lack
+    `model.` in front, as `AutoModel` saves them.
+    """
+    unread = architecture.hf_unread
+    prefix = ""
+    if ending is not None and not architecture.is_encoder:
+        unread = ("lm_head.",)
+        if not any(name.startswith(architecture.hf_layers) for name in names):
+            prefix = architecture.hf_layers.partition(".")[0] + "."
+    known = [(architecture.hf_name(prefix + name), name) for name in names]
+    return [(ours, name) for ours, name in known if ours is not None and (ours in top or not ours.startswith(unread or "\0"))]

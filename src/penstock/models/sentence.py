@@ -1,0 +1,204 @@
+"""Reads the files that sentence-transformers keeps beside a model: which of a text's states make its embedding, the layers
+behind them, prompts and the longest text. `models.hf` calls it; it opens no weights.
+
+Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`). The files are
+refused if they ask for something that is not computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import orjson
+
+from penstock.models import checks
+from penstock.models.hf_config import JsonFile, read_json
+from penstock.types.encoder import ScoreFunction
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import Activation, Pooling
+
+MAX_MODULES = 16
+_FOLDER = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_SETTINGS = tuple(f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta"))
+_POOLINGS: Mapping[str, Pooling] = MappingProxyType({"cls": "first", "lasttoken": "last", "mean": "mean"})
+_OLD_POOLINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+        "pooling_mode_weightedmean_tokens": "weightedmean",
+        "pooling_mode_lasttoken": "lasttoken",
+    }
+)
+"""Switches that older files have in place of `pooling_mode`."""
+_ACTIVATIONS: Mapping[str, Activation | None] = MappingProxyType(
+    {"Tanh": "tanh", "Identity": None, "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
+)
+_SCORES: Mapping[str, ScoreFunction] = MappingProxyType({"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE})
+"""Classes of torch.nn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseModule:
+    """A layer behind the pooling, whose weights are in a file of its own."""
+
+    folder: str
+    width: int
+    activation: Activation | None
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentenceFiles:
+    """The content of the files; absent ones leave the defaults."""
+
+    pooling: Pooling | None = None
+    """None: there is no modules.json."""
+    dense: tuple[DenseModule, ...] = ()
+    is_normalised: bool = False
+    max_tokens: int | None = None
+    """The longest text in tokens, special ones included."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+
+
+def read_sentence_files(path: Path) -> SentenceFiles:
+    """The files of a model directory. Raises ModelError for a damaged one, and for what is not computed."""
+    max_tokens = _read_max_tokens(path)
+    prompts, default_prompt = _read_prompts(path)
+    file = path / "modules.json"
+    if not file.is_file():
+        return SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
+    pooling: Pooling | None = None
+    dense: list[DenseModule] = []
+    is_normalised = False
+    for kind, folder in _read_modules(file):
+        at = path / folder
+        if kind == "Pooling" and pooling is None:
+            pooling = _read_pooling(at, has_prompts=any(prompts.values()))
+        elif kind == "Dense" and pooling is not None and not is_normalised:
+            dense.append(_read_dense(at))
+        elif kind == "Normalize" and pooling is not None:
+            is_normalised = True
+        elif kind != "Dropout":  # which does nothing after training
+            raise _unsupported(file, f"a module is of the type {kind} at this place")
+    return SentenceFiles(
+        pooling=pooling,
+        dense=tuple(dense),
+        is_normalised=is_normalised,
+        max_tokens=max_tokens,
+        prompts=prompts,
+        default_prompt=default_prompt,
+    )
+
+
+def read_scores(config: JsonFile, num_labels: int, *, is_per_token: bool) -> ScoreFunction:
+    """The function of a head's numbers: the one that config.json names for a cross-encoder, else as transformers' pipelines
+    choose it (`pipelines/text_classification.py`). Raises ModelError for a function that is not computed."""
+    named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
+    named = config.get("sbert_ce_default_activation_function", str) if named is None else named
+    if named is not None:
+        name = str(named).rpartition(".")[2]
+        if name not in _SCORES or not str(named).startswith("torch."):
+            raise checks.unsupported(config.path, f"activation_fn is {named!r}", f"of torch, {', '.join(_SCORES)} are")
+        return _SCORES[name]
+    problem = config.get("problem_type", str)
+    if problem == "regression":
+        return ScoreFunction.NONE
+    if problem == "multi_label_classification" or (num_labels == 1 and not is_per_token):
+        return ScoreFunction.SIGMOID
+    return ScoreFunction.SOFTMAX
+
+
+def _read_modules(file: Path) -> list[tuple[str, str]]:
+    """(type, folder) of each module behind the model itself, which must come first and lie in the directory itself."""
+    try:
+        modules = orjson.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: can't be read as JSON: {error}.", remedy="Fetch the file again.") from error
+    if not isinstance(modules, list) or not 1 <= len(modules) <= MAX_MODULES:
+        raise ModelError(f"{file}: it is no list of 1 to {MAX_MODULES} modules.", remedy="Fetch the file again.")
+    found: list[tuple[str, str]] = []
+    for module in modules:
+        kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
+        if type(kind) is not str or type(folder) is not str or (folder and not _FOLDER.fullmatch(folder)):
+            raise ModelError(f"{file}: a module has no type, or its path is no name of a folder.", remedy="Correct the file.")
+        if not kind.startswith("sentence_transformers."):
+            raise _unsupported(file, f"a module is of the type {kind[:80]!r}, which is the repository's own code")
+        found.append((kind.rpartition(".")[2][:80], folder))
+    if found[0] != ("Transformer", ""):
+        raise _unsupported(file, f"the first module is a {found[0][0]} in {found[0][1] or 'the directory itself'!r}")
+    return found[1:]
+
+
+def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
+    config = read_json(folder / "config.json")
+    modes = config.values.get("pooling_mode")
+    if modes is None:
+        modes = [mode for switch, mode in _OLD_POOLINGS.items() if config.get(switch, bool)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    known = [_POOLINGS.get(mode) for mode in modes] if isinstance(modes, list) and all(type(m) is str for m in modes) else []
+    if len(known) != 1 or known[0] is None:
+        raise _unsupported(config.path, f"the pooling is {modes!r}, and one of {', '.join(_POOLINGS)} is computed")
+    if has_prompts and config.get("include_prompt", bool) is False:
+        raise _unsupported(config.path, "include_prompt is false, so that prompts are no part of the pooling")
+    return known[0]
+
+
+def _read_dense(folder: Path) -> DenseModule:
+    config = read_json(folder / "config.json")
+    config.only("use_residual", False)
+    for key in ("module_input_name", "module_output_name"):
+        config.only(key, "sentence_embedding")
+    name = config.get("activation_function", str) or "torch.nn.modules.activation.Tanh"
+    kind = name.rpartition(".")[2]
+    if not name.startswith("torch.") or kind not in _ACTIVATIONS:
+        raise _unsupported(config.path, f"activation_function is {name[:80]!r}")
+    width = config.require("out_features", int)
+    checks.check_sizes({"hidden_size": width, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2}, config.path)
+    has_bias = config.get("bias", bool) is not False
+    return DenseModule(folder=folder.name, width=width, activation=_ACTIVATIONS[kind], has_bias=has_bias)
+
+
+def _read_max_tokens(path: Path) -> int | None:
+    """`max_seq_length`, or else the tokenizer's `model_max_length`; None if neither is a usable number."""
+    for name in _SETTINGS:
+        config = read_json(path / name, is_optional=True)
+        if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):
+            raise _unsupported(config.path, "do_lower_case is true, and the tokenizer's file does not lower the case")
+        if (length := config.get("max_seq_length", int)) is not None:
+            if not 1 <= length <= checks.MAX_MODEL_LEN:
+                raise config.error(f"max_seq_length is {length}")
+            return length
+    length = read_json(path / "tokenizer_config.json", is_optional=True).values.get("model_max_length")
+    return length if type(length) is int and 1 <= length <= checks.MAX_MODEL_LEN else None  # it may be 1e30, for none
+
+
+def _lowers_case(file: Path) -> bool:
+    normalizer = read_json(file, is_optional=True).get("normalizer", dict) or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    return any(step.get("lowercase") is True or step.get("type") == "Lowercase" for step in steps if isinstance(step, dict))
+
+
+def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
+    """The prompts by name, and the name of the default one."""
+    config = read_json(path / "config_sentence_transformers.json", is_optional=True)
+    prompts = config.get("prompts", dict) or {}
+    if not all(type(text) is str for text in prompts.values()):
+        raise config.error("prompts has one that is no text")
+    default = config.get("default_prompt_name", str) or ""
+    if default and default not in prompts:
+        raise config.error(f"default_prompt_name is {default[:80]!r}, and there is no such prompt")
+    return prompts, default
+
+
+def _unsupported(path: Path, cause: str) -> ModelError:
+    return ModelError(
+        f"{path}: {cause}, which is not supported.",
+        remedy="Use another embedding model; its vectors would be wrong without this.",
+    )

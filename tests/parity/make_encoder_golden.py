@@ -1,0 +1,86 @@
+"""Makes tests/golden/encoders.npz: transformers' answers for the tiny encoders. Run by hand, in an environment with torch.
+
+    PYTHONPATH=src:tests python -m tests.parity.make_encoder_golden [NAME ...]
+
+With names, only those cases are made afresh. transformers makes the class of the case's config.json, in float32, and is given
+the values that the file holds. Pooling and dense modules are written down here as sentence-transformers has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from .encoder_cases import ENCODERS, EncoderCase, Text, texts
+from .golden import GOLDEN_DIR
+from .tiny import FloatArray, weights_sha256
+
+
+def read_config(case: EncoderCase) -> PretrainedConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(dict(case.config)))
+        return AutoConfig.from_pretrained(directory, attn_implementation="eager")
+
+
+def make_model(case: EncoderCase) -> PreTrainedModel:
+    """The model in float32, in eval mode. Every parameter must be given, and none be left over."""
+    kind = getattr(transformers, str(case.config["architectures"][0]))
+    model: PreTrainedModel = kind(read_config(case)).float().eval()
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied matrix has several names
+    missing = {id(parameter): name for name, parameter in parameters.items()}
+    for name, values in case.stored_weights().items():
+        if "/" in name:
+            continue
+        with torch.no_grad():
+            parameter = parameters[name]
+            missing.pop(id(parameter))
+            assert parameter.shape == values.shape, f"{name} is {tuple(parameter.shape)} there, {values.shape} here"
+            parameter.copy_(torch.from_numpy(values))
+    assert not missing, f"the case lacks {sorted(missing.values())}"
+    return model
+
+
+def answer(case: EncoderCase, model: PreTrainedModel, text: Text) -> FloatArray:
+    """The rows of numbers that the model answers a text."""
+    ids = torch.tensor([text.token_ids])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if case.config.get("type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= (text.second_at or ids.shape[1])).long()[None]
+    with torch.no_grad():
+        if case.has_head:
+            logits = model(**inputs).logits
+            return logits.reshape(-1, logits.shape[-1]).numpy()
+        states = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+        pooled = {"first": states[0], "last": states[-1], "mean": states.mean(0)}[case.pooling]
+        if case.has_dense:
+            weights = case.weights()
+            matrix, bias = (torch.from_numpy(weights[f"2_Dense/linear.{end}"]) for end in ("weight", "bias"))
+            pooled = torch.tanh(matrix @ pooled + bias)
+        return (pooled / pooled.norm() if case.is_normalised else pooled)[None].numpy()
+
+
+def main() -> None:
+    path = GOLDEN_DIR / "encoders.npz"
+    arrays: dict[str, np.ndarray] = {}
+    with contextlib.suppress(FileNotFoundError), np.load(path) as data:
+        arrays = {key: data[key] for key in data.files if key.split("/")[0] in ENCODERS}
+    for name in sys.argv[1:] or [name for name, case in ENCODERS.items() if not case.golden]:
+        case = ENCODERS[name]
+        model = make_model(case)
+        rows = [answer(case, model, text) for text in texts(case)]
+        arrays |= {f"{name}/{number}": values for number, values in enumerate(rows)}
+        arrays[f"{name}/weights_sha256"] = np.array(weights_sha256(case))
+        print(f"{name}: rows of {rows[0].shape[1]} numbers, of {np.concatenate(rows).std():.3f} deviation")
+    np.savez_compressed(path, **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Tiny random encoders through our own loaders and backends, against transformers' answers for the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.models import architectures, catalog
+from penstock.models.load import load_model
+from penstock.models.weights import LoadedModel
+from penstock.testing import make_core, make_text, run_to_completion, text_capacity
+from penstock.testing.builders import sizes_of
+from penstock.types.events import Add
+
+from .encoder_cases import ENCODERS, Text, load_states, texts, write_encoder
+from .golden import GOLDEN_DIR
+from .test_tiny import MAX_RELATIVE_RMS
+from .test_tiny_settings import MIN_RELATIVE_RMS, variants
+from .tiny import FloatArray, weights_sha256
+
+BACKENDS: Mapping[str, Callable[..., Any]] = {"reference": ReferenceExecutor}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
+    """Writes and loads a case, once."""
+    loaded: dict[str, LoadedModel] = {}
+
+    def get(name: str) -> LoadedModel:
+        if name not in loaded:
+            path = write_encoder(ENCODERS[name], tmp_path_factory.mktemp(name) / "model")
+            loaded[name] = load_model(catalog.resolve(str(path), path))
+        return loaded[name]
+
+    return get
+
+
+def states_of(model: LoadedModel, of: list[Text], backend: str = "reference") -> list[FloatArray]:
+    """The answers to texts that share steps."""
+    capacity = text_capacity(48, max_step_tokens=64)
+    with closing(BACKENDS[backend](model, architectures.describe(model.spec), **sizes_of(capacity))) as executor:
+        core = make_core(executor.capacity, enable_prefix_caching=False)
+        requests = [make_text(f"r{i}", text.token_ids, second_at=text.second_at) for i, text in enumerate(of)]
+        outcomes = run_to_completion(core, executor, *map(Add, requests))
+    width = model.spec.result_width
+    return [np.frombuffer(outcomes[f"r{i}"].last.states, "<f4").reshape(-1, width) for i in range(len(of))]
+
+
+def relative_rms(found: list[FloatArray], expected: list[FloatArray]) -> float:
+    """Root mean square of the differences, as a share of the answers' standard deviation."""
+    ours, theirs = (np.concatenate(rows).astype(np.float64) for rows in (found, expected))
+    assert ours.shape == theirs.shape
+    return float(np.sqrt(((ours - theirs) ** 2).mean()) / theirs.std())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_answers_equal_those_of_transformers(load: Callable[[str], LoadedModel], name: str, backend: str) -> None:
+    case = ENCODERS[name]
+    with np.load(GOLDEN_DIR / "encoders.npz") as data:
+        assert str(data[f"{case.golden or name}/weights_sha256"]) == weights_sha256(case)
+    model, expected = load(name), load_states(case.golden or name)
+    together = states_of(model, texts(case), backend)
+    assert relative_rms(together, expected) < MAX_RELATIVE_RMS[backend]
+    alone = [states_of(model, [text], backend)[0] for text in texts(case)]
+    assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert model.encoder is not None
+    assert model.encoder.width == expected[0].shape[1]
+    assert model.encoder.labels == tuple(case.config["id2label"].values()) if case.has_head else not model.encoder.labels
+
+
+def test_the_golden_file_has_the_cases_and_no_others() -> None:
+    with np.load(GOLDEN_DIR / "encoders.npz") as data:
+        stored = {key.split("/")[0] for key in data.files}
+    assert stored == {name for name, case in ENCODERS.items() if not case.golden}, "run make_encoder_golden"
+
+
+def settings_of(model: LoadedModel) -> Iterator[tuple[str, LoadedModel]]:
+    """The model with one setting of its spec changed, by the setting."""
+    spec, ending = model.spec, model.spec.ending
+    assert ending is not None
+    for setting, changed in variants(spec):
+        yield setting, replace(model, spec=changed)
+    yield "normalised", replace(model, spec=replace(spec, ending=replace(ending, is_normalised=not ending.is_normalised)))
+    for pooling in {"first", "last", "mean"} - {ending.pooling}:
+        yield pooling, replace(model, spec=replace(spec, ending=replace(ending, pooling=pooling)))
+    for number, dense in enumerate(ending.dense):
+        others = (*ending.dense[:number], replace(dense, activation="relu"), *ending.dense[number + 1 :])
+        yield f"dense.{number}", replace(model, spec=replace(spec, ending=replace(ending, dense=others)))
+
+
+@pytest.mark.parametrize("name", [name for name, case in ENCODERS.items() if not case.golden and case.is_mutated])
+def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], name: str) -> None:
+    """A reader that forgets one would fail the comparison with transformers."""
+    model, of = load(name), texts(ENCODERS[name])[:2]
+    expected = states_of(model, of)
+    moved = {setting: relative_rms(states_of(other, of), expected) for setting, other in settings_of(model)}
+    assert len(moved) > 10
+    assert {setting: rms for setting, rms in moved.items() if not rms > MIN_RELATIVE_RMS} == {}
