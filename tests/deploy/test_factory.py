@@ -276,6 +276,26 @@ def test_a_batch_has_the_settings_of_the_config() -> None:
     assert build_policies(Config(scheduler=SchedulerConfig(batching="static", max_batch_size=4))).gate == Static(4)
 
 
+def test_texts_have_policies_of_their_own_unless_others_are_named() -> None:
+    def words(**named: Any) -> dict[str, str]:
+        policies = build_policies(Config(scheduler=SchedulerConfig(**named)), is_one_pass=True)
+        return {seam: words.split()[0] for seam, words in policies.words.items()}
+
+    usual = words()
+    assert (usual["gate"], usual["order"], usual["budget"]) == ("continuous", "calls", "hold-step")
+    assert words(policy="priority") == usual | {"order": "priority", "victim": "lowest-priority", "eviction": "priority"}
+    assert words(preset="vllm")["budget"] == "decode-first"
+    batch = words(batching="dynamic", length_buckets=(64, 256))  # as it is known, and not in short steps
+    assert (batch["gate"], batch["order"], batch["budget"]) == ("dynamic", "fcfs", "decode-first")
+
+
+@pytest.mark.parametrize("setting", ["reserve", "victim", "preemption", "length_predictor"])
+def test_texts_have_no_answers_to_set_anything_for(setting: str) -> None:
+    value = {"reserve": "prompt", "victim": "latest", "preemption": "recompute", "length_predictor": "online"}[setting]
+    with pytest.raises(ConfigError, match=f"no answer grows. --{setting.replace('_', '-')} would change nothing"):
+        build_policies(Config(scheduler=SchedulerConfig(**{setting: value})), is_one_pass=True)
+
+
 def test_a_setting_that_the_gate_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gate 'static' has no --length-buckets\. Choose another --batching"):
         build_policies(Config(scheduler=SchedulerConfig(batching="static", length_buckets=(64,))))

@@ -143,8 +143,11 @@ class SchedulerConfig(Component):
 
     title: ClassVar[str] = "Scheduling"
 
-    preset: str = choice(
-        "penstock", "Named bundle of policies.", choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock")
+    preset: str | None = choice(
+        None,
+        "Named bundle of policies.",
+        choices=("static", "dynamic", "orca", "vllm", "sarathi", "sglang", "penstock", "texts"),
+        default_doc="penstock; texts for a model that reads texts and writes none",
     )
     batching: str | None = choice(
         None,
@@ -180,9 +183,9 @@ class SchedulerConfig(Component):
     policy: str | None = choice(
         None,
         "Which waiting request is next.",
-        choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair"),
+        choices=("fcfs", "sjf", "srpf", "edf", "priority", "fair", "calls"),
         takes_class=True,
-        default_doc="the preset's: fcfs",
+        default_doc="the preset's: fcfs; calls for texts",
     )
     policy_args: Mapping[str, object] | None = _arguments_of("order")
     length_predictor: str | None = choice(
@@ -196,9 +199,9 @@ class SchedulerConfig(Component):
     budget: str | None = choice(
         None,
         "How the tokens of a step are split.",
-        choices=("decode-first", "itl", "whole-prompts"),
+        choices=("decode-first", "hold-step", "itl", "whole-prompts"),
         takes_class=True,
-        default_doc="itl with --slo-itl, else the preset's: itl",
+        default_doc="itl with --slo-itl, else the preset's: itl; hold-step for texts",
     )
     budget_args: Mapping[str, object] | None = _arguments_of("budget")
     slo_itl_s: float | None = duration(

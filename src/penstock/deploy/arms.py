@@ -101,11 +101,12 @@ class Arms:
             return f"the requests of {counted(len(self.tenants), 'tenant')} are arm B: {named}"
         return f"{self.share:.3g} of the {'requests' if self.is_by_request else 'users'} are arm B: {named}"
 
-    def policies(self, a: Config) -> Policies:
-        """Those of both arms, of which `a` has the settings of arm A."""
+    def policies(self, a: Config, *, is_one_pass: bool = False) -> Policies:
+        """Those of both arms, of which `a` has the settings of arm A. `is_one_pass` is that of `Capacity`."""
         from penstock.sched.policies.arms import policies_by_arm
 
-        return policies_by_arm(build_policies(a), build_policies(self.b))
+        b = build_policies(self.b, is_one_pass=is_one_pass)
+        return policies_by_arm(build_policies(a, is_one_pass=is_one_pass), b)
 
     def about(self) -> dict[str, object]:
         """The test for the header of a recording; no tenant's name."""
@@ -177,10 +178,10 @@ def _check(key: str, a: Config, b: Config) -> None:
         raise ConfigError(f"{a.ab.ab}: {key} can't differ in arm B: {why}.", remedy=remedy)
     if key in ("policy", "policy_args"):
         from penstock.sched.policies.arms import ORDERS_BY_ARM
-        from penstock.sched.policies.presets import PRESETS
+        from penstock.sched.policies.presets import PRESETS, USUAL_PRESET
 
         for config in (a, b):
-            name = config.scheduler.policy or PRESETS[config.scheduler.preset].order
+            name = config.scheduler.policy or PRESETS[config.scheduler.preset or USUAL_PRESET].order
             if name not in ORDERS_BY_ARM:
                 orders = ", ".join(ORDERS_BY_ARM)
                 raise ConfigError(

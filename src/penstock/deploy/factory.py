@@ -227,8 +227,9 @@ def _check_batch_size(config: Config) -> None:
     build_policies(config).gate.max_running(capacity)
 
 
-def _policies(config: Config, arms: Arms | None) -> Policies:
-    return build_policies(config) if arms is None else arms.policies(config)
+def _policies(config: Config, arms: Arms | None, capacity: Capacity) -> Policies:
+    is_one_pass = capacity.is_one_pass
+    return build_policies(config, is_one_pass=is_one_pass) if arms is None else arms.policies(config, is_one_pass=is_one_pass)
 
 
 def build_core(
@@ -243,7 +244,9 @@ def build_core(
     from penstock.engine.core import EngineCore
     from penstock.sched.scheduler import Scheduler
 
-    scheduler = Scheduler(capacity, _policies(config, arms), enable_prefix_caching=config.kv.prefix_caching, tier=tier)
+    scheduler = Scheduler(
+        capacity, _policies(config, arms, capacity), enable_prefix_caching=config.kv.prefix_caching, tier=tier
+    )
     return EngineCore(scheduler, observer=observer, journal=journal)
 
 
@@ -288,7 +291,7 @@ class EngineMaker:
         """The last one that was made."""
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
-        policies = _policies(config, arms)
+        policies = _policies(config, arms, executor.capacity)
         self.metrics = Metrics(self.name, arms=() if arms is None else (ARM_A, ARM_B))
         self.metrics.settings_hash = settings_hash(config)
         self.metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
@@ -542,4 +545,5 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             kv.num_tokens,
         )
     _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
-    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in build_policies(config).words.items()))
+    policies = build_policies(config, is_one_pass=kv.capacity.is_one_pass)
+    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in policies.words.items()))

@@ -27,15 +27,26 @@ SETTING_FLAGS: Mapping[str, str] = {
     "share": "--kv-watermark",
 }
 """Field of a policy -> the flag that sets it."""
+_OF_ANSWERS = (
+    ("reserve", "--reserve"),
+    ("victim", "--victim"),
+    ("preemption", "--preemption"),
+    ("length_predictor", "--length-predictor"),
+)
+"""Settings, and their flags, that mean nothing to texts: these write no answers that would grow."""
 
 
-def build_policies(config: Config) -> Policies:
-    """The preset's, with those in their place that the config names."""
+def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
+    """The preset's, with those in their place that the config names. `is_one_pass` is that of `Capacity`."""
     from penstock.sched.policies.own import SEAM_FLAGS, OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting
 
+    for setting, flag in _OF_ANSWERS if is_one_pass else ():
+        if getattr(config.scheduler, setting) is not None:
+            why = "The model reads texts and writes none: a text is read in one step, and no answer grows."
+            raise ConfigError(f"{why} {flag} would change nothing.", remedy=f"Leave {flag} out.")
     try:
-        policies = _choose_policies(config)
+        policies = _choose_policies(config, _preset(config, is_one_pass=is_one_pass))
     except LacksSetting as lack:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
@@ -59,7 +70,18 @@ def build_policies(config: Config) -> Policies:
     return policies
 
 
-def _choose_policies(config: Config) -> Policies:
+def _preset(config: Config, *, is_one_pass: bool) -> str:
+    """The name of the preset. Without another word, a static or dynamic batch of texts is one as its preset has it, which is
+    not divided into short steps."""
+    from penstock.sched.policies.presets import TEXTS_PRESET, USUAL_PRESET
+
+    chosen = config.scheduler
+    if chosen.preset is not None or not is_one_pass:
+        return chosen.preset or USUAL_PRESET
+    return chosen.batching if chosen.batching in ("static", "dynamic") else TEXTS_PRESET
+
+
+def _choose_policies(config: Config, preset: str) -> Policies:
     from penstock.sched.policies.orders import ORDERS
     from penstock.sched.policies.own import load
     from penstock.sched.policies.presets import make_policies
@@ -69,7 +91,7 @@ def _choose_policies(config: Config) -> Policies:
     slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
     budget = chosen.budget or ("itl" if slo_itl_ns else None)
     return make_policies(
-        chosen.preset,
+        preset,
         gate=chosen.batching,
         order=chosen.policy,
         predictor=chosen.length_predictor,

@@ -40,7 +40,7 @@ class Request:
     sampling: SamplingParams
     arrival_ns: int
     parent_id: str = ""
-    """Id that the beams of one search share."""
+    """Id that the requests of one call share: the beams of a search, the texts of a list. Empty: it is alone."""
     arm: str = ""
     """Arm of the A/B test that it belongs to, `ARM_A` or `ARM_B`; empty where there is no test."""
     priority: int = 0

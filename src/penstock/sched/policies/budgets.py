@@ -9,6 +9,10 @@ from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimi
 
 DECODES_TO_LEARN = 8
 """One of so many steps without prefills that took as long as expected is learnt from: the others would tell nothing."""
+STEPS_TO_LEARN = 4
+"""The same of steps without decodes, which are held to a time: their shapes differ, and so each tells something."""
+PAIRS_SMOOTHING = 8
+"""A step counts one part in so many in the mean of its pairs."""
 QUANTILE_STEP = 0.02
 """Step by which the excess is moved."""
 FIRST_EXCESS = 1.1
@@ -264,8 +268,55 @@ class HoldLatency(Budget):
         self.cost.learn(step)
 
 
+@dataclass(slots=True)
+class HoldStep(Budget):
+    """Steps of prompts take about `step_ns`, for models whose requests are texts that are computed whole, in one step.
+
+    A text that comes while a step runs waits for its end and for that of the next: short steps keep that short. A step that
+    takes many times its fixed part is as good for throughput as a longer one. No text waits for a step to be filled. One that
+    alone takes longer has a step of its own.
+
+    The time of a step is fitted to its tokens (`StepCost`), and to the pairs of tokens within its texts, of which the next step
+    is taken to have as many for each token as those of late.
+    """
+
+    step_ns: int = 2_500_000
+    """Duration of a step, unless its fixed part asks for more."""
+    max_fixed_share: float = 0.1
+    """Share of a step's time for what every step takes, however few its tokens. (0, 1)"""
+    first_step_tokens: int = 128
+    """Tokens of the first step, of which nothing is known."""
+    cost: StepCost = field(default_factory=StepCost)
+    pairs_per_token: float = 0.0
+    """As the steps of late had them."""
+    _seen: StepRecord | None = None
+    _num_seen: int = 0
+
+    def limits(self, view: BudgetView) -> StepLimits:
+        if view.last_step is not None and view.last_step is not self._seen:
+            self._observe(view.last_step)
+        num_prefill_tokens = self.first_step_tokens
+        if self.cost.is_known:
+            least_ns = self.cost.least_ns(view.num_decodes)
+            token_ns = self.cost.prefill_ns + self.cost.attention_ns * self.pairs_per_token
+            num_prefill_tokens = max(1, int((max(self.step_ns, least_ns / self.max_fixed_share) - least_ns) / token_ns))
+        return StepLimits(min(view.max_step_tokens, view.num_decodes + num_prefill_tokens))
+
+    def _observe(self, step: StepRecord) -> None:
+        self._seen = step
+        self._num_seen += 1
+        num_tokens, num_pairs = step.num_prefill_tokens, step.num_prefill_pairs
+        if num_tokens:
+            self.pairs_per_token += (num_pairs / num_tokens - self.pairs_per_token) / PAIRS_SMOOTHING
+        expected_ns = self.cost.estimate_ns(step.num_decodes, num_tokens, num_pairs)
+        is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
+        if not is_as_expected or self._num_seen % STEPS_TO_LEARN == 0:
+            self.cost.learn(step)
+
+
 BUDGETS = {
     "decode-first": "penstock.sched.policies.budgets:DecodeFirst",
+    "hold-step": "penstock.sched.policies.budgets:HoldStep",
     "itl": "penstock.sched.policies.budgets:HoldLatency",
     "whole-prompts": "penstock.sched.policies.budgets:WholePrompts",
 }

@@ -1,7 +1,8 @@
 """Orders: which request is next in the waiting queue? Called by the waiting queue, and by the scheduler where an order ranks.
 
 Requests of equal keys are served as they came. Every order ages, so that no request starves: each says by how much a request
-that came later may overtake. docs/orders.md explains them. Fair shares between tenants have a file of their own (`fair`).
+that came later may overtake. docs/orders.md explains them. Fair shares between tenants and between calls have files
+of their own (`fair`, `calls`).
 """
 
 from __future__ import annotations
@@ -178,4 +179,5 @@ ORDERS = {
     "edf": "penstock.sched.policies.orders:EarliestDeadlineFirst",
     "priority": "penstock.sched.policies.orders:PriorityClasses",
     "fair": "penstock.sched.policies.fair:FairShares",
+    "calls": "penstock.sched.policies.calls:FairCalls",
 }

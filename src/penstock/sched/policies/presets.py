@@ -75,7 +75,14 @@ PRESETS: Mapping[str, Preset] = {
         victim="cheapest",
         settings={"budget": {"long_prefill_token_threshold": 512}},
     ),
+    # For models that read texts and write none: docs/batching.md. A text needs its row and nothing else, so nothing is kept
+    # free for answers that grow.
+    "texts": Preset(gate="continuous", order="calls", budget="hold-step", reserve="chunk", victim="latest", predictor="none"),
 }
+
+USUAL_PRESET = "penstock"
+TEXTS_PRESET = "texts"
+"""The usual one of models that read texts and write none."""
 
 TABLES: Mapping[str, Mapping[str, str]] = {
     "gate": GATES,
