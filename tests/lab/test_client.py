@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -326,6 +327,15 @@ def test_embeddings_are_asked_with_input_and_nothing_of_answers(serve):
     assert server.requests[0].line == "POST /v1/embeddings HTTP/1.1"
     assert server.requests[0].json == {"model": "m", "input": "hello"}
     assert (record.end, record.num_prompt_tokens, record.num_output_tokens) == (End.OK, 2, 0)
+
+
+def test_texts_of_one_request_for_embeddings_are_a_list(serve):
+    server = serve(plain({"data": [{"embedding": [0.1]}, {"embedding": [0.2]}], "usage": {"prompt_tokens": 4}}))
+    record = only(send(workload(replace(job(), texts=("a", "b"))), target(server, endpoint=Endpoint.EMBEDDINGS)))
+    assert server.requests[0].json == {"model": "m", "input": ["a", "b"]}
+    assert (record.end, record.num_prompt_tokens) == (End.OK, 4)
+    with pytest.raises(PenstockError, match="list of texts"):
+        send(workload(replace(job(), texts=("a",))), target(server))
 
 
 def test_fields_are_added_replaced_and_left_out(serve):

@@ -95,6 +95,10 @@ def send(
 
 def _prompt(job: Job, endpoint: Endpoint) -> Prompt:
     """The prompt that a job names."""
+    if job.texts:
+        if endpoint is not Endpoint.EMBEDDINGS:
+            raise PenstockError("A job has a list of texts.", remedy="Send it to the endpoint of embeddings.")
+        return job.texts
     if job.prompt is not None:
         return job.prompt
     if not job.prompt_token_ids:

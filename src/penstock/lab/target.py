@@ -76,8 +76,8 @@ class Address:
         )
 
 
-Prompt = str | Sequence[int]
-"""A text, or token ids."""
+Prompt = str | Sequence[int] | Sequence[str]
+"""A text, or token ids; for embeddings also a list of texts."""
 
 
 class Endpoint(StrEnum):

@@ -39,6 +39,8 @@ class Job:
     """The text to send, or the user's new message if it continues a conversation; None: any text of that length will do."""
     prompt_token_ids: tuple[int, ...] = ()
     """Where it matters what is asked: `num_prompt_tokens` of them; else they are all the same token."""
+    texts: tuple[str, ...] = ()
+    """The texts of one request for embeddings; empty: it asks for that of `prompt`."""
 
     def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
         """`max_tokens`: the limit that clients send, which is the same for all and says nothing about the output."""

@@ -1,0 +1,96 @@
+"""The rounds of a comparison of embedders: each contender's figures, kept in a file where there is one, and their table.
+
+Called by `encoder_peers.py`, which starts the contenders and says when a round begins.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from encoder_contenders import IN_PROCESS, LOADS, OURS, Session, Vectors
+from encoder_texts import TextSet
+from printed import table
+from processes import ContenderError
+from sessions import LoadError
+
+NUM_SINGLE = 200
+ONE_TEXT = "one short text, ms"
+Row = Mapping[str, str | float]
+"""A figure: of which contender, in which round, what it is of, and its value."""
+
+
+class Comparison:
+    """The contenders that run, and the figures of all rounds."""
+
+    def __init__(self, sets: Sequence[TextSet], yardsticks: Mapping[str, Vectors], save: Path | None) -> None:
+        self._sets, self._yardsticks, self._save = sets, yardsticks, save
+        self.sessions: dict[str, Session] = {}
+        self.rows: list[Row] = [json.loads(line) for line in save.read_text().splitlines()] if save and save.exists() else []
+
+    def add(self, name: str, session: Session) -> None:
+        """Embeds every set once. Raises ContenderError, LoadError or OSError."""
+        for of in self._sets:
+            found = session.vectors(of.texts)
+            cosines = (found * self._yardsticks[of.name]).sum(1) / np.linalg.norm(found, axis=1)
+            self._note(name, "", f"least cosine, {of.name}", float(cosines.min()))
+        self._note(name, "", "ready s", session.ready_s)
+        self._note(name, "", "resident MB", session.resident_mb())
+        self.sessions[name] = session
+
+    def turn(self, turn: str, of: TextSet, *, backwards: bool) -> None:
+        """One round on one set. A contender that fails is left out from then on, and it is said why."""
+        names = list(self.sessions)
+        for name in reversed(names) if backwards else names:
+            session = self.sessions[name]
+            try:
+                for load in session.loads:
+                    self._note(name, turn, f"{of.name}, {load}", len(of.texts) / session.seconds(of.texts, load))
+                if of.name == "short":
+                    self._note(name, turn, ONE_TEXT, 1e3 * session.one_text_s(of.texts[:NUM_SINGLE]))
+            except (ContenderError, LoadError, OSError, ValueError) as error:
+                del self.sessions[name]
+                print(f"{name} failed in round {turn}: {error}", flush=True)
+
+    def _note(self, peer: str, turn: str, figure: str, value: float) -> None:
+        row = {"peer": peer, "round": turn, "figure": figure, "value": value}
+        self.rows.append(row)
+        print(f"{peer}: {figure} {value:.5g}", file=sys.stderr, flush=True)
+        if self._save:
+            with self._save.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def printed(rows: Sequence[Row], sets: Sequence[str]) -> str:
+    """A table with a line for each contender and load."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((str(row["peer"]), str(row["figure"])), {})[str(row["round"])] = float(row["value"])
+    lines = []
+    for peer in dict.fromkeys(str(row["peer"]) for row in rows):
+        for load in (IN_PROCESS, *LOADS):
+            rates = [found.get((peer, f"{of}, {load}"), {}) for of in sets]
+            if not any(rates):
+                continue
+            ours = [found.get((OURS, f"{of}, {load if load in LOADS else next(iter(LOADS))}"), {}) for of in sets]
+            cells = [_cell(mine, {} if peer == OURS else other) for mine, other in zip(rates, ours, strict=True)]
+            cosines = [value for of in sets for value in found.get((peer, f"least cosine, {of}"), {}).values()]
+            of_all = [
+                f"{statistics.median(values):.{digits}f}" if (values := found.get((peer, name), {}).values()) else ""
+                for name, digits in ((ONE_TEXT, 2), ("ready s", 2), ("resident MB", 0))
+            ]
+            lines.append([peer, load, *cells, f"{min(cosines):.5f}" if cosines else "", *of_all])
+    return table(["texts/s", "", *sets, "least cosine", ONE_TEXT, "ready s", "resident MB"], lines)
+
+
+def _cell(rates: Mapping[str, float], ours: Mapping[str, float]) -> str:
+    """Median and range; Penstock's rate over this one in the rounds that both have."""
+    if not rates:
+        return ""
+    cell = f"{statistics.median(rates.values()):.0f} ({min(rates.values()):.0f} to {max(rates.values()):.0f})"
+    both = [ours[turn] / rates[turn] for turn in ours.keys() & rates.keys()]
+    return f"{cell} **{statistics.median(both):.2f}**" if both else cell
