@@ -7,7 +7,7 @@ directory is one of sentence-transformers if the case has modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from tiny_models import write_safetensors
 
 from .golden import GOLDEN_DIR
 from .tiny import FloatArray, Shapes, TinyCase, case_token_ids, write_case
-from .tiny_cases import settings
+from .tiny_cases import settings, shapes
 
 DENSE_SIZE = 50
 """Width of the dense module of a case with one."""
@@ -35,6 +35,8 @@ class EncoderCase(TinyCase):
     has_dense: bool = False
     """A dense module with tanh follows the pooling, `2_Dense`, whose tensors are among the shapes."""
     is_normalised: bool = False
+    old_weights: Callable[[Mapping[str, FloatArray]], dict[str, FloatArray]] | None = None
+    """Makes the tensors of the directory of those that transformers has."""
     is_mutated: bool = False
     """`test_encoders.py` changes each of its settings: one case for each description is enough."""
 
@@ -61,6 +63,8 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
         return write_case(case, directory)
     own = {name: shape for name, shape in case.shapes.items() if "/" not in name}
     path = write_case(replace(case, shapes=own), directory)
+    if case.old_weights is not None:
+        write_safetensors(path / "model.safetensors", case.old_weights(case.weights()), "f32")
     modules: list[tuple[str, str, dict[str, Any]]] = [("Transformer", "", {}), ("Pooling", "1_Pooling", _pooling(case))]
     if case.has_dense:
         activation = "torch.nn.modules.activation.Tanh"
@@ -154,14 +158,7 @@ def _bert_cases(model_type: str, stem: str, seed: int, **changes: Any) -> dict[s
     """A case of each class of BERT or of its kin."""
     cases: dict[str, EncoderCase] = {}
     prefix = "bert." if model_type == "bert" else "roberta."
-    for number, (name, end) in enumerate(
-        (
-            ("", "Model"),
-            ("_masked_lm", "ForMaskedLM"),
-            ("_classes", "ForSequenceClassification"),
-            ("_tokens", "ForTokenClassification"),
-        )
-    ):
+    for number, (name, end) in enumerate(CLASSES.items()):
         hf_class = stem + end
         config = _config(model_type, hf_class, **changes)
         hidden = config["hidden_size"]
@@ -185,6 +182,217 @@ def _bert_cases(model_type: str, stem: str, seed: int, **changes: Any) -> dict[s
     return cases
 
 
+CLASSES = {
+    "": "Model",
+    "_masked_lm": "ForMaskedLM",
+    "_classes": "ForSequenceClassification",
+    "_tokens": "ForTokenClassification",
+}
+"""End of a case's name -> end of its class."""
+
+
+def _distilbert_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        own = {"dim": 72, "n_layers": 2, "n_heads": 3, "hidden_dim": 100, "activation": "gelu", "layer_norm_eps": None}
+        renamed = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"))
+        config = _config("distilbert", f"DistilBert{end}", **own, **renamed, type_vocab_size=None)
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72), "embeddings.position_embeddings.weight": (48, 72)}
+        found |= _norm("embeddings.LayerNorm", 72)
+        for layer in range(2):
+            at = f"transformer.layer.{layer}"
+            for part in ("q_lin", "k_lin", "v_lin", "out_lin"):
+                found |= _linear(f"{at}.attention.{part}", 72, 72)
+            found |= _norm(f"{at}.sa_layer_norm", 72) | _norm(f"{at}.output_layer_norm", 72)
+            found |= _linear(f"{at}.ffn.lin1", 100, 72) | _linear(f"{at}.ffn.lin2", 72, 100)
+        others: Shapes = {}
+        if end == "ForMaskedLM":
+            others = _linear("vocab_transform", 72, 72) | _norm("vocab_layer_norm", 72) | {"vocab_projector.bias": (263,)}
+        elif end != "Model":
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others |= _linear("pre_classifier", 72, 72)
+        cases[f"distilbert{name}"] = _case("distilbert", config, found, others, "distilbert.", 130 + number)
+    return cases
+
+
+def _case(architecture: str, config: dict[str, Any], shapes: Shapes, others: Shapes, prefix: str, seed: int) -> EncoderCase:
+    """A case whose tensors but for `others` have the prefix in front, if its class has a head."""
+    is_bare = config["architectures"][0].endswith("Model")
+    named = shapes if is_bare else {f"{prefix}{name}": shape for name, shape in shapes.items()}
+    return EncoderCase(architecture=architecture, config=config, shapes={**named, **others}, seed=seed)
+
+
+def _mpnet_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        config = _config("mpnet", f"MPNet{end}", type_vocab_size=None, pad_token_id=1, max_position_embeddings=50)
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72), "embeddings.position_embeddings.weight": (50, 72)}
+        found |= _norm("embeddings.LayerNorm", 72) | {"encoder.relative_attention_bias.weight": (32, 3)}
+        for layer in range(2):
+            at = f"encoder.layer.{layer}"
+            for part in "qkvo":
+                found |= _linear(f"{at}.attention.attn.{part}", 72, 72)
+            found |= _norm(f"{at}.attention.LayerNorm", 72) | _norm(f"{at}.output.LayerNorm", 72)
+            found |= _linear(f"{at}.intermediate.dense", 100, 72) | _linear(f"{at}.output.dense", 72, 100)
+        others: Shapes = {}
+        if end == "Model":
+            others = _linear("pooler.dense", 72, 72)
+        elif end == "ForMaskedLM":
+            others = _masked_lm(config, "MPNet")
+        else:
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others = _linear("classifier.dense", 72, 72) | _linear("classifier.out_proj", 3, 72)
+        cases[f"mpnet{name}"] = _case("mpnet", config, found, others, "mpnet.", 140 + number)
+    return cases
+
+
+def _modernbert_cases() -> dict[str, EncoderCase]:
+    """Four layers, the first and the last of which see everything. The old form of the settings is that of the second case."""
+    cases: dict[str, EncoderCase] = {}
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+    }
+    for number, (name, end) in enumerate(CLASSES.items()):
+        has_biases = end == "ForTokenClassification"
+        config = _config(
+            "modernbert",
+            f"ModernBert{end}",
+            hidden_act=None,
+            hidden_activation="silu" if end == "ForMaskedLM" else "gelu",
+            layer_norm_eps=None,
+            norm_eps=0.05,
+            norm_bias=has_biases,
+            attention_bias=has_biases,
+            mlp_bias=has_biases,
+            classifier_bias=has_biases,
+            classifier_activation="relu",
+            classifier_pooling="mean",
+            num_hidden_layers=4,
+            local_attention=9,
+            type_vocab_size=None,
+            rope_parameters=ropes,
+        )
+        if end == "ForMaskedLM":
+            del config["rope_parameters"]
+            config |= {"global_rope_theta": 500.0, "local_rope_theta": 20.0, "global_attn_every_n_layers": 2}
+        norm = _norm if has_biases else _matrix
+        linear = _linear if has_biases else _matrix
+        found: Shapes = {"embeddings.tok_embeddings.weight": (263, 72)} | norm("embeddings.norm", 72) | norm("final_norm", 72)
+        for layer in range(4):
+            at = f"layers.{layer}"
+            found |= norm(f"{at}.attn_norm", 72) if layer else {}
+            found |= linear(f"{at}.attn.Wqkv", 216, 72) | linear(f"{at}.attn.Wo", 72, 72) | norm(f"{at}.mlp_norm", 72)
+            found |= linear(f"{at}.mlp.Wi", 200, 72) | linear(f"{at}.mlp.Wo", 72, 100)
+        others: Shapes = {}
+        if end != "Model":
+            others = linear("head.dense", 72, 72) | norm("head.norm", 72)
+            others |= {"decoder.bias": (263,)} if end == "ForMaskedLM" else _linear("classifier", 3, 72)
+            config |= {} if end == "ForMaskedLM" else _LABELS
+        cases[f"modernbert{name}"] = _case("modernbert", config, found, others, "model.", 150 + number)
+    return cases
+
+
+def _matrix(name: str, *shape: int) -> Shapes:
+    return {f"{name}.weight": shape}
+
+
+def _nomic_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        rope = {"rope_type": "default", "rope_theta": 300.0}
+        config = _config("nomic_bert", f"NomicBert{end}", hidden_act="silu", rope_parameters=rope)
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72), "embeddings.token_type_embeddings.weight": (2, 72)}
+        found |= _norm("embeddings.LayerNorm", 72)
+        for layer in range(2):
+            at = f"layers.{layer}"
+            for part in "qkvo":
+                found |= _matrix(f"{at}.self_attn.{part}_proj", 72, 72)
+            for part in ("gate", "up"):
+                found |= _matrix(f"{at}.mlp.{part}_proj", 100, 72)
+            found |= _matrix(f"{at}.mlp.down_proj", 72, 100)
+            found |= _norm(f"{at}.post_attention_layernorm", 72) | _norm(f"{at}.post_mlp_layernorm", 72)
+        others: Shapes = {}
+        if end == "ForMaskedLM":
+            transform = "cls.predictions.transform"
+            others = _linear(f"{transform}.dense", 72, 72) | _norm(f"{transform}.layer_norm", 72)
+            others |= {"cls.predictions.bias": (263,)}
+        elif end != "Model":
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others |= _linear("nomic_bert.pooler.dense", 72, 72)
+        cases[f"nomic_bert{name}"] = _case("nomic_bert", config, found, others, "nomic_bert.", 160 + number)
+    return cases
+
+
+OLD_NOMIC = {
+    "architectures": ["NomicBertModel"],
+    "model_type": "nomic_bert",
+    "activation_function": "swiglu",
+    "causal": False,
+    "layer_norm_epsilon": 0.05,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "n_embd": 72,
+    "n_head": 3,
+    "n_inner": 100,
+    "n_layer": 2,
+    "n_positions": 48,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_base": 300,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "type_vocab_size": 2,
+    "use_rms_norm": False,
+    "vocab_size": 263,
+}
+"""config.json as the makers of the model wrote it."""
+
+
+def old_nomic_weights(weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Tensors by the names that the makers of the model gave them; queries, keys and values are one."""
+    renamed = {
+        "embeddings.LayerNorm": "emb_ln",
+        "post_attention_layernorm": "norm1",
+        "post_mlp_layernorm": "norm2",
+        "self_attn.o_proj": "attn.out_proj",
+        "mlp.up_proj": "mlp.fc11",
+        "mlp.gate_proj": "mlp.fc12",
+        "mlp.down_proj": "mlp.fc2",
+        "layers.": "encoder.layers.",
+    }
+    found: dict[str, FloatArray] = {}
+    for name, values in weights.items():
+        if "q_proj" in name:
+            parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            name, values = name.replace("self_attn.q_proj", "attn.Wqkv"), np.concatenate(parts)
+        if "k_proj" in name or "v_proj" in name:
+            continue
+        for new, old in renamed.items():
+            name = name.replace(new, old)
+        found[name] = values
+    return found
+
+
+def _qwen3(hf_class: str, **changes: Any) -> dict[str, Any]:
+    return settings("qwen3", hf_class, num_hidden_layers=3, **changes)
+
+
+_QWEN3 = _qwen3("Qwen3ForCausalLM")
+_QWEN3_SHAPES = shapes(_QWEN3, self_attn__q_norm__weight=(24,), self_attn__k_norm__weight=(24,))
+_QWEN3_MODEL = _qwen3("Qwen3Model")
+_QWEN3_BARE = {name.removeprefix("model."): shape for name, shape in _QWEN3_SHAPES.items() if name != "lm_head.weight"}
+
+_DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 _XLM_ROBERTA = _bert_cases("xlm-roberta", "XLMRoberta", 120, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -212,5 +420,21 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "xlm_roberta_masked_lm": _XLM_ROBERTA["xlm-roberta_masked_lm"],
         "xlm_roberta_classes": _XLM_ROBERTA["xlm-roberta_classes"],
         "xlm_roberta_tokens": _XLM_ROBERTA["xlm-roberta_tokens"],
+        **_DISTILBERT,
+        **_MPNET,
+        **_MODERNBERT,
+        **_NOMIC,
+        "mpnet": replace(_MPNET["mpnet"], is_mutated=True),
+        "modernbert": replace(_MODERNBERT["modernbert"], is_mutated=True),
+        "nomic_bert": replace(_NOMIC["nomic_bert"], is_mutated=True),
+        "nomic_bert_old_names": replace(
+            _NOMIC["nomic_bert"], old_config=OLD_NOMIC, old_weights=old_nomic_weights, golden="nomic_bert"
+        ),
+        "qwen3_embedding": EncoderCase(
+            architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
+        ),
+        "qwen3_model": EncoderCase(
+            architecture="qwen3", config=_QWEN3_MODEL, shapes=_QWEN3_BARE, seed=171, pooling="last", has_modules=False
+        ),
     }
 )

@@ -58,7 +58,8 @@ def answer(case: EncoderCase, model: PreTrainedModel, text: Text) -> FloatArray:
         if case.has_head:
             logits = model(**inputs).logits
             return logits.reshape(-1, logits.shape[-1]).numpy()
-        states = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+        found = model(**inputs, output_hidden_states=True)
+        states = found.get("last_hidden_state", found.hidden_states[-1])[0]
         pooled = {"first": states[0], "last": states[-1], "mean": states.mean(0)}[case.pooling]
         if case.has_dense:
             weights = case.weights()

@@ -19,6 +19,9 @@ from penstock.types.model_spec import Activation, ModelSpec, Pooling
 if TYPE_CHECKING:  # a start reads files of one kind
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.models.gguf_file import GgufFile
     from penstock.models.hf_config import JsonFile
 
@@ -26,6 +29,11 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "arcee": "penstock.models.arcee:ARCEE",
         "bert": "penstock.models.bert:BERT",
+        "distilbert": "penstock.models.bert:DISTILBERT",
+        "modernbert": "penstock.models.modernbert:MODERNBERT",
+        "mpnet": "penstock.models.mpnet:MPNET",
+        "nomic_bert": "penstock.models.nomic_bert:NOMIC_BERT",
+        "roberta": "penstock.models.bert:ROBERTA",
         "cohere": "penstock.models.cohere:COHERE",
         "cohere2": "penstock.models.cohere:COHERE2",
         "exaone4": "penstock.models.exaone4:EXAONE4",
@@ -43,7 +51,6 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "mistral": "penstock.models.mistral:MISTRAL",
         "olmo2": "penstock.models.olmo2:OLMO2",
         "phi3": "penstock.models.phi3:PHI3",
-        "roberta": "penstock.models.bert:ROBERTA",
         "qwen2": "penstock.models.llama:QWEN2",
         "qwen3": "penstock.models.qwen3:QWEN3",
         "smollm3": "penstock.models.smollm3:SMOLLM3",
@@ -62,6 +69,22 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "BertForMaskedLM": "bert",
         "BertForSequenceClassification": "bert",
         "BertForTokenClassification": "bert",
+        "DistilBertModel": "distilbert",
+        "DistilBertForMaskedLM": "distilbert",
+        "DistilBertForSequenceClassification": "distilbert",
+        "DistilBertForTokenClassification": "distilbert",
+        "ModernBertModel": "modernbert",
+        "ModernBertForMaskedLM": "modernbert",
+        "ModernBertForSequenceClassification": "modernbert",
+        "ModernBertForTokenClassification": "modernbert",
+        "MPNetModel": "mpnet",
+        "MPNetForMaskedLM": "mpnet",
+        "MPNetForSequenceClassification": "mpnet",
+        "MPNetForTokenClassification": "mpnet",
+        "NomicBertModel": "nomic_bert",
+        "NomicBertForMaskedLM": "nomic_bert",
+        "NomicBertForSequenceClassification": "nomic_bert",
+        "NomicBertForTokenClassification": "nomic_bert",
         "CohereForCausalLM": "cohere",
         "Cohere2ForCausalLM": "cohere2",
         "Exaone4ForCausalLM": "exaone4",
@@ -86,6 +109,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "Phi3ForCausalLM": "phi3",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
+        "Qwen3Model": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
         "RobertaModel": "roberta",
         "RobertaForMaskedLM": "roberta",
@@ -139,7 +163,11 @@ _MLA = "its attention has latent keys and values, which the KV cache can't hold 
 _STATE = "its layers have a recurrent state that is too large for the blocks of the KV cache"
 _LAYERS = "the keys and values of its layers differ in shape"
 _ALIBI = "its attention has ALiBi positions, which no backend computes"
-_ENCODER = "it has an encoder, and Penstock serves decoders"
+_ENCODER = "it has an encoder and a decoder, and Penstock serves either alone"
+_DISENTANGLED = "its attention has scores of positions against tokens, which no backend computes"
+_SHARED = "its layers share their weights"
+_SPARSE = "its attention is sparse, which no backend computes"
+_ENCODER_CLASSES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "deepseek2"), _MLA),
@@ -156,6 +184,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "gemma4"), _LAYERS),
         **dict.fromkeys(("OpenELMForCausalLM", "openelm", "DeciLMForCausalLM", "deci"), _LAYERS),
         **dict.fromkeys(("BloomForCausalLM", "bloom", "MptForCausalLM", "MPTForCausalLM", "mpt", "jais"), _ALIBI),
+        **{f"{stem}{end}": _DISENTANGLED for stem in ("Deberta", "DebertaV2") for end in _ENCODER_CLASSES},
+        **{f"Albert{end}": _SHARED for end in _ENCODER_CLASSES},
+        **{f"{stem}{end}": _SPARSE for stem in ("BigBird", "Longformer") for end in _ENCODER_CLASSES},
         **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5"), _ENCODER),
     }
 )
@@ -282,6 +313,17 @@ class Head:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A weight that is made of another, which no operation reads."""
+
+    source: str
+    """Our name of the other."""
+    source_shape: Callable[[ModelSpec], tuple[int, int]]
+    make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
+    """Given the spec and the other's values, returns the weight's."""
+
+
 def _no_head(_: str, __: JsonFile) -> Head | None:
     return None
 
@@ -325,6 +367,8 @@ class Architecture:
     """Given a class in `HF_CLASSES` and config.json, returns the class's head; None if it has none that is computed."""
     hf_unread: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are left out, unless the head reads them."""
+    made: Mapping[str, Made] = field(default_factory=dict)
+    """Our names of weights that files do not have as they are."""
     is_encoder: bool = False
     """The model reads texts and writes none."""
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)

@@ -1,9 +1,9 @@
-"""BERT and RoBERTa: encoders, whose tokens see each other both ways, with learned positions and norms behind the halves of a
-layer.
+"""BERT, RoBERTa and DistilBERT: encoders, whose tokens see each other both ways, with learned positions and norms behind the
+halves of a layer.
 
-Sources: BERT, arXiv 1810.04805; RoBERTa, arXiv 1907.11692; XLM-RoBERTa, arXiv 1911.02116; modeling_bert.py, modeling_roberta.py
-and modeling_xlm_roberta.py of transformers. RoBERTa has positions that begin behind that of its padding. XLM-RoBERTa is RoBERTa
-with another vocabulary. A text with a padding token in it is computed as with any other token.
+RoBERTa has positions that begin behind that of its padding, and XLM-RoBERTa is RoBERTa with another vocabulary. A padding token
+within a text is computed as any other. DistilBERT has no token types. Sources: arXiv 1810.04805, 1907.11692, 1911.02116 and
+1910.01108; modeling_bert.py, modeling_roberta.py, modeling_xlm_roberta.py and modeling_distilbert.py of transformers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ def describe(spec: ModelSpec) -> Program:
     """The program of one step."""
     build = Decoder(spec)
     x = build.norm(build.add_positions(build.add_types(build.embed())), "embed_norm", "x")
+    return finish_layers(build, spec, x)
+
+
+def finish_layers(build: Decoder, spec: ModelSpec, x: str) -> Program:
+    """The program whose embeddings of tokens are x."""
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
         attended = build.attention(layer, x)
@@ -33,6 +38,7 @@ def describe(spec: ModelSpec) -> Program:
 
 
 _DEFAULTS = {
+    "vocab_size": 30522,
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
@@ -41,41 +47,64 @@ _DEFAULTS = {
     "type_vocab_size": 2,
     "layer_norm_eps": 1e-12,
 }
+_MAX_TYPES = 16
 
 
-def _with_defaults(values: Mapping[str, Any], **own: Any) -> Mapping[str, Any]:
-    """`tie_word_embeddings` is of a head that is not computed."""
-    found = {**_DEFAULTS, **own, **{key: value for key, value in values.items() if value is not None}}
+def values_with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the values that transformers takes where it has none. `tie_word_embeddings` is of a head that nobody
+    computes."""
+    found = {**_DEFAULTS, **{key: value for key, value in values.items() if value is not None}}
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
-def _bert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _with_defaults(values, vocab_size=30522)
-
-
-def _roberta_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As BERT's, but for the positions: their table has rows for the padding and those before it, too."""
-    found = dict(_with_defaults(values, vocab_size=50265, pad_token_id=1))
+def values_with_positions_behind(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a model whose table of positions has rows for the padding and those before it, too."""
+    found = values_with_defaults(values)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
     return found
 
 
-def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def _roberta_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return values_with_positions_behind({"vocab_size": 50265, "pad_token_id": 1, **values})
+
+
+_DISTILBERT_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "hidden_dim": "intermediate_size",
+    "activation": "hidden_act",
+}
+
+
+def _distilbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The epsilon of norms is built in."""
+    found = {"num_hidden_layers": 6, **{_DISTILBERT_KEYS.get(key, key): value for key, value in values.items()}}
+    return values_with_defaults({**found, "layer_norm_eps": 1e-12})
+
+
+def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """The spec of a BERT with no types yet, whose positions begin at the first row."""
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
-    num_types = config.require("type_vocab_size", int)
-    if not 0 < num_types <= _MAX_TYPES:
-        raise config.error(f"type_vocab_size is {num_types}")
-    spec = replace(spec, norm="layer", has_norm_bias=True, num_types=num_types)
-    spec = spec.with_plain_mlps(read_activation(config, "hidden_act", "gelu"))
+    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(read_activation(config, "hidden_act", "gelu"))
     return spec.with_attention(
         lambda _, attention: replace(attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
     )
 
 
-_MAX_TYPES = 16
+def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return replace(of_hf(config, spec), num_types=read_num_types(config))
+
+
+def read_num_types(config: JsonFile) -> int:
+    """`type_vocab_size`. Raises ModelError for one beyond measure."""
+    num_types = config.require("type_vocab_size", int)
+    if not 0 < num_types <= _MAX_TYPES:
+        raise config.error(f"type_vocab_size is {num_types}")
+    return num_types
 
 
 def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -85,10 +114,12 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return replace(_of_bert(config, spec), first_position=padding + 1)
 
 
-def _name(name: str) -> str:
-    """Models with a head have `bert.` or `roberta.` before the names of the others. Files of the first releases call a norm's
-    weight and bias gamma and beta."""
-    bare = name.removeprefix("bert.").removeprefix("roberta.")
+def bare_name(name: str) -> str:
+    """The name of a tensor in a model without a head: others have `bert.` or the like in front of it.
+
+    Files of the first releases call a norm's weight and bias gamma and beta.
+    """
+    bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
     return bare.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
@@ -101,11 +132,22 @@ def bert_head(hf_class: str, _: JsonFile) -> Head | None:
     return None
 
 
-def _roberta_head(hf_class: str, config: JsonFile) -> Head | None:
+def roberta_head(hf_class: str, config: JsonFile) -> Head | None:
+    """The head of a class of RoBERTa."""
     if hf_class.endswith("ForSequenceClassification"):
         layers = (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj", is_last=True))
         return Head("first", layers)
     return bert_head(hf_class, config)
+
+
+def _distilbert_head(hf_class: str, config: JsonFile) -> Head | None:
+    if hf_class.endswith("ForSequenceClassification"):
+        return Head("first", (HeadLayer("pre_classifier", activation="relu"), HeadLayer("classifier", is_last=True)))
+    return bert_head(hf_class, config)
+
+
+ENDS = (("weight", ""), ("bias", "_bias"))
+"""End of a tensor's name -> end of ours."""
 
 
 _LAYER = {
@@ -130,8 +172,8 @@ BERT = Architecture(
     describe=describe,
     is_encoder=True,
     of_hf=_of_bert,
-    hf_values=_bert_values,
-    hf_name=_name,
+    hf_values=values_with_defaults,
+    hf_name=bare_name,
     hf_top={
         "embeddings.word_embeddings.weight": "embed",
         "embeddings.position_embeddings.weight": "positions",
@@ -145,5 +187,27 @@ BERT = Architecture(
     hf_unread=("embeddings.position_ids", "cls.", "pooler."),
 )
 ROBERTA = replace(
-    BERT, of_hf=_of_roberta, hf_values=_roberta_values, hf_head=_roberta_head, hf_unread=(*BERT.hf_unread, "lm_head.")
+    BERT, of_hf=_of_roberta, hf_values=_roberta_values, hf_head=roberta_head, hf_unread=(*BERT.hf_unread, "lm_head.")
+)
+DISTILBERT = replace(
+    BERT,
+    of_hf=of_hf,
+    hf_values=_distilbert_values,
+    hf_layers="transformer.layer.",
+    hf_layer={
+        f"{theirs}.{end}": f"{ours}{bias}"
+        for theirs, ours in (
+            ("attention.q_lin", "q"),
+            ("attention.k_lin", "k"),
+            ("attention.v_lin", "v"),
+            ("attention.out_lin", "o"),
+            ("sa_layer_norm", "post_attn_norm"),
+            ("ffn.lin1", "up"),
+            ("ffn.lin2", "down"),
+            ("output_layer_norm", "post_mlp_norm"),
+        )
+        for end, bias in ENDS
+    },
+    hf_head=_distilbert_head,
+    hf_unread=(*BERT.hf_unread, "vocab_"),
 )

@@ -6,19 +6,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
+from penstock.models import checks
 from penstock.models.architectures import Architecture, Head
+from penstock.models.assembly import Shapes
+from penstock.models.formats import WeightFormat
 from penstock.models.hf_config import JsonFile
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
 from penstock.models.sentence import SentenceFiles, read_scores
+from penstock.models.weights import WeightTensor
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Dense, ModelSpec, Pooling, TextEnding
 
 MAX_LABELS = 1 << 16
+CLASSES_WITHOUT_OUTPUT = frozenset({"Qwen3Model"})
+"""Classes of decoders, as `AutoModel` saves them."""
 
 
 def choose_ending(
     architecture: Architecture,
+    hf_class: str,
     head: Head | None,
     config: JsonFile,
     files: SentenceFiles,
@@ -28,12 +37,13 @@ def choose_ending(
 ) -> TextEnding | None:
     """None for a model that writes text. `task` is `auto`, `generate` or one of `Task`; `pooling` None is the model's own.
 
-    A decoder is an encoder if its files have modules of sentence-transformers, or if it is asked to be one. Raises ModelError
-    for what the model can't do.
+    A decoder is an encoder if its class has no output matrix, if its files have modules of sentence-transformers, or if it is
+    asked to be one. Raises ModelError for what the model can't do.
     """
     is_asked = task not in ("auto", "generate")
-    if task == "generate" or not (architecture.is_encoder or is_asked or files.pooling is not None):
-        if architecture.is_encoder:
+    writes_none = architecture.is_encoder or hf_class in CLASSES_WITHOUT_OUTPUT
+    if task == "generate" or not (writes_none or is_asked or files.pooling is not None):
+        if writes_none:
             raise ModelError(f"{config.path}: the model reads texts and writes none.", remedy="Leave out --task generate.")
         if pooling is not None:
             raise ModelError(f"{config.path}: the model writes text, and pools none.", remedy="Add --task embed.")
@@ -119,6 +129,12 @@ def open_dense(path: Path, files: SentenceFiles) -> dict[str, StoredTensor]:
     }
 
 
+def hf_top(architecture: Architecture, head: Head | None, ending: TextEnding | None) -> dict[str, str]:
+    """Names of a directory's tensors outside of layers -> ours; an encoder has no output matrix."""
+    top = {**architecture.hf_top, **(head.names if head else {})}
+    return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
+
+
 def hf_names(
     architecture: Architecture, names: Mapping[str, object], top: Mapping[str, str], ending: TextEnding | None
 ) -> list[tuple[str, str]]:
@@ -133,5 +149,26 @@ def hf_names(
         unread = ("lm_head.",)
         if not any(name.startswith(architecture.hf_layers) for name in names):
             prefix = architecture.hf_layers.partition(".")[0] + "."
-    known = [(architecture.hf_name(prefix + name), name) for name in names]
-    return [(ours, name) for ours, name in known if ours is not None and (ours in top or not ours.startswith(unread or "\0"))]
+    known = [(architecture.hf_name(name if name.startswith(unread) else prefix + name), name) for name in names]
+    return [(ours, name) for ours, name in known if ours is not None and (ours in top or not ours.startswith(unread))]
+
+
+def shapes_with_made(
+    architecture: Architecture, spec: ModelSpec, wanted: Shapes, found: Mapping[str, tuple[int, int]], path: Path
+) -> Mapping[str, tuple[int, int]]:
+    """The shapes of weights with those that will be made, in place of what they are made of. Raises ModelError."""
+    shapes = dict(found)
+    for name, made in architecture.made.items():
+        if shapes.pop(made.source, None) != made.source_shape(spec):
+            rows, cols = made.source_shape(spec)
+            raise ModelError(f"{path}: the tensor {made.source} is missing, or not {rows} x {cols}.", remedy=checks.REFETCH)
+        shapes[name] = (wanted[name][0], wanted[name][1])
+    return shapes
+
+
+def weights_with_made(architecture: Architecture, spec: ModelSpec, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:
+    """The weights with those that are made, in place of what they are made of."""
+    for name, made in architecture.made.items():
+        values = np.ascontiguousarray(made.make(spec, weights.pop(made.source).dequantize()), np.float32)
+        weights[name] = WeightTensor(name, values.shape[0], values.shape[1], WeightFormat.F32, values)
+    return weights

@@ -68,10 +68,10 @@ def load_hf_directory(
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_ending(architecture, head, config, files, task=task, pooling=pooling)
+    ending = endings.choose_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
-    top = {**architecture.hf_top, **(head.names if head else {})}
+    top = endings.hf_top(architecture, head, ending)
     stored_names = {name: None for name in opened.tensors if not name.endswith(_DERIVED)}
     tensors = _renamed(endings.hf_names(architecture, stored_names, top, ending), opened.tensors, path)
     if "text_config" in whole.values or "vision_config" in whole.values:
@@ -96,7 +96,7 @@ def load_hf_directory(
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     sizes = Sizes(stored, checks.weight_shapes(program), program.num_kv_heads)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
-    checks.check_weights(program, found_shapes, path)
+    checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}
     held = {
         key: _held_bytes(first[key], shape, scales.get(pieces[key][0].tensor), held_floats(key, floats))
@@ -117,20 +117,24 @@ def load_hf_directory(
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
-        weights={
-            key: _weight(
-                key,
-                first[key],
-                scales.get(found[0].tensor),
-                architecture.hf_norm_offset,
-                rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None,
-            )
-            if found[0].layout is None
-            else put_together(
-                key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
-            )
-            for key, found in pieces.items()
-        },
+        weights=endings.weights_with_made(
+            architecture,
+            spec,
+            {
+                key: _weight(
+                    key,
+                    first[key],
+                    scales.get(found[0].tensor),
+                    architecture.hf_norm_offset,
+                    rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None,
+                )
+                if found[0].layout is None
+                else put_together(
+                    key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
+                )
+                for key, found in pieces.items()
+            },
+        ),
         tokenizer_source=tokenizer,
         chat_templates=chat_templates,
         bos_token_id=bos_token_id,
@@ -159,7 +163,7 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_ending(architecture, head, config, files, task=task, pooling=pooling)
+    ending = endings.choose_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
     names = {"output", *told_biases(config, architecture_name)}
     if architecture_name == "qwen2":
         names.add("layers.0.q_bias")

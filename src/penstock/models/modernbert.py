@@ -1,0 +1,132 @@
+"""ModernBERT: an encoder with rotary positions, gated MLPs, norms before the halves of a layer, and windows in most layers.
+
+Sources: arXiv 2412.13663; modeling_modernbert.py of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.models.architectures import Architecture, Head, HeadLayer, Parts
+from penstock.models.decoder import Decoder
+from penstock.models.hf_config import JsonFile, read_activation, with_windows
+from penstock.models.program import Program
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, Pooling
+
+
+def describe(spec: ModelSpec) -> Program:
+    """The program of one step. The first layer reads the embeddings, which are normed already."""
+    build = Decoder(spec)
+    x = build.norm(build.embed(), "embed_norm", "x")
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm") if layer else x)
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_output(layer, x, attended)
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.finish(build.norm(x, "norm"))
+
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "norm_eps": 1e-5,
+    "local_attention": 128,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160_000.0,
+    "local_rope_theta": 10_000.0,
+}
+_MOST_LAYERS = 4096
+
+
+def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The types of layers, and a base of rotations for each type; releases before the fifth of transformers have neither."""
+    found = {**_DEFAULTS, **{key: value for key, value in values.items() if value is not None}}
+    every, num_layers = found["global_attn_every_n_layers"], found["num_hidden_layers"]
+    if type(every) is int and every > 0 and type(num_layers) is int and 0 < num_layers <= _MOST_LAYERS:
+        found.setdefault("layer_types", [_LOCAL if layer % every else _FULL for layer in range(num_layers)])
+    given = found.get("rope_parameters") or {}
+    if isinstance(given, dict):
+        found["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": found[f"{word}_rope_theta"], **(given.get(kind) or {})}
+            for kind, word in ((_FULL, "global"), (_LOCAL, "local"))
+            if isinstance(given.get(kind) or {}, dict)
+        }
+    return {**found, "rms_norm_eps": found["norm_eps"], "tie_word_embeddings": False}
+
+
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if config.values.get("rope_scaling") is not None:
+        raise ModelError(
+            f"{config.path}: rope_scaling is set, which is not supported in a ModernBERT.",
+            remedy="Write it into rope_parameters, by the types of layers.",
+        )
+    window = config.require("local_attention", int)
+    activation = read_activation(config, "hidden_activation", "gelu")
+
+    def layer(_: int, one: LayerSpec) -> LayerSpec:
+        assert isinstance(one.mlp, GatedMlp)
+        return replace(one, mlp=replace(one.mlp, activation=activation))
+
+    spec = replace(spec, norm="layer", has_norm_bias=config.get("norm_bias", bool) or False).with_layers(layer)
+    spec = with_windows(config, spec, window // 2 + 1, [False] * spec.num_layers)
+    return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
+
+
+def _head(hf_class: str, config: JsonFile) -> Head | None:
+    pooling: Pooling = "each"
+    if hf_class.endswith("ForSequenceClassification"):
+        name = config.get("classifier_pooling", str) or "cls"
+        if name not in ("cls", "mean"):
+            raise config.error(f"classifier_pooling is {name!r}")
+        pooling = "first" if name == "cls" else "mean"
+    elif not hf_class.endswith("ForTokenClassification"):
+        return None
+    activation = read_activation(config, "classifier_activation", "gelu")
+    has_bias = config.get("classifier_bias", bool) or False
+    layers = (
+        HeadLayer("head.dense", activation=activation, has_bias=has_bias, norm="head.norm"),
+        HeadLayer("classifier", is_last=True),
+    )
+    return Head(pooling, layers)
+
+
+MODERNBERT = Architecture(
+    describe=describe,
+    is_encoder=True,
+    of_hf=_of_hf,
+    hf_values=_values,
+    hf_name=lambda name: name.removeprefix("model."),
+    hf_top={
+        "embeddings.tok_embeddings.weight": "embed",
+        "embeddings.norm.weight": "embed_norm",
+        "embeddings.norm.bias": "embed_norm_bias",
+        "final_norm.weight": "norm",
+        "final_norm.bias": "norm_bias",
+    },
+    hf_layers="layers.",
+    hf_layer={
+        "attn_norm.weight": "attn_norm",
+        "attn_norm.bias": "attn_norm_bias",
+        "attn.Wqkv.weight": Parts(("q", "k", "v")),
+        "attn.Wqkv.bias": Parts(("q_bias", "k_bias", "v_bias")),
+        "attn.Wo.weight": "o",
+        "attn.Wo.bias": "o_bias",
+        "mlp_norm.weight": "mlp_norm",
+        "mlp_norm.bias": "mlp_norm_bias",
+        "mlp.Wi.weight": Parts(("gate", "up")),
+        "mlp.Wi.bias": Parts(("gate_bias", "up_bias")),
+        "mlp.Wo.weight": "down",
+        "mlp.Wo.bias": "down_bias",
+    },
+    hf_head=_head,
+    hf_unread=("head.", "decoder."),
+)
