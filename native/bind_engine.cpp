@@ -95,6 +95,13 @@ void add_attention(Engine& self, int q, int out, int layer, int num_heads, float
     self.add_instruction(std::move(instruction));
 }
 
+void add_text_attention(Engine& self, int q, int k, int v, int out, int num_heads, int num_kv_heads, int head_dim, float scale, bool is_causal,
+                        int window, int distances, int num_distances) {
+    Instruction instruction{InstructionKind::kTextAttention, Domain::kTokens, {}, {}, {}, {}};
+    instruction.text_attention = {q, k, v, out, num_heads, num_kv_heads, head_dim, scale, is_causal, window, distances, num_distances};
+    self.add_instruction(std::move(instruction));
+}
+
 int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x, int input, int router, int router_bias, int selection_bias,
                 int inner, int outer, int inner_bias, int outer_bias, int activation, bool is_sigmoid, bool is_renormalised,
                 float share_factor, bool samples) {
@@ -323,7 +330,11 @@ void bind_engine(nb::module_& m) {
         .value("ACTIVATE", RowOpKind::kActivate)
         .value("LOOKUP_POSITION", RowOpKind::kLookupPosition)
         .value("SHORT_CONV", RowOpKind::kShortConv)
-        .value("KEEP_STATE", RowOpKind::kKeepState);
+        .value("KEEP_STATE", RowOpKind::kKeepState)
+        .value("ADD_TYPE", RowOpKind::kAddType)
+        .value("GATHER_FIRST", RowOpKind::kGatherFirst)
+        .value("MEAN", RowOpKind::kMean)
+        .value("NORMALISE", RowOpKind::kNormalise);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -376,6 +387,9 @@ void bind_engine(nb::module_& m) {
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
+        .def("add_text_attention", &add_text_attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a,
+             "head_dim"_a, "scale"_a, "is_causal"_a, "window"_a, "distances"_a, "num_distances"_a,
+             "Attention within each text, which a step computes whole. The fields are those of instructions.h.")
         .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,
              "is_renormalised"_a, "share_factor"_a, "samples"_a,
@@ -386,6 +400,8 @@ void bind_engine(nb::module_& m) {
         .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
              "Logits are multiplied by `scale`, then capped; `cap` 0 is none.")
+        .def("set_states", &Engine::set_states, "buffer"_a, "per_sample"_a, "The buffer with the answers to texts.")
+        .def("poison_buffers", &Engine::poison_buffers, "Fills all buffers with NaN, so that a test sees any use of what no step has written.")
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
         .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
              "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,

@@ -13,6 +13,7 @@
 
 #include "engine.h"
 #include "row_table.h"
+#include "texts.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -60,7 +61,8 @@ class NamedRows {
             to_ints(row.attr("token_ids"), tokens);
             to_ints(row.attr("block_ids"), scratch_);
             const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
-                                          to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_));
+                                          to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
+                                          to_int(row.attr("second_at")));
             slots_[name] = slot;
             return slot;
         });
@@ -136,6 +138,28 @@ class NamedRows {
         return nb::make_tuple(tokens, failed);
     }
 
+    nb::tuple read(Engine& engine) {
+        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (!table_.is_one_pass() || !engine.has_states()) throw std::invalid_argument("the rows or the engine's program are not of texts");
+        const StepInput input = table_.input();
+        nb::dict states;
+        nb::list failed;
+        if (input.num_tokens == 0) return nb::make_tuple(states, failed);
+        {
+            nb::gil_scoped_release release;
+            engine.run_step(input);
+        }
+        for (size_t i = 0; i < sampled_.size(); ++i) {
+            const Engine::State state = engine.state_of(static_cast<int>(i));
+            if (is_finite(state.data, state.count)) {
+                states[sampled_[i]] = nb::bytes(state.data, static_cast<size_t>(state.count) * sizeof(float));
+            } else {
+                failed.append(sampled_[i]);
+            }
+        }
+        return nb::make_tuple(states, failed);
+    }
+
     nb::list sampled() const {
         nb::list names;
         for (const nb::object& name : sampled_) names.append(name);
@@ -199,11 +223,11 @@ void bind_rows(nb::module_& m) {
         .def(
             "__init__",
             [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size,
-               int window) {
-                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window});
+               int window, bool is_one_pass) {
+                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window, is_one_pass});
             },
             nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a,
-            "window"_a)
+            "window"_a, "is_one_pass"_a = false)
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
         .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
@@ -211,6 +235,8 @@ void bind_rows(nb::module_& m) {
              "What rows of the planned step may sample: {request id: bytes}, a bit for each token; for that step alone.")
         .def("run", &NamedRows::run, "engine"_a,
              "Computes the planned step, without the GIL. ({request id: (token,)}, [request ids without a usable logit]).")
+        .def("read", &NamedRows::read, "engine"_a,
+             "The same for texts: ({request id: answer, as the bytes of float32}, [request ids with one that is no finite number]).")
         .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")
         .def("arrays", &NamedRows::arrays,
              "Of the planned step: row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, logit_tokens,\n"

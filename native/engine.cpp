@@ -13,6 +13,7 @@
 
 #include "cpu.h"
 #include "short_conv.h"
+#include "texts.h"
 
 namespace penstock {
 
@@ -33,10 +34,10 @@ int64_t ticks() {
 
 const EngineShape& checked(const EngineShape& s) {
     const int32_t smallest =
-        std::min({s.num_layers, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
+        std::min({s.num_layers + 1, s.num_kv_heads, s.head_dim, s.vocab_size, s.block_size, s.max_rows, s.max_step_tokens});
     if (smallest < 1) throw std::invalid_argument("every size of an engine must be at least 1");
     if (s.head_dim % kPanel != 0 || s.head_dim > kLargestHeadDim) throw std::invalid_argument("head_dim must be a multiple of 16 and at most 512");
-    if (s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
+    if (s.num_layers > 0 && s.block_size % kKvTile != 0) throw std::invalid_argument("block_size must be a multiple of 16");
     if (s.num_states > 0 && (s.state_columns < 1 || s.state_columns > s.block_size || s.state_width < 1)) {
         throw std::invalid_argument("the state of a layer has 1 to block_size columns of 1 or more numbers");
     }
@@ -69,7 +70,7 @@ int Engine::add_rope(const float* inv_freq, int half, float attention_factor, fl
 
 int Engine::add_buffer(int width, bool per_sample) {
     const int64_t bytes = rows_of(per_sample) * width * static_cast<int64_t>(sizeof(float));
-    buffers_.push_back({width, allocate_aligned(bytes, false)});
+    buffers_.push_back({width, rows_of(per_sample), allocate_aligned(bytes, false)});
     return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -80,8 +81,9 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample) {
 
 void Engine::add_instruction(Instruction instruction) {
     for (const RowOp& op : instruction.rows) {
-        if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows);
+        if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows - op.n);
     }
+    widest_text_head_ = std::max(widest_text_head_, instruction.text_attention.head_dim);
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
 }
@@ -111,6 +113,34 @@ void Engine::set_logits(int buffer, float scale, float cap) {
     }
 }
 
+void Engine::set_states(int buffer, bool per_sample) {
+    states_buffer_ = buffer;
+    states_are_of_samples_ = per_sample;
+}
+
+Engine::State Engine::state_of(int sample) const {
+    const Buffer& states = buffers_[states_buffer_];
+    if (states_are_of_samples_) return {states.row(sample), states.width};
+    const int64_t last = input_.logit_tokens[sample], first = input_.query_start_loc[input_.row_of(last)];
+    return {states.row(first), (last + 1 - first) * states.width};
+}
+
+void Engine::poison_buffers() {
+    for (const Buffer& buffer : buffers_) std::fill_n(buffer.data(), buffer.rows * buffer.width, std::nanf(""));
+}
+
+// The memory of attention within the step's texts.
+void Engine::reserve_for_texts() {
+    if (widest_text_head_ == 0) return;
+    int32_t longest = 0;
+    for (int row = 0; row < input_.num_rows; ++row) {
+        longest = std::max(longest, input_.query_start_loc[row + 1] - input_.query_start_loc[row]);
+    }
+    if (longest <= longest_text_) return;
+    for (Floats& scratch : attention_scratch_) scratch.resize(kernels_.text_attention_scratch_floats(longest, widest_text_head_));
+    longest_text_ = longest;
+}
+
 void Engine::settle() {
     kv_.begin();
     weights_.settle();
@@ -122,6 +152,7 @@ void Engine::run_step(const StepInput& input) {
     for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
     kv_.reach(last_slot);
     std::fill(member_times_.begin(), member_times_.end(), MemberTimes{});
+    reserve_for_texts();
     const StepPlan& plan = planner_.plan(input);
     pieces_done_.assign(plan.splits.size(), 0);
     if (static_cast<int64_t>(partials_.size()) < plan.num_partials) partials_.resize(plan.num_partials);
@@ -152,6 +183,7 @@ void Engine::run_task(int index, int task, int member) {
             return run_linear(*instruction, index, task);
         case InstructionKind::kGated: return run_gated(instruction->gated, index, task);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
+        case InstructionKind::kTextAttention: return run_text_attention(instruction->text_attention, stage, task, member);
         case InstructionKind::kExperts: {
             const ExpertsOp& op = instruction->experts;
             return experts_.run(op, buffers_[op.layer.x].data(), activations_[op.layer.input].view, stage, task, member);
@@ -180,7 +212,8 @@ void Engine::ended(int index, int member) {
         case InstructionKind::kLinear:
         case InstructionKind::kGated:
         case InstructionKind::kExperts: times.linear += elapsed; break;
-        case InstructionKind::kAttention: times.attention += elapsed; break;
+        case InstructionKind::kAttention:
+        case InstructionKind::kTextAttention: times.attention += elapsed; break;
     }
 }
 
@@ -233,8 +266,8 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kLookup:
         case RowOpKind::kLookupPosition: {
             const Weights::Table& table = weights_.table(op.weight);
-            const int32_t* const index = op.kind == RowOpKind::kLookup ? input_.token_ids : input_.positions;
-            const uint8_t* const source = table.source + index[row] * table.row_bytes;
+            const int64_t index = op.kind == RowOpKind::kLookup ? input_.token_ids[row] : op.n + input_.positions[row];
+            const uint8_t* const source = table.source + index * table.row_bytes;
             return decode_row(table.format, source, table.cols, op.value, buffers_[op.out].row(row));
         }
         case RowOpKind::kAngles: return compute_angles(ropes_[op.weight], row);
@@ -263,11 +296,28 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kAdd:
             return k.add_row(buffers_[op.out].row(row), buffers_[op.x].row(row), buffers_[op.y].row(row),
                              static_cast<int>(buffers_[op.out].width), op.value);
-        case RowOpKind::kGather: {
+        case RowOpKind::kAddType: {
             const Buffer& out = buffers_[op.out];
-            std::memcpy(out.row(row), buffers_[op.x].row(input_.logit_tokens[row]), static_cast<size_t>(out.width) * sizeof(float));
+            const int step_row = input_.row_of(row);
+            const int32_t second_at = input_.second_at_of_slot ? input_.second_at_of_slot[input_.row_slots[step_row]] : 0;
+            const int type = second_at > 0 && input_.positions[row] >= second_at ? std::min(1, op.n - 1) : 0;
+            return k.add_row(out.row(row), buffers_[op.x].row(row), weights_.vector(op.weight) + type * out.width,
+                             static_cast<int>(out.width), 1.0f);
+        }
+        case RowOpKind::kGather:
+        case RowOpKind::kGatherFirst: {
+            const Buffer& out = buffers_[op.out];
+            const int64_t last = input_.logit_tokens[row];
+            const int64_t token = op.kind == RowOpKind::kGather ? last : input_.query_start_loc[input_.row_of(last)];
+            std::memcpy(out.row(row), buffers_[op.x].row(token), static_cast<size_t>(out.width) * sizeof(float));
             return;
         }
+        case RowOpKind::kMean: {
+            const Buffer& out = buffers_[op.out];
+            const int64_t last = input_.logit_tokens[row];
+            return mean_of_rows(buffers_[op.x].data(), out.width, input_.query_start_loc[input_.row_of(last)], last + 1, out.row(row));
+        }
+        case RowOpKind::kNormalise: return normalise(k, buffers_[op.x].row(row), buffers_[op.out].width, buffers_[op.out].row(row));
         case RowOpKind::kGatherColumns: {
             const Buffer& out = buffers_[op.out];
             const float* const x = buffers_[op.x].row(row);
@@ -367,6 +417,37 @@ AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile&
             tile.split < 0 ? nullptr : partials_.data() + planner_.last().splits[tile.split].partials,
             tile.first_segment,
             tile.end_segment};
+}
+
+void Engine::run_text_attention(const TextAttentionOp& op, const Stage& stage, int task, int member) {
+    const Buffer &q = buffers_[op.q], &k = buffers_[op.k], &v = buffers_[op.v], &out = buffers_[op.out];
+    const int heads_per_kv = op.num_heads / op.num_kv_heads, heads_of_tile = op.num_kv_heads;
+    const int first = stage.first * heads_of_tile, begin = first + task * stage.grain;
+    const int end = std::min(begin + stage.grain, stage.end * heads_of_tile);
+    for (int i = begin; i < end; ++i) {
+        const AttentionTile& tile = planner_.last().tiles[i / heads_of_tile];
+        const int kv_head = i % heads_of_tile;
+        const int64_t token = tile.token - tile.position;  // the text's first
+        const int64_t column = int64_t{kv_head} * heads_per_kv * op.head_dim, kv_column = int64_t{kv_head} * op.head_dim;
+        const float* const distances = weights_.vector(op.distances);
+        const TextAttentionTask work{q.row(token) + column,
+                                     k.row(token) + kv_column,
+                                     v.row(token) + kv_column,
+                                     out.row(token) + column,
+                                     q.width,
+                                     k.width,
+                                     input_.query_start_loc[tile.row + 1] - input_.query_start_loc[tile.row],
+                                     tile.position,
+                                     tile.position + tile.num_queries,
+                                     heads_per_kv,
+                                     op.head_dim,
+                                     op.is_causal,
+                                     op.window,
+                                     op.scale,
+                                     distances ? distances + int64_t{kv_head} * heads_per_kv * (2 * op.num_distances + 1) : nullptr,
+                                     op.num_distances};
+        kernels_.text_attention(work, attention_scratch_[member].data());
+    }
 }
 
 void Engine::run_attention(const AttentionOp& op, const Stage& stage, int task, int member) {

@@ -55,6 +55,9 @@ class Engine final : private Work {
     // After the last instruction. Logits are multiplied by `scale` and then, if cap > 0, become cap * tanh(logit / cap).
     // std::invalid_argument if that would change them and the last instruction is no product that makes them.
     void set_logits(int buffer, float scale, float cap);
+    // After the last instruction, of a program that computes texts whole: the buffer with their answers. `per_sample`: it has a row for each
+    // sample, and else one for each token.
+    void set_states(int buffer, bool per_sample);
     // The weights are complete: threads of low priority see to their pages, and to those of the KV cache.
     void settle();
 
@@ -63,6 +66,15 @@ class Engine final : private Work {
     void run_step(const StepInput& input);
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }
     const float* logits() const { return buffers_[logits_buffer_].data(); }
+    // The answer to the text of a sample of the last step; points into a buffer.
+    struct State {
+        const float* data;
+        int64_t count;
+    };
+    State state_of(int sample) const;
+    bool has_states() const { return states_buffer_ >= 0; }
+    // Fills all buffers with NaN, so that a test sees any use of what no step has written.
+    void poison_buffers();
     // Positions of a step are below that many.
     int32_t num_positions() const { return num_positions_; }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
@@ -78,7 +90,7 @@ class Engine final : private Work {
 
   private:
     struct Buffer {
-        int64_t width;
+        int64_t width, rows;
         Memory memory;
         float* data() const { return reinterpret_cast<float*>(memory.get()); }
         float* row(int64_t i) const { return data() + i * width; }
@@ -109,6 +121,8 @@ class Engine final : private Work {
     void run_gated(const GatedOp& op, int index, int task);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
     void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
+    void run_text_attention(const TextAttentionOp& op, const Stage& stage, int task, int member);
+    void reserve_for_texts();
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -123,6 +137,10 @@ class Engine final : private Work {
     Experts experts_;
     Logits logits_;
     int logits_buffer_ = -1;
+    int states_buffer_ = -1;
+    bool states_are_of_samples_ = false;
+    int32_t widest_text_head_ = 0;  // head_dim of attention within texts; 0: the program has none
+    int32_t longest_text_ = 0;      // tokens of a row for which the scratch is large enough
     int32_t num_positions_ = INT32_MAX;
 
     // State of the step.
@@ -134,7 +152,7 @@ class Engine final : private Work {
     double ns_per_tick_ = 0.0;
     std::vector<int32_t> pieces_done_;  // of each split tile, through std::atomic_ref
     std::vector<float> partials_;
-    std::vector<std::vector<float>> attention_scratch_;  // per member
+    std::vector<Floats> attention_scratch_;  // per member
 };
 
 }  // namespace penstock

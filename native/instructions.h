@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,7 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
+    kAddType, kGatherFirst, kMean, kNormalise,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
@@ -28,10 +30,10 @@ struct RowOp {
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
-    // keys share, or -1; kShortConv), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
+    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
     int32_t weight = -1;
     // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
-    // kind (kGated, kActivate)
+    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType)
     int32_t n = 0;
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps, scale, or factor of the second buffer (kAdd)
@@ -63,6 +65,17 @@ struct AttentionOp {
     bool of_samples = false;  // of other tokens nobody reads what comes out, and it is not computed
 };
 
+// Attention within each text of a step, which was computed whole.
+struct TextAttentionOp {
+    int32_t q = -1, k = -1, v = -1, out = -1;  // buffers
+    int32_t num_heads = 0, num_kv_heads = 0, head_dim = 0;
+    float scale = 1.0f;
+    bool is_causal = false;
+    int32_t window = 0;
+    int32_t distances = -1;     // vector [num_heads, 2 * num_distances + 1]
+    int32_t num_distances = 0;
+};
+
 // A layer's mixture of experts. A matrix has those of all experts, one below the other, each in whole panels: `inner` the gate's rows of
 // an expert and then up's, `outer` those of the down projection. Their biases lie likewise.
 struct ExpertsLayer {
@@ -90,7 +103,7 @@ struct ExpertsOp {
     ExpertsLayer layer{};
 };
 
-enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts };
+enum class InstructionKind : int32_t { kRows, kLinear, kGated, kAttention, kExperts, kTextAttention };
 enum class Domain : int32_t { kTokens, kSamples };  // over which rows an instruction runs
 
 struct Instruction {
@@ -101,6 +114,7 @@ struct Instruction {
     GatedOp gated;
     AttentionOp attention;
     ExpertsOp experts{};
+    TextAttentionOp text_attention{};
 };
 
 // Arrays of one step, owned by the caller. R rows, T tokens, S rows of logits.
@@ -123,11 +137,17 @@ struct StepInput {
     const int32_t* num_prompt_of_slot;  // [max_rows]
     const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
 
+    const int32_t* second_at_of_slot = nullptr;  // [max_rows], position of a pair's second text, or 0; null: 0 of all
+
+    // The row of a token, as its index among those of the step.
+    int row_of(int64_t token) const {
+        return static_cast<int>(std::upper_bound(query_start_loc, query_start_loc + num_rows, token) - query_start_loc) - 1;
+    }
     const uint32_t* mask_of(int row) const { return masks ? masks[row] : nullptr; }
 };
 
 struct EngineShape {
-    int32_t num_layers;  // with keys and values
+    int32_t num_layers;  // with keys and values; 0 for programs that compute texts whole
     int32_t num_kv_heads, head_dim, vocab_size;
     int32_t num_blocks, block_size, max_rows, max_step_tokens;
     KvFormat kv_format;

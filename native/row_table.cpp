@@ -38,6 +38,7 @@ RowTable::RowTable(const RowTableShape& shape)
     rows_.resize(static_cast<size_t>(shape.max_rows));
     num_tokens_.resize(rows_.size());
     num_prompt_.resize(rows_.size());
+    second_at_.resize(rows_.size());
     for (int32_t slot = shape.max_rows - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     begin_step();
 }
@@ -48,13 +49,14 @@ RowTable::Row& RowTable::known(int slot) {
 }
 
 int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
-                    int64_t num_computed, bool is_padding) {
+                    int64_t num_computed, bool is_padding, int64_t second_at) {
     const auto num_tokens = static_cast<int64_t>(tokens.size());
     require(!free_slots_.empty(), "is one more than max_rows");
     require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
     require(num_tokens <= shape_.max_model_len, "is longer than max_model_len");
     require(num_computed >= 0 && num_computed < num_tokens, "has no token left to compute");
     require(num_computed <= static_cast<int64_t>(blocks.size()) * shape_.block_size, "has more KV than its blocks hold");
+    require(second_at >= 0 && second_at < num_tokens, "has a second text that begins after its last token");
     for (const int32_t token : tokens) require(token >= 0 && token < shape_.vocab_size, "has a token outside the vocabulary");
     const int slot = free_slots_.back();
     free_slots_.pop_back();
@@ -63,6 +65,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
+    second_at_[static_cast<size_t>(slot)] = static_cast<int32_t>(second_at);
     const int64_t num_unread = shape_.window > 0 ? std::max<int64_t>(0, num_computed + 1 - shape_.window) / shape_.block_size : 0;
     append_blocks(slot, blocks, num_unread);
     return slot;
@@ -105,6 +108,7 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
     require(query_len <= row.num_tokens - context_len, "computes tokens that are not known");
     const int64_t end = context_len + query_len;
     require(end == row.num_tokens || !samples, "samples before its last token");
+    if (shape_.is_one_pass) require(row.is_padding || (samples && query_len == row.num_tokens), "does not compute its whole text");
     require(end <= shape_.max_model_len, "is longer than max_model_len");
     require(query_len <= shape_.max_step_tokens - static_cast<int64_t>(token_ids_.size()), "exceeds max_step_tokens");
     append_blocks(slot, new_blocks, 0);
@@ -153,6 +157,8 @@ StepInput RowTable::input() const {
     in.table_stride = block_stride_;
     in.logit_tokens = logit_tokens_.data();
     in.logit_slots = logit_slots_.data();
+    in.second_at_of_slot = second_at_.data();
+    if (shape_.is_one_pass) return in;
     in.tokens = tokens_.get();
     in.tokens_stride = token_stride_;
     in.num_tokens_of_slot = num_tokens_.data();

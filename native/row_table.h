@@ -16,6 +16,7 @@ namespace penstock {
 struct RowTableShape {
     int32_t num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size;
     int32_t window;  // 0, or how many last positions a row reads
+    bool is_one_pass = false;  // each row is a text, computed whole in one step, and nothing is appended to it
 };
 
 // A call that breaks the contract of plans throws std::invalid_argument; the table must not be used after that.
@@ -27,9 +28,9 @@ class RowTable {
     // A slot for a new row. `tokens` are prompt and output so far, the first `num_computed` of them have KV in `blocks`.
     // Null blocks may stand for the first blocks if the row reads no position of theirs. Padding has null blocks and no others.
     // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
-    // answers nobody.
+    // answers nobody. `second_at`: the position of a pair's second text; 0: it is one text.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
-              bool is_padding);
+              bool is_padding, int64_t second_at = 0);
     void release(int slot);
 
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
@@ -37,8 +38,9 @@ class RowTable {
     void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
     // The tokens that the i-th row that samples may sample: a bit for each token of the vocabulary, [mask_words()].
     void restrict(int sample, const uint32_t* mask);
+    bool is_one_pass() const { return shape_.is_one_pass; }
     int mask_words() const { return (shape_.vocab_size + 31) / 32; }
-    // Points into this table; valid until it changes.
+    // Points into this table; valid until it changes. Of texts nothing is to be sampled.
     StepInput input() const;
     // Rows of the step that sample, in its order.
     int num_samples() const { return static_cast<int>(logit_slots_.size()); }
@@ -73,6 +75,7 @@ class RowTable {
     std::vector<Row> rows_;
     std::vector<int32_t> free_slots_;
     std::vector<int32_t> num_tokens_, num_prompt_;  // [max_rows], for the sampler
+    std::vector<int32_t> second_at_;                // [max_rows]
     // The step.
     int64_t num_steps_ = 0;
     std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_;

@@ -10,12 +10,6 @@ namespace {
 
 constexpr int kColumns = 256;  // that are summed up together
 
-// The row of a token, as its index among those of the step.
-int row_of(const StepInput& step, int64_t token) {
-    const int32_t* const starts = step.query_start_loc;
-    return static_cast<int>(std::upper_bound(starts, starts + step.num_rows, token) - starts) - 1;
-}
-
 // v of the columns [first, first + count) of a token of the step.
 void multiply(const EngineShape& shape, const ShortConvLayer& layer, int64_t token, int first, int count, float* v) {
     const float* const b = layer.inputs + token * 3 * shape.state_width + first;
@@ -26,7 +20,7 @@ void multiply(const EngineShape& shape, const ShortConvLayer& layer, int64_t tok
 }  // namespace
 
 void convolve(const EngineShape& shape, const KvCache& kv, const StepInput& step, const ShortConvLayer& layer, int64_t token, float* out) {
-    const int row = row_of(step, token), before = shape.state_columns, width = shape.state_width;
+    const int row = step.row_of(token), before = shape.state_columns, width = shape.state_width;
     const int64_t first_token = step.query_start_loc[row];
     const int32_t* const blocks = step.block_tables + step.row_slots[row] * step.table_stride;
     const float* const gate = layer.inputs + token * 3 * width + width;
@@ -56,7 +50,7 @@ void convolve(const EngineShape& shape, const KvCache& kv, const StepInput& step
 
 void keep_state(const EngineShape& shape, KvCache& kv, const StepInput& step, const ShortConvLayer& layer, int64_t token) {
     const int64_t block = step.slot_mapping[token] / shape.block_size, later = token + shape.state_columns;
-    const bool is_in_row = later < step.query_start_loc[row_of(step, token) + 1];
+    const bool is_in_row = later < step.query_start_loc[step.row_of(token) + 1];
     if (is_in_row && step.slot_mapping[later] / shape.block_size == block) return;  // that one takes its place
     uint16_t* const state = kv.state(static_cast<int32_t>(block), layer.index, step.slot_mapping[token] % shape.block_size);
     for (int first = 0; first < shape.state_width; first += kColumns) {

@@ -7,6 +7,7 @@ namespace {
 constexpr int kRowsOfTile = 4;      // of the widest kernels; only the speed depends on it
 constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
+constexpr int kTextQueries = 192;  // of a tile in a text: its keys and values are copied for each tile and head
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
 // a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
@@ -50,13 +51,16 @@ void StepPlanner::count_last_instruction() {
         if (w.matrix.kind != WeightKind::kBf16) fetching += cost;
     };
     for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
-    num_attentions_ += instruction.kind == InstructionKind::kAttention;
+    is_one_pass_ = is_one_pass_ || instruction.kind == InstructionKind::kTextAttention;
+    num_attentions_ += instruction.kind == InstructionKind::kAttention || instruction.kind == InstructionKind::kTextAttention;
     for (const LinearOp& op : instruction.linears) count(op.weight);
     if (instruction.kind == InstructionKind::kGated) {
         count(instruction.gated.gate);
         count(instruction.gated.up);
     } else if (instruction.kind == InstructionKind::kAttention) {
         costs_.of_position += 2 * kAttentionCost * instruction.attention.num_heads * shape_.head_dim;
+    } else if (instruction.kind == InstructionKind::kTextAttention) {
+        costs_.of_position += 2 * kAttentionCost * instruction.text_attention.num_heads * instruction.text_attention.head_dim;
     }
     if (instruction.kind == InstructionKind::kExperts) {
         has_experts_ = true;
@@ -112,7 +116,8 @@ void StepPlanner::add_up_costs() {
     for (int row = 0; row < input_.num_rows; ++row) {
         const int begin = input_.query_start_loc[row], end = input_.query_start_loc[row + 1];
         for (int token = begin; token < end; ++token) {
-            total += costs_.of_token + costs_.of_position * (input_.context_lens[row] + token - begin + 1);
+            const int seen = is_one_pass_ ? end - begin : input_.context_lens[row] + token - begin + 1;
+            total += costs_.of_token + costs_.of_position * seen;
             for (; sample < input_.num_logits && input_.logit_tokens[sample] == token; ++sample) total += costs_.of_sample;
             cost_until_.push_back(total);
         }
@@ -120,10 +125,10 @@ void StepPlanner::add_up_costs() {
 }
 
 // Where a strand ends that has its share of the cost up to this token: with a whole tile of rows, which may be within a row of the step,
-// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h).
+// but for programs with a state: a token would look in vain for what those before it have left (short_conv.h); and in texts all read all.
 int StepPlanner::end_of_strand(int64_t token) const {
     const int end = (static_cast<int>(token) + kRowsOfTile / 2) / kRowsOfTile * kRowsOfTile;
-    if (num_states_ == 0 || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
+    if ((num_states_ == 0 && !is_one_pass_) || end >= input_.num_tokens) return std::min(end, input_.num_tokens);
     const int32_t* const after = std::upper_bound(input_.query_start_loc, input_.query_start_loc + input_.num_rows, end);
     return *after - end < end - after[-1] ? *after : after[-1];
 }
@@ -160,6 +165,10 @@ Team::Strands StepPlanner::strands_of_run() const {
 
 // The tiles of a strand's attention, behind those of the ones before.
 void StepPlanner::plan_attention(Strand& strand) {
+    if (is_one_pass_) {
+        strand.tiles = add_text_tiles(strand);
+        return;
+    }
     int heads_per_kv = 1;
     for (const Instruction& instruction : program_) {
         if (instruction.kind == InstructionKind::kAttention) {
@@ -190,6 +199,17 @@ TileRange StepPlanner::add_tiles(const Strand& strand, int heads_per_kv, bool of
     if (takers() > 1 && heads_per_kv <= kernels_.attention_queries) split_long_tiles(tiles, heads_per_kv);
     tiles.end = static_cast<int32_t>(plan_.tiles.size());
     return tiles;
+}
+
+TileRange StepPlanner::add_text_tiles(const Strand& strand) {
+    const auto first_tile = static_cast<int32_t>(plan_.tiles.size());
+    const int32_t* const starts = input_.query_start_loc;
+    for (int row = input_.row_of(strand.first_token); row < input_.num_rows && starts[row] < strand.end_token; ++row) {
+        for (int token = starts[row]; token < starts[row + 1]; token += kTextQueries) {
+            plan_.tiles.push_back({row, token, token - starts[row], std::min(kTextQueries, starts[row + 1] - token), 0});
+        }
+    }
+    return {first_tile, static_cast<int32_t>(plan_.tiles.size()), false};
 }
 
 // `of_samples`: from the first of its queries that samples to the last one, if there is any.
@@ -253,6 +273,11 @@ Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instructi
         const TileRange& tiles = instruction.attention.of_samples ? strand.sample_tiles : strand.tiles;
         const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, kAttentionTasksPerMember * members);
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
+    }
+    if (instruction.kind == InstructionKind::kTextAttention) {
+        const int count = (strand.tiles.end - strand.tiles.first) * instruction.text_attention.num_kv_heads;
+        const int grain = grain_of(count, kAttentionTasksPerMember * members);
+        return {ceil_div(count, grain), grain, 1, strand.tiles.first, strand.tiles.end, members};
     }
     const bool of_tokens = instruction.domain == Domain::kTokens;
     const int first = of_tokens ? strand.first_token : strand.first_logit, end = of_tokens ? strand.end_token : strand.end_logit;

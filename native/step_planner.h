@@ -39,7 +39,7 @@ struct Strand {
 // One instruction of a strand, or of all together. The last stage of a step that samples is the draw, which is no instruction.
 struct Stage {
     int32_t num_tasks;
-    int32_t grain;       // rows, panels or attention tiles of a task
+    int32_t grain;       // rows, panels, attention tiles, or heads of tiles in texts, of a task
     int32_t row_blocks;  // of a product
     int32_t first, end;  // rows of its domain, or tiles
     int32_t members;     // that share its tasks
@@ -57,6 +57,7 @@ struct Stage {
 };
 
 // Queries of a row and a key-value head that attend together, over all positions or, as a piece of a long one, over some segments.
+// In programs that compute texts whole: of all heads, and `position` is the first query's in its text.
 struct AttentionTile {
     int32_t row, token, position, num_queries, kv_head;
     int32_t split = -1;  // of which this is a piece
@@ -126,6 +127,7 @@ class StepPlanner {
 
     void plan_attention(Strand& strand);
     TileRange add_tiles(const Strand& strand, int heads_per_kv, bool of_samples);
+    TileRange add_text_tiles(const Strand& strand);
     void add_tile(AttentionTile tile, bool of_samples);
     void split_long_tiles(TileRange& tiles, int heads_per_kv);
 
@@ -145,6 +147,7 @@ class StepPlanner {
     bool has_experts_ = false;
     int num_states_ = 0;
     int num_attentions_ = 0;
+    bool is_one_pass_ = false;  // it computes texts whole
     Costs costs_;
     Fetching fetching_;
 

@@ -34,6 +34,12 @@ PENSTOCK_INLINE vf gelu(vf x) {
     return sub(relu(x), mul(mul(size, set1(0.5f)), tails));
 }
 
+// 1 - 2 / (1 + e^2x), which is 1 to the last bit from 10 on; NaN stays NaN.
+PENSTOCK_INLINE vf tanh(vf x) {
+    const vf u = min(set1(10.0f), max(set1(-10.0f), x));
+    return sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp2(mul(u, set1(2.0f * 1.44269504088896341f))))));
+}
+
 // What a product with a gate computes of its sums.
 PENSTOCK_INLINE vf gated(vf gate, vf up, ActivationKind kind) {
     return mul(kind == ActivationKind::kSilu ? silu(gate) : gelu_tanh(gate), up);
@@ -49,6 +55,7 @@ PENSTOCK_INLINE void for_activation(ActivationKind kind, F f) {
         case ActivationKind::kGeluQuick: return f([](vf x) PENSTOCK_LAMBDA { return times_sigmoid(x, mul(x, set1(1.702f))); });
         case ActivationKind::kRelu: return f([](vf x) PENSTOCK_LAMBDA { return relu(x); });
         case ActivationKind::kRelu2: return f([](vf x) PENSTOCK_LAMBDA { return mul(relu(x), relu(x)); });
+        case ActivationKind::kTanh: return f([](vf x) PENSTOCK_LAMBDA { return tanh(x); });
         case ActivationKind::kSwigluClamped: return;  // for_gate has it
     }
 }

@@ -76,8 +76,8 @@ struct PanelRange {
     int begin, end, next;
 };
 
-// A product with a gate computes the first two; the others are operations on rows. The last one is of a gate and its partner alone.
-enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6 };
+// A product with a gate computes the first two; the others are operations on rows. kSwigluClamped is of a gate and its partner alone.
+enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7 };
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
@@ -146,6 +146,21 @@ struct AttentionTask {
     int32_t end_segment;
 };
 
+// Some queries of a text that share a KV head. The text was computed whole: its keys and values are rows of buffers.
+struct TextAttentionTask {
+    const float *q, *k, *v;   // of the text's first token, at the first of these heads
+    float* out;               // likewise
+    int64_t q_ld, kv_ld;      // floats from one token to the next: in q and out, and in k and v
+    int32_t num_tokens;       // of the text
+    int32_t first_query, end_query;
+    int32_t heads_per_kv, head_dim;
+    bool is_causal;           // a query sees its own position and those before it; else those after it, too
+    int32_t window;           // 0, or a query sees positions that are less than that far away
+    float scale;
+    const float* distances;   // null, or what is added to scores by the key's position less the query's: [heads_per_kv, 2 * num_distances + 1]
+    int32_t num_distances;    // the same for all farther away
+};
+
 struct KernelTable {
     const char* name;
     int32_t attention_queries;  // most (query, head) pairs of one attention task
@@ -192,6 +207,9 @@ struct KernelTable {
     void (*attention_merge)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     int64_t (*attention_scratch_floats)(int head_dim);
     int64_t (*attention_partial_floats)(int num_pairs, int head_dim);
+    // `scratch` is at least text_attention_scratch_floats(num_tokens, head_dim) floats
+    void (*text_attention)(const TextAttentionTask& task, float* scratch);
+    int64_t (*text_attention_scratch_floats)(int num_tokens, int head_dim);
 
     // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two
     int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);

@@ -106,15 +106,12 @@ void add_row(float* out, const float* a, const float* b, int cols, float factor)
     });
 }
 
-// tanh(u) = 1 - 2 / (1 + e^2u), which is 1 to the last bit from 10 on.
 void cap_row(float* x, int cols, float scale, float cap) {
     const float inverse = cap > 0.0f ? scale / cap : 0.0f;
     for_lanes(cols, [&](int i, int count) PENSTOCK_LAMBDA {
         const vf v = load_some(x + i, count);
         if (cap > 0.0f) {
-            const vf u = min(set1(10.0f), max(set1(-10.0f), mul(v, set1(inverse))));  // NaN stays NaN
-            const vf tanh = sub(set1(1.0f), div(set1(2.0f), add(set1(1.0f), exp2(mul(u, set1(2.0f * 1.44269504088896341f))))));
-            store_some(x + i, mul(set1(cap), tanh), count);
+            store_some(x + i, mul(set1(cap), tanh(mul(v, set1(inverse)))), count);
         } else {
             store_some(x + i, mul(v, set1(scale)), count);
         }

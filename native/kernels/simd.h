@@ -93,6 +93,37 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
 #endif
 }
 
+// Sixteen rows of sixteen numbers, `stride` numbers apart, become their columns, one after the other.
+PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride) {
+#if defined(__AVX512F__)
+    __m512 a[kLanes], b[kLanes];
+    PENSTOCK_UNROLL
+    for (int i = 0; i < kLanes; i += 2) {
+        const __m512 even = _mm512_loadu_ps(in + i * stride), odd = _mm512_loadu_ps(in + (i + 1) * stride);
+        a[i] = _mm512_unpacklo_ps(even, odd);
+        a[i + 1] = _mm512_unpackhi_ps(even, odd);
+    }
+    PENSTOCK_UNROLL
+    for (int i = 0; i < kLanes; ++i) {  // quarter L of b[i]: column 4 L + i % 4 of the rows i / 4 * 4 and on
+        const __m512d low = _mm512_castps_pd(a[i / 4 * 4 + i % 4 / 2]), high = _mm512_castps_pd(a[i / 4 * 4 + i % 4 / 2 + 2]);
+        b[i] = _mm512_castpd_ps(i % 2 ? _mm512_unpackhi_pd(low, high) : _mm512_unpacklo_pd(low, high));
+    }
+    PENSTOCK_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const __m512 front[2] = {_mm512_shuffle_f32x4(b[i], b[4 + i], 0x44), _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x44)};
+        const __m512 back[2] = {_mm512_shuffle_f32x4(b[i], b[4 + i], 0xEE), _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xEE)};
+        _mm512_storeu_ps(out + i * kLanes, _mm512_shuffle_f32x4(front[0], front[1], 0x88));
+        _mm512_storeu_ps(out + (4 + i) * kLanes, _mm512_shuffle_f32x4(front[0], front[1], 0xDD));
+        _mm512_storeu_ps(out + (8 + i) * kLanes, _mm512_shuffle_f32x4(back[0], back[1], 0x88));
+        _mm512_storeu_ps(out + (12 + i) * kLanes, _mm512_shuffle_f32x4(back[0], back[1], 0xDD));
+    }
+#else
+    for (int row = 0; row < kLanes; ++row) {
+        for (int col = 0; col < kLanes; ++col) out[col * kLanes + row] = in[row * stride + col];
+    }
+#endif
+}
+
 // A sum with it is rounded to an integer, which is in its low bits: 1.5 * 2^23.
 constexpr float kRoundingMagic = 12582912.0f;
 

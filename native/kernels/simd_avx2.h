@@ -2,6 +2,7 @@
 
 constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
+constexpr int kTextRows = 4, kTextVectors = 1;
 
 struct vf { __m256 l, h; };
 struct vi { __m256i l, h; };

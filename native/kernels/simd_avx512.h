@@ -4,6 +4,7 @@
 // is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
 constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
+constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
 
 struct vf { __m512 v; };    // 16 float32
 struct vi { __m512i v; };   // 16 int32

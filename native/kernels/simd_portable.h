@@ -2,6 +2,7 @@
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 2, kAttentionScoreSums = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
+constexpr int kTextRows = 2, kTextVectors = 1;
 
 struct vf { float v[16]; };
 struct vi { int32_t v[16]; };

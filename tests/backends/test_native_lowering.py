@@ -23,14 +23,12 @@ from penstock.models.program import (
     KvWrite,
     Linear,
     Logits,
-    MeanRows,
     Op,
     Program,
     RMSNorm,
     Rope,
     ShortConv,
     Softcap,
-    States,
 )
 from penstock.models.weights import BlockScales, WeightFormat, WeightTensor
 from penstock.types.errors import ModelError
@@ -336,8 +334,6 @@ def test_what_keys_lack_is_padded_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("op", "complaint"),
     [
-        (States("x"), "can't compute States"),
-        (MeanRows("y", "x"), "can't compute MeanRows"),
         (Softcap("x", 30.0), "can't compute Softcap of anything but logits"),
         (EmbedPositions("x", "x", "w", 32), "64 tokens have more positions than the 32 that were learned"),
         (Rope("x", 2, 16, (1.0,), growth=0.1), r"can't compute Rope\.growth of columns that do not turn"),

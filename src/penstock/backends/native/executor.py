@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_USABLE_LOGIT, NULL_BLOCK
+from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK
 from penstock.backends.native._native import Engine, KvFormat, RowSampling, RowTable, Team
 from penstock.backends.native.lowering import lower
-from penstock.models.program import Program
+from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
+from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype, padded_head_dim
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
@@ -29,9 +30,9 @@ class NativeExecutor:
     Executors that are given the same `team` share its threads: their steps take turns. Without one the executor makes a team of
     `num_threads`, where 0 is one per usable core. `variant` forces an instruction set (`penstock env` lists them).
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
-    that the kernels can't work with (`block_size` must be a multiple of 16). `poison` is for tests: stale KV becomes NaN.
-    `on_packed` is told of weights as `lower` does it. If `expert_file` is given, the descriptor of an empty file, experts lie
-    there, and OSError is raised for what the disk refuses.
+    that the kernels can't work with (`block_size` must be a multiple of 16, but for texts). `poison` is for tests: what is
+    stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If `expert_file` is given, the
+    descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses.
     """
 
     def __init__(
@@ -52,14 +53,21 @@ class NativeExecutor:
         on_packed: Callable[[int], object] | None = None,
         expert_file: int | None = None,
     ) -> None:
-        state = program.state
+        state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = Capacity(*sizes, has_state=state is not None, window=program.window)
+        self._capacity = Capacity(*sizes, has_state=state is not None, window=program.window, is_one_pass=is_one_pass)
+        if is_one_pass != isinstance(program.ending, States):
+            raise ModelError(
+                f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
+                remedy="End programs of texts in `States`, others in `Logits`.",
+            )
         self._vocab_size = program.vocab_size
+        # Of texts no keys and values are kept: a cache without layers, of any shape.
+        num_kv_heads, head_dim = (1, 16) if is_one_pass else (program.num_kv_heads, padded_head_dim(program.head_dim))
         self._opened: Engine | None = Engine(
-            num_layers=program.num_layers,
-            num_kv_heads=program.num_kv_heads,
-            head_dim=padded_head_dim(program.head_dim),
+            num_layers=0 if is_one_pass else program.num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             vocab_size=program.vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -84,6 +92,7 @@ class NativeExecutor:
             max_model_len=max_model_len,
             vocab_size=program.vocab_size,
             window=self._capacity.window,
+            is_one_pass=is_one_pass,
         )
         self._wants_logprobs: set[str] = set()
         """Request ids."""
@@ -174,7 +183,10 @@ class NativeExecutor:
             self._wants_logprobs.discard(request_id)
             self._with_grammar.discard(request_id)
         for row in plan.admits:
-            self._engine.set_sampling(rows.admit(row), make_row_sampling(row.sampling))
+            slot = rows.admit(row)
+            if self._capacity.is_one_pass:
+                continue
+            self._engine.set_sampling(slot, make_row_sampling(row.sampling))
             if row.sampling.logprobs is not None:
                 self._wants_logprobs.add(row.request_id)
             if row.sampling.follows_grammar:
@@ -184,7 +196,7 @@ class NativeExecutor:
             row.samples and row.request_id in self._with_grammar for row in plan.rows
         )
         if self._poison:
-            self._forget_stale_blocks(plan)
+            self._forget_stale(plan)
         self._flight = plan.step_id
         return Ticket(plan.step_id)
 
@@ -205,18 +217,28 @@ class NativeExecutor:
         self._flight = None
         engine, rows = self._engine, self._rows
         start_ns = time.monotonic_ns()
+        if self._capacity.is_one_pass:
+            states, failed = rows.read(engine)
+            failures = dict.fromkeys(failed, NO_USABLE_STATE)
+            return StepResult(ticket.step_id, {}, timing=self._timing(start_ns), failures=failures, states=states)
         token_ids, failed = rows.run(engine)
-        end_ns = time.monotonic_ns()
         return StepResult(
             ticket.step_id,
             token_ids,
-            timing=StepTiming(start_ns, end_ns, dict(zip(TIME_PARTS, engine.times(), strict=True))),
+            timing=self._timing(start_ns),
             logprobs=self._logprobs() if self._wants_logprobs else {},
             failures=dict.fromkeys(failed, NO_USABLE_LOGIT),
         )
 
-    def _forget_stale_blocks(self, plan: StepPlan) -> None:
-        """Poisons the content of blocks beyond their rows' computed tokens: it has no meaning, and any use becomes visible."""
+    def _timing(self, start_ns: int) -> StepTiming:
+        """The times of a step that has just ended."""
+        return StepTiming(start_ns, time.monotonic_ns(), dict(zip(TIME_PARTS, self._engine.times(), strict=True)))
+
+    def _forget_stale(self, plan: StepPlan) -> None:
+        """Poisons buffers, and blocks beyond their rows' computed tokens: they have no meaning, and any use becomes visible."""
+        self._engine.poison_buffers()
+        if self._capacity.is_one_pass:
+            return
         size = self._capacity.block_size
         for admit in plan.admits:
             for i, block_id in enumerate(admit.block_ids):
@@ -239,6 +261,8 @@ class NativeExecutor:
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
+        if self._capacity.is_one_pass:
+            raise ValueError("the program has no logits: it reads texts")
         size = self._capacity.block_size
         num_blocks = -(-len(token_ids) // size)
         if num_blocks >= self._capacity.num_blocks:

@@ -29,19 +29,23 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
+    FirstRows,
     GatedActivation,
     GatherRows,
     KvWrite,
     LayerNorm,
     Linear,
     Logits,
+    MeanRows,
     Op,
     Program,
     RMSNorm,
     Rope,
     ShortConv,
     Softcap,
+    States,
     TextAttention,
     features,
 )
@@ -55,17 +59,24 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
 """Packed as bf16."""
-ACTIVATION_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "swiglu_clamped": 6}
+ACTIVATION_KINDS = {
+    kind: number
+    for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
+}
+"""The numbers of native/kernels/kernels.h."""
 _OF_PRODUCTS = ("silu", "gelu_tanh")
 """Activations that a product of a gate and an up projection computes; the others run on its rows."""
 COMPUTED = frozenset(
     {
-        *("Embed", "Embed.scale", "EmbedPositions", "Linear", "Linear.bias", "Linear.residual"),
+        *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
+        *("Linear", "Linear.bias", "Linear.residual"),
         *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
         *("Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *("ShortConv", "ShortConv.bias"),
         *("Attention", "Attention.window", "Attention.softcap", "Attention.sinks", "Add", "Add.factor", "GatherRows"),
+        *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows"),
+        *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
         *("Logits", "Logits.scale", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
@@ -298,8 +309,12 @@ class _Emitter:
                 self._emit_attention(group)
             case Experts():
                 self._emit_experts(group)
+            case TextAttention():
+                self._emit_text_attention(group)
             case Logits():
                 self._emit_logits(group)
+            case States():
+                self._emit_states(group)
             case _:
                 self._emit_row(group)
 
@@ -326,6 +341,9 @@ class _Emitter:
                 self._row(RowOpKind.LAYER_NORM, out=self._written(op.out), x=x, y=bias, weight=vector, value=op.eps)
             case EmbedPositions():
                 self._emit_positions(op)
+            case EmbedTypes():
+                x, rows = self._buffer(op.x), self._weights.vector(op.weight)
+                self._row(RowOpKind.ADD_TYPE, out=self._written(op.out), x=x, weight=rows, n=op.num_types)
             case Rope():
                 rope = self._rope(op)
                 self._row(RowOpKind.ROPE, x=self._written(op.x), weight=rope, n=op.num_heads, head_dim=op.head_dim)
@@ -346,12 +364,19 @@ class _Emitter:
             case Softcap():
                 pass  # with the logits: rows of which only the largest is kept are capped first, too
             case GatherRows():
-                if not self._on_samples:
-                    self.flush_all()
-                self._on_samples = True
-                self._row(RowOpKind.GATHER, x=self._buffer(op.x), out=self._written(op.out))
+                self._emit_gathering(RowOpKind.GATHER, op)
+            case FirstRows():
+                self._emit_gathering(RowOpKind.GATHER_FIRST, op)
+            case MeanRows():
+                self._emit_gathering(RowOpKind.MEAN, op)
             case _:
                 raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
+
+    def _emit_gathering(self, kind: RowOpKind, op: GatherRows | FirstRows | MeanRows) -> None:
+        if not self._on_samples:
+            self.flush_all()
+        self._on_samples = True
+        self._row(kind, x=self._buffer(op.x), out=self._written(op.out))
 
     def _emit_quantised_norm(self, op: RMSNorm) -> None:
         x, vector = self._buffer(op.x), self._weights.vector(op.weight)
@@ -375,7 +400,8 @@ class _Emitter:
             )
         added = f"{op.out}, of its position"
         self._widths[added] = self._widths[op.x]
-        self._row(RowOpKind.LOOKUP_POSITION, out=self._buffer(added), weight=self._weights.table(op.weight), value=1.0)
+        table = self._weights.table(op.weight)
+        self._row(RowOpKind.LOOKUP_POSITION, out=self._buffer(added), weight=table, n=op.first, value=1.0)
         x = self._buffer(op.x)
         self._row(RowOpKind.ADD, out=self._written(op.out), x=x, y=self._buffer(added), value=1.0)
 
@@ -420,6 +446,13 @@ class _Emitter:
         )
         self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
 
+    def _emit_states(self, op: States) -> None:
+        x = self._buffer(op.x)
+        if op.is_normalised:
+            self._row(RowOpKind.NORMALISE, out=self._written(op.x), x=x)
+        self.flush_all()
+        self._engine.set_states(x, self._on_samples)
+
     def _emit_gated(self, group: Gated) -> None:
         gate, up, act = group.gate, group.up, group.act
         activation = self._activation(gate.x, gate.weight)
@@ -463,6 +496,24 @@ class _Emitter:
         )
         if not self._is_whole:
             self._row(RowOpKind.RESIZE_HEADS, out=out, x=attended, n=op.num_heads)
+
+    def _emit_text_attention(self, op: TextAttention) -> None:
+        q, k, v, out = self._buffer(op.q), self._buffer(op.k), self._buffer(op.v), self._written(op.out)
+        self.flush()
+        self._engine.add_text_attention(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            num_heads=op.num_heads,
+            num_kv_heads=op.num_kv_heads,
+            head_dim=op.head_dim,
+            scale=op.scale,
+            is_causal=op.mask == "causal",
+            window=op.window,
+            distances=self._weights.vector_or_none(op.distances),
+            num_distances=op.num_distances,
+        )
 
     @property
     def _is_whole(self) -> bool:

@@ -1,0 +1,35 @@
+#include "texts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace penstock {
+
+void mean_of_rows(const float* x, int64_t width, int64_t first, int64_t end, float* out) {
+    std::copy_n(x + first * width, width, out);
+    for (int64_t row = first + 1; row < end; ++row) {
+        for (int64_t i = 0; i < width; ++i) out[i] += x[row * width + i];
+    }
+    const float count = static_cast<float>(end - first);
+    for (int64_t i = 0; i < width; ++i) out[i] /= count;
+}
+
+void normalise(const KernelTable& kernels, const float* x, int64_t width, float* out) {
+    float square;
+    kernels.dot_rows(&square, x, x, 1, static_cast<int>(width));
+    const float length = std::sqrt(square), divisor = length < 1e-12f ? 1e-12f : length;  // NaN stays NaN
+    for (int64_t i = 0; i < width; ++i) out[i] = x[i] / divisor;
+}
+
+bool is_finite(const float* x, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof(bits));
+        largest = std::max(largest, bits & 0x7FFFFFFFu);
+    }
+    return largest < 0x7F800000u;
+}
+
+}  // namespace penstock

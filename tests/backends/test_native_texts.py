@@ -1,0 +1,318 @@
+"""Texts that a step computes whole: each operation as the reference computes it, and the same bits alone and beside others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock.backends.batch import NO_USABLE_STATE
+from penstock.backends.native import info
+from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.reference.executor import ReferenceExecutor
+from penstock.models.program import (
+    Act,
+    Add,
+    Embed,
+    EmbedPositions,
+    EmbedTypes,
+    FirstRows,
+    GatedActivation,
+    GatherRows,
+    LayerNorm,
+    Linear,
+    MeanRows,
+    Op,
+    Program,
+    Rope,
+    States,
+    TextAttention,
+)
+from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
+from penstock.testing.builders import make_core, make_text, sizes_of, text_capacity
+from penstock.testing.driver import run_to_completion
+from penstock.types.errors import ModelError
+from penstock.types.events import Add as AddRequest
+from penstock.types.model_spec import Mask
+from penstock.types.plan import AdmitRow, PaddingId, RowPlan, StepPlan
+from penstock.types.sampling import SamplingParams
+
+F32 = NDArray[np.float32]
+VARIANTS = info()["variants"]
+VOCAB_SIZE = 97
+MAX_LEN = 420
+LENGTHS = (1, 5, 16, 17, 64, 33, 401, 200)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+Text = tuple[tuple[int, ...], int]
+"""Token ids, and the position of a pair's second text."""
+
+
+def token_ids(num_tokens: int, seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_tokens).tolist())
+
+
+class Case:
+    """A program and its weights; `of` makes an executor."""
+
+    def __init__(self, ops: Sequence[Op], widths: dict[str, int], weights: dict[str, F32]) -> None:
+        self.program = Program(tuple(ops), tuple(widths.items()), 1, 1, 16, VOCAB_SIZE)
+        tensors = {
+            name: WeightTensor(name, *np.atleast_2d(values).shape, WeightFormat.F32, np.atleast_2d(values).astype(np.float32))
+            for name, values in weights.items()
+        }
+        self.model = cast("LoadedModel", SimpleNamespace(weights=tensors))
+
+    def native(self, variant: str = "", num_threads: int = 2, *, poison: bool = True) -> NativeExecutor:
+        capacity = text_capacity(MAX_LEN, max_rows=24, max_step_tokens=1024)
+        sizes = sizes_of(capacity)
+        executor = NativeExecutor(self.model, self.program, **sizes, variant=variant, num_threads=num_threads, poison=poison)
+        assert executor.capacity == capacity
+        return executor
+
+    def reference(self) -> ReferenceExecutor:
+        return ReferenceExecutor(
+            self.model, self.program, **sizes_of(text_capacity(MAX_LEN, max_rows=24, max_step_tokens=1024))
+        )
+
+
+class Steps:
+    """Steps of an executor, each of whole texts."""
+
+    def __init__(self, executor: NativeExecutor | ReferenceExecutor) -> None:
+        self.executor = executor
+        self._ids: Iterator[int] = itertools.count()
+        self._past: tuple[str, ...] = ()
+
+    def run(self, texts: Sequence[Text], *, num_padding: int = 0) -> list[F32 | str]:
+        """The answer to each, or why there is none."""
+        names = [f"r{next(self._ids)}" for _ in texts]
+        admits = [
+            AdmitRow(name, ids, len(ids), (1 + i,), 0, GREEDY, second_at)
+            for i, (name, (ids, second_at)) in enumerate(zip(names, texts, strict=True))
+        ]
+        rows = [RowPlan(name, 0, len(ids), (), 1) for name, (ids, _) in zip(names, texts, strict=True)]
+        padding = [PaddingId(f"pad{next(self._ids)}") for _ in range(num_padding)]
+        admits += [AdmitRow(name, (1,) * 7, 7, (0,), 0, GREEDY) for name in padding]
+        rows += [RowPlan(name, 0, 7, (), 0) for name in padding]
+        plan = StepPlan(next(self._ids), 0, tuple(admits), tuple(rows), self._past)
+        self._past = (*names, *padding)
+        result = self.executor.collect(self.executor.submit(plan))
+        assert not result.token_ids
+        assert set(result.states) | set(result.failures) == set(names)
+        return [
+            np.frombuffer(result.states[name], np.float32) if name in result.states else result.failures[name] for name in names
+        ]
+
+
+def answers(found: Sequence[F32 | str]) -> list[F32]:
+    for answer in found:
+        assert not isinstance(answer, str), answer
+    return cast("list[F32]", found)
+
+
+def relative_rms(actual: F32, expected: F32) -> float:
+    assert actual.shape == expected.shape
+    return float(np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean()))
+
+
+def attention_case(
+    num_heads: int, num_kv_heads: int, head_dim: int, mask: Mask = "all", window: int = 0, num_distances: int = 0
+) -> Case:
+    """Attention alone: every token id has a query, a key and a value of its own, and every token an answer."""
+    rng = np.random.default_rng(head_dim)
+    widths = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim, "y": num_heads * head_dim}
+    weights = {name: rng.standard_normal((VOCAB_SIZE, widths[name])).astype(np.float32) for name in ("q", "k", "v")}
+    distances = "d" if num_distances else None
+    weights["d"] = rng.standard_normal((num_heads, 2 * num_distances + 1)).astype(np.float32)
+    op = TextAttention(
+        "y", "q", "k", "v", num_heads, num_kv_heads, head_dim, 1.7 / head_dim**0.5, mask, window, distances, num_distances
+    )
+    return Case([*(Embed(name, name) for name in ("q", "k", "v")), op, States("y")], widths, weights)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (12, 12, 32),
+        (4, 2, 64, "causal"),
+        (2, 1, 80, "all", 9),
+        (3, 3, 6, "causal", 40),
+        (4, 4, 16, "all", 0, 20),
+        (6, 2, 34, "all", 3, 500),
+    ],
+)
+def test_attention_within_texts(variant: str, settings: tuple[int, int, int, Mask, int, int]) -> None:
+    case = attention_case(*settings)
+    texts = [(token_ids(length, seed), 0) for seed, length in enumerate(LENGTHS)]
+    expected = answers(Steps(case.reference()).run(texts))
+    native = Steps(case.native(variant))
+    for actual, wanted in zip(answers(native.run(texts)), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=4e-5)
+    for text, wanted in zip(texts, expected, strict=True):
+        np.testing.assert_allclose(answers(native.run([text]))[0], wanted, rtol=0, atol=4e-5)
+
+
+HIDDEN, HEADS, INNER = 96, 3, 160
+
+
+def encoder(ending: str, *, is_modern: bool = False) -> Case:
+    """A small encoder: like BERT, with norms after the sums, learned positions and types; or like ModernBERT."""
+    rng = np.random.default_rng(11)
+    weights: dict[str, F32] = {}
+    widths = dict.fromkeys(("x", "q", "k", "v", "attn", "normed", "pooled", "dense"), HIDDEN)
+    widths |= {"gate": INNER, "up": INNER, "scores": 3}
+
+    def weight(name: str, rows: int, cols: int, size: float = 0.0) -> str:
+        weights[name] = (rng.standard_normal((rows, cols)) * (size or cols**-0.5)).astype(np.float32)
+        return name
+
+    def vector(name: str, cols: int, mean: float = 0.0) -> str:
+        weights[name] = (mean + 0.1 * rng.standard_normal((1, cols))).astype(np.float32)
+        return name
+
+    def norm(name: str, x: str, out: str) -> Op:
+        return LayerNorm(out, x, vector(name, HIDDEN, 1.0), None if is_modern else vector(f"{name}_bias", HIDDEN), 1e-12)
+
+    def linear(out: str, x: str, name: str, residual: str | None = None) -> Op:
+        bias = None if is_modern else vector(f"{name}_bias", widths[out])
+        return Linear(out, x, weight(name, widths[out], widths[x]), bias, residual)
+
+    ops: list[Op] = [Embed("x", weight("embed", VOCAB_SIZE, HIDDEN, 1.0))]
+    if not is_modern:
+        ops += [
+            EmbedPositions("x", "x", weight("positions", MAX_LEN + 2, HIDDEN, 0.5), MAX_LEN, first=2),
+            EmbedTypes("x", "x", weight("types", 2, HIDDEN, 0.5)),
+        ]
+    ops.append(norm("embed_norm", "x", "x"))
+    for layer in range(3):
+        x = "x"
+        if is_modern and layer > 0:
+            x = "normed"
+            ops.append(norm(f"{layer}.attn_norm", "x", x))
+        ops += [linear(name, x, f"{layer}.{name}") for name in ("q", "k", "v")]
+        if is_modern:
+            ops += [Rope(name, HEADS, HIDDEN // HEADS, tuple(100.0 ** -(i / 16) for i in range(16))) for name in ("q", "k")]
+        window = 24 if is_modern and layer % 2 else 0
+        ops.append(TextAttention("attn", "q", "k", "v", HEADS, HEADS, HIDDEN // HEADS, 0.2, window=window))
+        ops.append(linear("x", "attn", f"{layer}.o", "x"))
+        if is_modern:
+            ops.append(norm(f"{layer}.mlp_norm", "x", "normed"))
+            ops += [linear(name, "normed", f"{layer}.{name}") for name in ("gate", "up")]
+            ops.append(GatedActivation("gate", "gate", "up", "gelu"))
+            ops.append(linear("x", "gate", f"{layer}.down", "x"))
+        else:
+            ops.append(norm(f"{layer}.attn_norm", "x", "x"))
+            ops += [linear("up", "x", f"{layer}.up"), Act("up", "up", "gelu"), linear("x", "up", f"{layer}.down", "x")]
+            ops.append(norm(f"{layer}.mlp_norm", "x", "x"))
+    if is_modern:
+        ops.append(norm("norm", "x", "x"))
+    if ending == "each":
+        ops.append(States("x", is_normalised=True))
+    elif ending == "mean":
+        ops += [MeanRows("pooled", "x"), States("pooled", is_normalised=True)]
+    elif ending == "last":
+        ops += [GatherRows("pooled", "x"), Add("pooled", "pooled", "pooled", 0.5), States("pooled")]
+    else:
+        ops += [FirstRows("pooled", "x"), linear("dense", "pooled", "dense"), Act("dense", "dense", "tanh")]
+        ops += [linear("scores", "dense", "scores"), States("scores")]
+    return Case(ops, widths, weights)
+
+
+PAIRS = [(token_ids(length, seed), length // 3) for seed, length in enumerate((24, 1, 9, 131, 60, 17, 30, 402))]
+
+
+@pytest.mark.parametrize("is_modern", [False, True])
+@pytest.mark.parametrize("ending", ["first", "last", "mean", "each"])
+def test_an_encoder_answers_as_the_reference_does(ending: str, is_modern: bool) -> None:
+    case = encoder(ending, is_modern=is_modern)
+    expected = answers(Steps(case.reference()).run(PAIRS))
+    actual = answers(Steps(case.native()).run(PAIRS))
+    assert relative_rms(np.concatenate(actual), np.concatenate(expected)) < 0.02
+    if ending in ("mean", "each"):
+        lengths = [np.linalg.norm(answer.reshape(-1, HIDDEN), axis=1) for answer in actual]
+        np.testing.assert_allclose(np.concatenate(lengths), 1.0, rtol=1e-5)
+
+
+def test_where_the_second_text_begins_matters() -> None:
+    case = encoder("mean")
+    ids = PAIRS[0][0]
+    one, pair = answers(Steps(case.native()).run([(ids, 0), (ids, 8)]))
+    assert relative_rms(pair, one) > 0.05
+
+
+@pytest.mark.parametrize("ending", ["first", "each"])
+def test_a_texts_bits_are_the_same_alone_and_beside_others(ending: str) -> None:
+    case = encoder(ending)
+    alone = [answers(Steps(case.native(num_threads=1)).run([text]))[0].tobytes() for text in PAIRS]
+    for num_threads in (1, 2, 3):
+        steps = Steps(case.native(num_threads=num_threads))
+        for picked in ([0, 1], [2, 3, 4, 5, 6, 7], [7], [6, 0], [1, 0, 1, 0, 2, 2, 5], list(range(8))):
+            together = answers(steps.run([PAIRS[i] for i in picked], num_padding=len(picked) % 2))
+            assert [answer.tobytes() for answer in together] == [alone[i] for i in picked]
+
+
+def test_strands_are_of_whole_texts() -> None:
+    """Two equal texts are a strand each; a long one beside short ones, and one alone, are not divided."""
+    executor = encoder("mean").native(num_threads=2)
+    steps = Steps(executor)
+    for lengths, num_strands in (((40, 40), 2), ((30, 32, 28, 33, 31), 2), ((400, 9), 1), ((300,), 1)):
+        steps.run([(token_ids(length, length), 0) for length in lengths])
+        assert executor.num_strands == num_strands, lengths
+
+
+def test_a_text_without_a_usable_answer_fails_alone() -> None:
+    case = encoder("mean")
+    cast("F32", case.model.weights["embed"].stored)[5] = np.nan
+    bad, good = (3, 5, 8), (3, 6, 8)
+    expected = answers(Steps(case.native()).run([(good, 0)]))[0]
+    first, second, third = Steps(case.native()).run([(good, 0), (bad, 0), (good, 0)])
+    assert second == NO_USABLE_STATE
+    for answer in (first, third):
+        assert isinstance(answer, np.ndarray)
+        assert answer.tobytes() == expected.tobytes()
+
+
+def test_the_core_gets_each_text_its_answer() -> None:
+    case = encoder("mean")
+    executor = case.native()
+    requests = [make_text(f"r{i}", ids, second_at=second_at) for i, (ids, second_at) in enumerate(PAIRS)]
+    core = make_core(executor.capacity, enable_prefix_caching=False)
+    found = run_to_completion(core, executor, *(AddRequest(request) for request in requests))
+    for i, text in enumerate(PAIRS):
+        (expected,) = answers(Steps(case.native()).run([text]))
+        assert found[f"r{i}"].last.states == expected.tobytes()
+
+
+def test_a_text_is_computed_whole_and_once() -> None:
+    executor = encoder("mean").native(poison=False)
+    admit = AdmitRow("a", (1, 2, 3), 3, (1,), 0, GREEDY)
+    with pytest.raises(ValueError, match="'a' does not compute its whole text"):
+        executor.submit(StepPlan(0, 0, (admit,), (RowPlan("a", 0, 2, (), 0),), ()))
+    executor = encoder("mean").native(poison=False)
+    executor.collect(executor.submit(StepPlan(0, 0, (admit,), (RowPlan("a", 0, 3, (), 1),), ())))
+    with pytest.raises(ValueError, match="'a' has a context_len unlike what was computed"):
+        executor.submit(StepPlan(1, 0, (), (RowPlan("a", 0, 3, (), 1),), ()))
+    executor = encoder("mean").native(poison=False)
+    pair = AdmitRow("a", (1, 2, 3), 3, (1,), 0, GREEDY, second_at=3)
+    with pytest.raises(ValueError, match="'a' has a second text that begins after its last token"):
+        executor.submit(StepPlan(0, 0, (pair,), (RowPlan("a", 0, 3, (), 1),), ()))
+
+
+def test_texts_end_in_states() -> None:
+    case = attention_case(2, 2, 16)
+    ops = (*case.program.ops[:3], States("q"))
+    with pytest.raises(ModelError, match="ends in States, and reads a KV cache"):
+        Case(ops, dict(case.program.buffers), {}).native()
+
+
+def test_a_model_of_texts_has_no_keys_and_values() -> None:
+    executor = encoder("mean").native(poison=False)
+    assert executor.block_bytes == 0
+    with pytest.raises(ValueError, match="no logits"):
+        executor.forward_logits([1, 2])
