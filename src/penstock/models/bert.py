@@ -16,7 +16,7 @@ from penstock.models.architectures import Architecture, Head, HeadLayer
 from penstock.models.decoder import Decoder
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.program import Program
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import Activation, GatedMlp, LayerSpec, ModelSpec, PlainMlp
 
 
 def describe(spec: ModelSpec) -> Program:
@@ -89,10 +89,19 @@ def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
-    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(read_activation(config, "hidden_act", "gelu"))
-    return spec.with_attention(
-        lambda _, attention: replace(attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
-    )
+    return with_biases(replace(spec, norm="layer", has_norm_bias=True), read_activation(config, "hidden_act", "gelu"))
+
+
+def with_biases(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    """The spec with layers of BERT's kind, in which everything has a bias."""
+
+    def layer(_: int, one: LayerSpec) -> LayerSpec:
+        mixer = replace(one.attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
+        assert isinstance(one.mlp, GatedMlp)
+        mlp = PlainMlp(intermediate_size=one.mlp.intermediate_size, activation=activation, has_bias=True)
+        return replace(one, mixer=mixer, mlp=mlp)
+
+    return spec.with_layers(layer)
 
 
 def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:

@@ -69,6 +69,11 @@ _HUB_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
     "adapter_config.json",
+    "modules.json",
+    "sentence_*_config.json",
+    "config_sentence_transformers.json",
+    "[1-9]_*/config.json",
+    "[1-9]_*/model.safetensors",
 )
 """Files that the loader reads; repositories often hold the same weights again in other formats."""
 

@@ -1,0 +1,222 @@
+"""sentence-transformers' files beside a model: read as they are meant, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.models.hf import load_hf_directory, read_hf_spec
+from penstock.models.sentence import DenseModule, read_sentence_files
+from penstock.types.encoder import ScoreFunction, Task
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import Dense
+
+TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
+POOLING = {"type": "sentence_transformers.base.modules.pooling.Pooling", "path": "1_Pooling"}
+DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+NORMALIZE = {"type": "sentence_transformers.models.Normalize", "path": "3_Normalize"}
+
+
+def write(path: Path, **files: Any) -> Path:
+    """JSON files by name, `/` being `__`."""
+    for name, content in files.items():
+        file = path / f"{name.replace('__', '/')}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
+    return path
+
+
+def test_all_files_are_read(tmp_path):
+    write(
+        tmp_path,
+        modules=[TRANSFORMER, POOLING, DENSE, {"type": "sentence_transformers.models.Dropout", "path": "4_Dropout"}, NORMALIZE],
+        **{"1_Pooling__config": {"pooling_mode": "lasttoken", "include_prompt": True}},
+        **{"2_Dense__config": {"out_features": 7, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"}},
+        sentence_bert_config={"max_seq_length": 200, "do_lower_case": False},
+        config_sentence_transformers={"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"},
+        tokenizer_config={"model_max_length": 99},
+    )
+    found = read_sentence_files(tmp_path)
+    assert (found.pooling, found.is_normalised, found.max_tokens) == ("last", True, 200)
+    assert found.dense == (DenseModule(folder="2_Dense", width=7, activation=None, has_bias=False),)
+    assert (found.prompts, found.default_prompt) == ({"query": "query: ", "document": ""}, "query")
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": ["mean"]}, "mean"),
+    ],
+)
+def test_poolings_of_old_and_new_files(tmp_path, config, pooling):
+    write(tmp_path, modules=[TRANSFORMER, POOLING], **{"1_Pooling__config": config})
+    assert read_sentence_files(tmp_path).pooling == pooling
+
+
+def test_a_directory_without_such_files_has_defaults(tmp_path):
+    write(tmp_path, tokenizer_config={"model_max_length": 1000000000000000019884624838656})
+    found = read_sentence_files(tmp_path)
+    assert (found.pooling, found.max_tokens, found.prompts) == (None, None, {})
+
+
+@pytest.mark.parametrize("folder", ["../other", "/etc", "a/b", "..", ".", "1_Pooling/..", "\0", "-", "x" * 65, 3, None])
+def test_no_path_leads_out_of_the_directory(tmp_path, folder):
+    write(tmp_path / "model", modules=[TRANSFORMER, {**POOLING, "path": folder}])
+    write(tmp_path, other__config={"pooling_mode": "cls"})
+    with pytest.raises(ModelError, match="no name of a folder"):
+        read_sentence_files(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("files", "cause"),
+    [
+        ({"modules": {}}, "no list of 1 to 16 modules"),
+        ({"modules": []}, "no list of 1 to 16 modules"),
+        ({"modules": [TRANSFORMER] * 17}, "no list of 1 to 16 modules"),
+        ({"modules": [POOLING]}, "the first module is a Pooling"),
+        ({"modules": [{**TRANSFORMER, "path": "0_Transformer"}]}, "the first module is a Transformer in '0_Transformer'"),
+        ({"modules": [TRANSFORMER, {"type": "my_code.Pooling", "path": ""}]}, "the repository's own code"),
+        ({"modules": [TRANSFORMER, POOLING, {**POOLING, "type": "sentence_transformers.models.LSTM"}]}, "of the type LSTM"),
+        ({"modules": [TRANSFORMER, DENSE]}, "of the type Dense at this place"),
+        ({"modules": [TRANSFORMER, POOLING, NORMALIZE, DENSE]}, "of the type Dense at this place"),
+        ({"1_Pooling__config": {"pooling_mode": "max"}}, "the pooling is .'max'."),
+        ({"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "the pooling is .'cls', 'mean'."),
+        ({"1_Pooling__config": {"pooling_mode": [1]}}, "the pooling is .1."),
+        ({"1_Pooling__config": {"pooling_mode_weightedmean_tokens": True}}, "weightedmean"),
+        ({"1_Pooling__config": {"include_prompt": False}}, "include_prompt is false"),
+        ({"2_Dense__config": {"out_features": 0}}, "hidden_size is 0"),
+        ({"2_Dense__config": {"out_features": 7, "use_residual": True}}, "use_residual is True"),
+        ({"2_Dense__config": {"out_features": 7, "activation_function": "os.system"}}, "activation_function is 'os.system'"),
+        ({"2_Dense__config": {"out_features": 7, "activation_function": "torch.nn.Softmax"}}, "torch.nn.Softmax"),
+        ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
+        ({"sentence_bert_config": {"do_lower_case": True}}, "does not lower the case"),
+        ({"config_sentence_transformers": {"prompts": {"a": 1}}}, "one that is no text"),
+        ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "no such prompt"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path, files, cause):
+    good = {
+        "modules": [TRANSFORMER, POOLING, DENSE, NORMALIZE],
+        "1_Pooling__config": {},
+        "2_Dense__config": {"out_features": 7},
+        "config_sentence_transformers": {"prompts": {"query": "query: "}},
+    }
+    write(tmp_path, **(good | files))
+    with pytest.raises(ModelError, match=cause) as refused:
+        read_sentence_files(tmp_path)
+    assert refused.value.remedy
+
+
+def test_the_case_may_be_lowered_by_the_tokenizer(tmp_path):
+    write(
+        tmp_path,
+        sentence_bert_config={"do_lower_case": True, "max_seq_length": 9},
+        tokenizer={"normalizer": {"lowercase": True}},
+    )
+    assert read_sentence_files(tmp_path).max_tokens == 9
+    write(tmp_path, tokenizer={"normalizer": {"normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}})
+    assert read_sentence_files(tmp_path).max_tokens == 9
+
+
+@pytest.fixture
+def embedder(tmp_path) -> Path:
+    return write_encoder(ENCODERS["bert"], tmp_path / "embedder")
+
+
+@pytest.fixture
+def classifier(tmp_path) -> Path:
+    return write_encoder(ENCODERS["bert_classes"], tmp_path / "classifier")
+
+
+def change(path: Path, **values: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    return path
+
+
+def test_the_longest_text_is_that_of_the_files_and_never_longer_than_the_positions(embedder):
+    assert load_hf_directory(embedder).encoder.max_tokens == 48
+    write(embedder, sentence_bert_config={"max_seq_length": 20})
+    assert load_hf_directory(embedder).encoder.max_tokens == 20
+    write(embedder, sentence_bert_config={"max_seq_length": 500})
+    assert load_hf_directory(embedder).encoder.max_tokens == 48
+
+
+def test_another_pooling_may_be_asked_for(embedder):
+    assert load_hf_directory(embedder).spec.ending.pooling == "mean"
+    for task in ("auto", "embed"):
+        model = load_hf_directory(embedder, task=task, pooling="first")
+        assert (model.spec.ending.pooling, model.encoder.pooling, model.encoder.task) == ("first", "first", Task.EMBED)
+
+
+def test_a_head_says_what_a_model_is_for(classifier):
+    model = load_hf_directory(classifier, task="classify")
+    assert model.encoder.task == Task.CLASSIFY
+    assert (model.encoder.labels, model.encoder.scores) == (("bad", "fair", "good"), ScoreFunction.SOFTMAX)
+    assert model.spec.ending.dense == (Dense(width=72, activation="tanh"), Dense(width=3))
+    assert read_hf_spec(classifier) == model.spec
+
+
+@pytest.mark.parametrize(
+    ("values", "scores"),
+    [
+        ({}, ScoreFunction.SOFTMAX),
+        ({"problem_type": "multi_label_classification"}, ScoreFunction.SIGMOID),
+        ({"problem_type": "regression"}, ScoreFunction.NONE),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, ScoreFunction.NONE),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, ScoreFunction.SIGMOID),
+    ],
+)
+def test_the_function_of_the_scores(classifier, values, scores):
+    assert load_hf_directory(change(classifier, **values)).encoder.scores == scores
+
+
+@pytest.mark.parametrize(
+    ("task", "pooling", "values", "cause"),
+    [
+        ("embed", None, {}, "a head of 3 labels"),
+        ("rerank", None, {}, "a head of 3 labels"),
+        ("generate", None, {}, "reads texts and writes none"),
+        ("auto", "mean", {}, "pools as its head wants"),
+        ("auto", None, {"id2label": {"1": "a"}}, "does not name the columns"),
+        ("auto", None, {"id2label": {}}, "does not name the columns"),
+        ("auto", None, {"id2label": None, "num_labels": 0}, "num_labels is 0"),
+        ("auto", None, {"id2label": None, "num_labels": 4}, "dense.1 is 3 x 72"),
+        ("auto", None, {"sentence_transformers": {"activation_fn": "my.code"}}, "activation_fn is 'my.code'"),
+    ],
+)
+def test_what_a_head_can_not_do_is_refused(classifier, task, pooling, values, cause):
+    with pytest.raises(ModelError, match=cause):
+        load_hf_directory(change(classifier, **values), task=task, pooling=pooling)
+
+
+@pytest.mark.parametrize("task", ["rerank", "classify"])
+def test_a_model_without_a_head_embeds_alone(embedder, task):
+    with pytest.raises(ModelError, match=f"no head for --task {task}"):
+        load_hf_directory(embedder, task=task)
+
+
+def test_a_decoder_embeds_if_it_is_asked_to(tmp_path):
+    path = write_encoder(ENCODERS["qwen3_embedding"], tmp_path / "model")
+    assert load_hf_directory(path).spec.ending.pooling == "last"
+    writer = load_hf_directory(path, task="generate")
+    assert (writer.spec.ending, writer.encoder) == (None, None)
+    (path / "modules.json").unlink()
+    assert load_hf_directory(path).spec.ending is None
+    assert load_hf_directory(path, task="embed").encoder.task == Task.EMBED
+    with pytest.raises(ModelError, match="writes text, and pools none"):
+        load_hf_directory(path, pooling="mean")
+
+
+def test_a_dense_module_without_safetensors_is_refused(tmp_path):
+    path = write_encoder(ENCODERS["bert_dense"], tmp_path / "model")
+    (path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"2_Dense.model\.safetensors"):
+        load_hf_directory(path)
