@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The full comparison with transformers: `make test-parity`. Arguments go to `python -m tests.parity.full`.
+# The full comparison with transformers: `make test-parity`. Arguments go to `python -m tests.parity.full`, or to
+# `python -m tests.parity.embeddings compare` for a model with the files of sentence-transformers: `make test-parity MODEL=minilm`.
 #
 # Two environments meet in files: build/parity-venv has torch and writes what the reference answers to build/parity;
 # .venv has Penstock and compares. The exit code is that of the comparison.
@@ -34,6 +35,14 @@ answer() {
 .venv/bin/python -m tests.parity.vocabularies
 [[ -e $MODEL ]] || .venv/bin/penstock pull "$MODEL"
 path=$(.venv/bin/python -c 'import sys; from tests.parity.executors import find_model; print(find_model(sys.argv[1]).path)' "$MODEL")
+if [[ -d $path/1_Pooling ]]; then # it embeds texts
+  if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/embeddings.npz ]]; then
+    tests/parity/venv.sh
+    rm -rf "$ANSWERS" && mkdir -p "$ANSWERS"
+    "$VENV/bin/python" -m tests.parity.embeddings make "$path" "$ANSWERS/embeddings.npz" --traces "$TRACES"
+  fi
+  exec .venv/bin/python -m tests.parity.embeddings compare "$MODEL" "$ANSWERS/embeddings.npz" "$@"
+fi
 if [[ ${PARITY_REUSE:-} != 1 || ! -f $ANSWERS/manifest.json ]]; then
   tests/parity/venv.sh
   answer "$path"
