@@ -76,7 +76,7 @@ def pooled(states: F32, pooling: dict[str, Any]) -> F32:
 
 
 def cosines(actual: F32, expected: F32) -> F32:
-    """Of each text's two vectors. [num_texts]"""
+    """The cosine of each text's two vectors. [num_texts]"""
     actual = actual / np.linalg.norm(actual, axis=1, keepdims=True)
     result: F32 = (actual * expected).sum(axis=1)
     return result
