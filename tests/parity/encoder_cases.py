@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from penstock.models.architectures import find
 from penstock.types.model_spec import Pooling
-from tiny_models import write_safetensors
+from tiny_models import TOKENIZER_METADATA, GgufValue, write_gguf_file, write_safetensors
 
 from .golden import GOLDEN_DIR
-from .tiny import FloatArray, Shapes, TinyCase, case_token_ids, write_case
+from .tiny import FloatArray, Gguf, Shapes, TinyCase, case_token_ids, write_case
 from .tiny_cases import settings, shapes
 
 DENSE_SIZE = 50
@@ -59,7 +60,10 @@ def texts(case: EncoderCase) -> list[Text]:
 
 def write_encoder(case: EncoderCase, directory: Path) -> Path:
     """The path to load."""
-    if case.gguf is not None or case.has_head or not case.has_modules:
+    if case.gguf is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        return _write_gguf(case, case.gguf, directory / "tiny.gguf")
+    if case.has_head or not case.has_modules:
         return write_case(case, directory)
     own = {name: shape for name, shape in case.shapes.items() if "/" not in name}
     path = write_case(replace(case, shapes=own), directory)
@@ -81,6 +85,39 @@ def write_encoder(case: EncoderCase, directory: Path) -> Path:
         others = {name.split("/")[1]: values for name, values in case.weights().items() if "/" in name}
         write_safetensors(path / "2_Dense" / "model.safetensors", others, "f32")
     return path
+
+
+def _write_gguf(case: EncoderCase, gguf: Gguf, path: Path) -> Path:
+    """As llama.cpp's converter would: without poolers and heads of masked models, and without positions that no text has."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    config, key = find(case.architecture).hf_values(case.config), gguf.architecture
+    names = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    ggufs = get_tensor_name_map(names[key], config["num_hidden_layers"])
+    tensors: dict[str, FloatArray] = {}
+    for name, values in (case.old_weights or dict)(case.weights()).items():
+        bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model.").removeprefix("distilbert.")
+        if bare.startswith(("pooler.", "cls.", "lm_head.", "2_Dense", "vocab_")):
+            continue
+        if case.architecture == "modernbert":  # the converter's names for a head of two layers
+            bare = bare.replace("classifier.", "classifier.out_proj.")
+        if "position_embeddings" in bare:
+            values = values[-config["max_position_embeddings"] :]
+        found = ggufs.get_name(bare, try_suffixes=(".weight", ".bias"))
+        assert found is not None, f"llama.cpp has no name for {name}"
+        tensors[found] = values
+    metadata: dict[str, GgufValue] = {
+        f"{key}.block_count": config["num_hidden_layers"],
+        f"{key}.context_length": config["max_position_embeddings"],
+        f"{key}.embedding_length": config["hidden_size"],
+        f"{key}.feed_forward_length": config["intermediate_size"],
+        f"{key}.attention.head_count": config["num_attention_heads"],
+        f"{key}.attention.layer_norm_epsilon": config["rms_norm_eps"],
+        f"{key}.attention.causal": False,
+        **TOKENIZER_METADATA,
+        **{f"{key}.{name}": value for name, value in gguf.metadata.items() if value is not None},
+    }
+    return write_gguf_file(path, key, metadata, tensors, case.vocab_size, matrix_type=gguf.matrix_type)
 
 
 def _pooling(case: EncoderCase) -> dict[str, Any]:
@@ -397,6 +434,19 @@ _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 _XLM_ROBERTA = _bert_cases("xlm-roberta", "XLMRoberta", 120, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 
+_CLS = {"pooling_type": 2}
+_MODERNBERT_GGUF = Gguf(
+    architecture="modern-bert",
+    metadata={
+        "attention.sliding_window": 9,
+        "attention.sliding_window_pattern": 3,
+        "rope.freq_base": 3000.0,
+        "rope.freq_base_swa": 70.0,
+        "rope.scaling.type": "none",
+        "hidden_activation": "gelu",
+    },
+)
+
 ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
     {
         "bert": replace(_BERT["bert"], is_normalised=True),
@@ -430,6 +480,33 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "nomic_bert_old_names": replace(
             _NOMIC["nomic_bert"], old_config=OLD_NOMIC, old_weights=old_nomic_weights, golden="nomic_bert"
         ),
+        "bert_gguf": replace(
+            _BERT["bert"], pooling="first", golden="bert_first_token", seed=104, gguf=Gguf(architecture="bert", metadata=_CLS)
+        ),
+        "distilbert_gguf": replace(
+            _DISTILBERT["distilbert"],
+            golden="distilbert",
+            gguf=Gguf(architecture="bert", metadata={}),
+            architecture="distilbert",
+        ),
+        "roberta_last_gguf": replace(
+            _ROBERTA["roberta_masked_lm"],
+            pooling="last",
+            golden="roberta_masked_lm",
+            gguf=Gguf(architecture="bert", metadata={"pooling_type": 3}),
+        ),
+        "roberta_classes_gguf": replace(
+            _ROBERTA["roberta_classes"],
+            golden="roberta_classes",
+            gguf=Gguf(architecture="bert", metadata={"classifier.output_labels": ["bad", "fair", "good"]}),
+        ),
+        "nomic_bert_gguf": replace(
+            _NOMIC["nomic_bert"],
+            golden="nomic_bert",
+            old_weights=old_nomic_weights,
+            gguf=Gguf(architecture="nomic-bert", metadata={"pooling_type": 1, "rope.freq_base": 300.0}),
+        ),
+        "modernbert_gguf": replace(_MODERNBERT["modernbert"], golden="modernbert", gguf=_MODERNBERT_GGUF),
         "qwen3_embedding": EncoderCase(
             architecture="qwen3", config=_QWEN3, shapes=_QWEN3_SHAPES, seed=170, pooling="last", is_normalised=True
         ),

@@ -132,6 +132,7 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "arcee": "arcee",
+        "bert": "bert",
         "command-r": "cohere",
         "cohere2": "cohere2",
         "exaone4": "exaone4",
@@ -146,6 +147,8 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
         "lfm2moe": "lfm2_moe",
         "llama": "llama",
         "mistral3": "mistral",
+        "modern-bert": "modernbert",
+        "nomic-bert": "nomic_bert",
         "olmo2": "olmo2",
         "phi3": "phi3",
         "qwen2": "qwen2",
@@ -166,6 +169,7 @@ _ALIBI = "its attention has ALiBi positions, which no backend computes"
 _ENCODER = "it has an encoder and a decoder, and Penstock serves either alone"
 _DISENTANGLED = "its attention has scores of positions against tokens, which no backend computes"
 _SHARED = "its layers share their weights"
+_NO_POSITIONS = "its attention has other positions than BERT's, or its layers are others"
 _SPARSE = "its attention is sparse, which no backend computes"
 _ENCODER_CLASSES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -187,6 +191,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **{f"{stem}{end}": _DISENTANGLED for stem in ("Deberta", "DebertaV2") for end in _ENCODER_CLASSES},
         **{f"Albert{end}": _SHARED for end in _ENCODER_CLASSES},
         **{f"{stem}{end}": _SPARSE for stem in ("BigBird", "Longformer") for end in _ENCODER_CLASSES},
+        **dict.fromkeys(("nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "eurobert"), _NO_POSITIONS),
         **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5"), _ENCODER),
     }
 )
@@ -324,7 +329,7 @@ class Made:
     """Given the spec and the other's values, returns the weight's."""
 
 
-def _no_head(_: str, __: JsonFile) -> Head | None:
+def _no_head(*_: object) -> Head | None:
     return None
 
 
@@ -367,6 +372,8 @@ class Architecture:
     """Given a class in `HF_CLASSES` and config.json, returns the class's head; None if it has none that is computed."""
     hf_unread: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are left out, unless the head reads them."""
+    gguf_head: Callable[[GgufFile], Head | None] = _no_head
+    """The same of a GGUF file."""
     made: Mapping[str, Made] = field(default_factory=dict)
     """Our names of weights that files do not have as they are."""
     is_encoder: bool = False

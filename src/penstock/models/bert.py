@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.models.architectures import Architecture, Head, HeadLayer
+from penstock.models.architectures import GGUF_LAYER, Architecture, Head, HeadLayer
 from penstock.models.decoder import Decoder
+from penstock.models.gguf_tensors import matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.program import Program
+from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, GatedMlp, LayerSpec, ModelSpec, PlainMlp
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
 
 
 def describe(spec: ModelSpec) -> Program:
@@ -155,6 +160,43 @@ def _distilbert_head(hf_class: str, config: JsonFile) -> Head | None:
     return bert_head(hf_class, config)
 
 
+def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """The spec of a BERT in a GGUF file. The converter leaves out the rows of positions that no text has."""
+    return replace(with_biases(replace(spec, norm="layer", has_norm_bias=True), "gelu"), num_types=num_types_of_gguf(file))
+
+
+def num_types_of_gguf(file: GgufFile) -> int:
+    """The rows of the table of types, 0 without one. Raises ModelError for too many."""
+    table = file.tensors.get("token_types.weight")
+    num_types = 0 if table is None else matrix_shape(table)[0]
+    if num_types > _MAX_TYPES:
+        raise file.error(f"token_types.weight has {num_types} rows")
+    return num_types
+
+
+def _gguf_head(file: GgufFile) -> Head | None:
+    """The head of a RoBERTa. Of BERT's the converter leaves the first layer out, and its scores would be wrong."""
+    if "cls.output.weight" not in file.tensors and "cls.weight" not in file.tensors:
+        return None
+    if "cls.output.weight" not in file.tensors or "cls.weight" not in file.tensors:
+        raise ModelError(
+            f"{file.path}: the head has one layer of two, cls and cls.output: its scores would be wrong.",
+            remedy="Use the Hugging Face directory of the model.",
+        )
+    return Head("first", (HeadLayer("cls", activation="tanh"), HeadLayer("cls.output", is_last=True)))
+
+
+GGUF_NORMS = {
+    f"{theirs}.{end}": f"{ours}{bias}"
+    for theirs, ours in (("attn_output_norm", "post_attn_norm"), ("layer_output_norm", "post_mlp_norm"))
+    for end, bias in (("weight", ""), ("bias", "_bias"))
+}
+GGUF_TOP = {
+    "token_embd.weight": "embed",
+    "token_embd_norm.weight": "embed_norm",
+    "token_embd_norm.bias": "embed_norm_bias",
+    "token_types.weight": "types",
+}
 ENDS = (("weight", ""), ("bias", "_bias"))
 """End of a tensor's name -> end of ours."""
 
@@ -194,6 +236,10 @@ BERT = Architecture(
     hf_layer=_LAYER,
     hf_head=bert_head,
     hf_unread=("embeddings.position_ids", "cls.", "pooler."),
+    of_gguf=of_gguf,
+    gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
+    gguf_layer={**GGUF_LAYER, **GGUF_NORMS},
+    gguf_head=_gguf_head,
 )
 ROBERTA = replace(
     BERT, of_hf=_of_roberta, hf_values=_roberta_values, hf_head=roberta_head, hf_unread=(*BERT.hf_unread, "lm_head.")

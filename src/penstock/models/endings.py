@@ -4,6 +4,7 @@ the user asks for. The loaders call it, and hand on the `EncoderInfo` that it ma
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from penstock.models.assembly import Shapes
 from penstock.models.formats import WeightFormat
 from penstock.models.hf_config import JsonFile
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
-from penstock.models.sentence import SentenceFiles, read_scores
+from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import WeightTensor
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import ModelError
@@ -26,46 +27,47 @@ CLASSES_WITHOUT_OUTPUT = frozenset({"Qwen3Model"})
 
 
 def choose_ending(
-    architecture: Architecture,
-    hf_class: str,
-    head: Head | None,
-    config: JsonFile,
-    files: SentenceFiles,
+    path: Path,
     *,
+    own_pooling: Pooling | None,
+    usual_pooling: Pooling,
+    writes_none: bool,
+    head: Head | None,
+    labels: tuple[str, ...],
+    hidden_size: int,
+    dense: tuple[Dense, ...] = (),
+    is_normalised: bool = False,
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> TextEnding | None:
-    """None for a model that writes text. `task` is `auto`, `generate` or one of `Task`; `pooling` None is the model's own.
+    """The ending of the model whose settings are in the file `path`; None if it writes text.
 
-    A decoder is an encoder if its class has no output matrix, if its files have modules of sentence-transformers, or if it is
-    asked to be one. Raises ModelError for what the model can't do.
+    `own_pooling`, `dense` and `is_normalised` are what its files say of embeddings, and `labels` are the columns of its head;
+    without a pooling of its own it has the usual one.
+    A model that writes none is an encoder; a decoder is one if its files have a pooling, or if it is asked to be one. `task`
+    is `auto`, `generate` or one of `Task`; `pooling` None is the model's own. Raises ModelError for what the model can't do.
     """
     is_asked = task not in ("auto", "generate")
-    writes_none = architecture.is_encoder or hf_class in CLASSES_WITHOUT_OUTPUT
-    if task == "generate" or not (writes_none or is_asked or files.pooling is not None):
+    if task == "generate" or not (writes_none or is_asked or own_pooling is not None):
         if writes_none:
-            raise ModelError(f"{config.path}: the model reads texts and writes none.", remedy="Leave out --task generate.")
+            raise ModelError(f"{path}: the model reads texts and writes none.", remedy="Leave out --task generate.")
         if pooling is not None:
-            raise ModelError(f"{config.path}: the model writes text, and pools none.", remedy="Add --task embed.")
+            raise ModelError(f"{path}: the model writes text, and pools none.", remedy="Add --task embed.")
         return None
     if head is None:
         if is_asked and task != Task.EMBED:
-            raise ModelError(f"{config.path}: the model has no head for --task {task}.", remedy="It can --task embed.")
-        dense = tuple(Dense(width=one.width, activation=one.activation, has_bias=one.has_bias) for one in files.dense)
-        chosen = pooling or files.pooling or ("mean" if architecture.is_encoder else "last")
-        return TextEnding(pooling=chosen, dense=dense, is_normalised=files.is_normalised)
-    labels = read_labels(config)
+            raise ModelError(f"{path}: the model has no head for --task {task}.", remedy="It can --task embed.")
+        return TextEnding(pooling=pooling or own_pooling or usual_pooling, dense=dense, is_normalised=is_normalised)
     fitting = Task.RERANK if len(labels) == 1 else Task.CLASSIFY
     if is_asked and task != fitting:
         raise ModelError(
-            f"{config.path}: the model has a head of {len(labels)} labels, which is not for --task {task}.",
+            f"{path}: the model has a head of {len(labels)} labels, which is not for --task {task}.",
             remedy=f"Leave the setting out, or make it {fitting}.",
         )
-    if pooling not in (None, head.pooling) or files.dense:
-        cause = "has dense modules behind its head" if files.dense else f"pools as its head wants it ({head.pooling})"
-        raise ModelError(f"{config.path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
-    hidden_size = config.require("hidden_size", int)
-    dense = tuple(
+    if pooling not in (None, head.pooling) or dense:
+        cause = "has dense modules behind its head" if dense else f"pools as its head wants it ({head.pooling})"
+        raise ModelError(f"{path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
+    layers = tuple(
         Dense(
             width=len(labels) if layer.is_last else hidden_size,
             activation=layer.activation,
@@ -74,7 +76,44 @@ def choose_ending(
         )
         for layer in head.layers
     )
-    return TextEnding(pooling=head.pooling, dense=dense, labels=labels)
+    return TextEnding(pooling=head.pooling, dense=layers, labels=labels)
+
+
+def usual_pooling(architecture: Architecture) -> Pooling:
+    """The pooling of a model whose files name none: the mean as in sentence-transformers, but of decoders the last token, which
+    alone has seen all others."""
+    return "mean" if architecture.is_encoder else "last"
+
+
+def choose_hf_ending(
+    architecture: Architecture,
+    hf_class: str,
+    head: Head | None,
+    config: JsonFile,
+    files: SentenceFiles,
+    *,
+    task: str,
+    pooling: Pooling | None,
+) -> TextEnding | None:
+    """The same of a Hugging Face directory."""
+    return choose_ending(
+        config.path,
+        own_pooling=files.pooling,
+        usual_pooling=usual_pooling(architecture),
+        writes_none=architecture.is_encoder or hf_class in CLASSES_WITHOUT_OUTPUT,
+        head=head,
+        labels=read_labels(config) if head else (),
+        hidden_size=config.require("hidden_size", int),
+        dense=tuple(Dense(width=one.width, activation=one.activation, has_bias=one.has_bias) for one in files.dense),
+        is_normalised=files.is_normalised,
+        task=task,
+        pooling=pooling,
+    )
+
+
+def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
+    """The spec of a model with that ending. An encoder has no output that could be tied to its embeddings."""
+    return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
 def read_labels(config: JsonFile) -> tuple[str, ...]:
@@ -92,13 +131,19 @@ def read_labels(config: JsonFile) -> tuple[str, ...]:
     return tuple(map(str, labels))
 
 
-def encoder_info(config: JsonFile, spec: ModelSpec, files: SentenceFiles) -> EncoderInfo | None:
-    """The facts of a Hugging Face directory that clients of an encoder may know; None for a model that writes text."""
-    ending = spec.ending
+def usual_scores(spec: ModelSpec) -> ScoreFunction:
+    """The function of a head's numbers where no file names one, as in transformers' `pipelines/text_classification.py`."""
+    if spec.ending is None or not spec.ending.labels:
+        return ScoreFunction.NONE
+    is_alone = len(spec.ending.labels) == 1 and spec.ending.pooling != "each"
+    return ScoreFunction.SIGMOID if is_alone else ScoreFunction.SOFTMAX
+
+
+def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles | None = None) -> EncoderInfo | None:
+    """The facts that clients of an encoder may know; None for a model that writes text."""
+    ending, files = spec.ending, files or SentenceFiles()
     if ending is None:
         return None
-    is_per_token = ending.pooling == "each"
-    scores = read_scores(config, len(ending.labels), is_per_token=is_per_token) if ending.labels else ScoreFunction.NONE
     return EncoderInfo(
         width=spec.result_width,
         pooling=ending.pooling,
@@ -129,9 +174,9 @@ def open_dense(path: Path, files: SentenceFiles) -> dict[str, StoredTensor]:
     }
 
 
-def hf_top(architecture: Architecture, head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Names of a directory's tensors outside of layers -> ours; an encoder has no output matrix."""
-    top = {**architecture.hf_top, **(head.names if head else {})}
+def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
+    """Names of a file's tensors outside of layers -> ours; an encoder has no output matrix."""
+    top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 
 

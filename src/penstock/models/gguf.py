@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.models import architectures, checks, rope
-from penstock.models.architectures import Architecture
+from penstock.models import architectures, checks, endings, rope
+from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of
 from penstock.models.formats import Floats
 from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
 from penstock.models.gguf_tensors import load_tensor, loaded_bytes, matrix_shape
 from penstock.models.weights import Generation, LoadedModel, held_floats
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec, spec_of_equal_layers
+from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -91,10 +91,13 @@ def load_gguf(
     check_vocab: Callable[[GgufVocab], None] | None = None,
     served_len: int | None = None,
     experts_on_disk: bool = False,
+    task: str = "auto",
+    pooling: Pooling | None = None,
 ) -> LoadedModel:
     """The model of a GGUF file, or of a split one by its first file; matrices stay memory-mapped.
 
-    `name` defaults to the file's stem, and `served_len`, the tokens of the longest text, to the model's.
+    `name` defaults to the file's stem, and `served_len`, the tokens of the longest text, to the model's. `task` and `pooling`
+    are those of `endings.choose_ending`.
 
     Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
     would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read. So does what
@@ -104,10 +107,14 @@ def load_gguf(
     _refuse_other_formats(path)
     file = open_gguf(path)
     architecture = _find_architecture(file)
-    stored = {name: entry for name, entry in file.tensors.items() if name not in _OF_ROPE}
-    pieces = find_pieces(stored, top=architecture.gguf_top, block=_BLOCK, layer=architecture.gguf_layer)
+    head = architecture.gguf_head(file)
+    ending = _choose_ending(file, architecture, head, task, pooling)
+    top = endings.top_names(architecture.gguf_top, head, ending)
+    unread = () if ending is None or architecture.is_encoder else ("output.weight",)
+    stored = {name: entry for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
+    pieces = find_pieces(stored, top=top, block=_BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
-    spec = architecture.of_gguf(file, _read_spec(file, entries, served_len))
+    spec = endings.with_ending(architecture.of_gguf(file, _read_spec(file, entries, served_len)), ending)
     checks.check_spec(spec, path)
     program = architecture.describe(spec)
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
@@ -119,7 +126,8 @@ def load_gguf(
             rows, cols = found_shapes[key]
             shape = (cols,) if key.endswith("_bias") else (rows, cols)
             entries[key] = replace(entries[key], shape=shape, num_bytes=entries[key].num_bytes // len(found[0].names))
-    checks.check_memory(_held_bytes(entries, floats), max_weight_bytes, path, experts_on_disk=experts_on_disk)
+    held = _held_bytes(entries, floats, is_tied=spec.tie_word_embeddings)
+    checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     vocab = read_vocab(file, spec.vocab_size)
     eos_token_ids = read_eos_ids(file, vocab)
     if check_vocab is not None:
@@ -127,7 +135,7 @@ def load_gguf(
             check_vocab(vocab)
         except ModelError as error:
             raise ModelError(f"{path}: {error.message}", remedy=error.remedy) from error
-    _warn_of_growth(path, entries, floats)
+    _warn_of_growth(path, entries, held)
     return LoadedModel(
         name=name or path.stem,
         spec=spec,
@@ -145,19 +153,49 @@ def load_gguf(
         eos_token_ids=eos_token_ids,
         path=path,
         generation=_read_generation(file),
+        encoder=endings.encoder_info(spec, endings.usual_scores(spec)),
     )
 
 
-def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats) -> dict[str, int]:
+_POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
+
+
+def _choose_ending(
+    file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
+) -> TextEnding | None:
+    """As `endings.choose_ending`, by what the file says of pooling, and of the labels of a head."""
+    key = file.require("general.architecture", str)
+    kind = file.get(f"{key}.pooling_type", int)
+    if kind is not None and kind not in _POOLINGS and head is None:
+        raise checks.unsupported(file.path, f"{key}.pooling_type is {kind}", f"{', '.join(map(str, _POOLINGS))} are")
+    labels: tuple[str, ...] = ()
+    if head is not None:
+        last = file.tensors[f"{head.layers[-1].name}.weight"]
+        labels = tuple(file.get_list(f"{key}.classifier.output_labels", str))
+        labels = labels or tuple(f"LABEL_{number}" for number in range(matrix_shape(last)[0]))
+    return endings.choose_ending(
+        file.path,
+        usual_pooling=endings.usual_pooling(architecture),
+        own_pooling=None if kind is None else _POOLINGS.get(kind),
+        writes_none=architecture.is_encoder,
+        head=head,
+        labels=labels,
+        hidden_size=file.require(f"{key}.embedding_length", int),
+        task=task,
+        pooling=pooling,
+    )
+
+
+def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:
     """The bytes that each weight takes in memory, by name, if floats are held as `floats` says."""
     held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
-    if "output" in entries:
+    if not is_tied:
         held["embed"] = 0  # its rows are read in the file
     return held
 
 
-def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], floats: Floats) -> None:
-    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(_held_bytes(entries, floats).values())
+def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
+    num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(held.values())
     if num_held > _NOTABLE_GROWTH * num_stored:
         words = "%s: %d MiB of weights become %d MiB in memory, where each has 4 bits, 8 or 16: docs/kernels.md has the types"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
@@ -188,7 +226,8 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: i
     key = file.require("general.architecture", str)
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
-    if file.get(f"{key}.attention.causal", bool) is False:
+    is_encoder = architectures.find(architectures.GGUF_NAMES[key]).is_encoder
+    if file.get(f"{key}.attention.causal", bool) is False and not is_encoder:
         raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)

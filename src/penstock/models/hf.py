@@ -29,10 +29,10 @@ from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_en
 from penstock.models.mxfp4 import Mxfp4Cube
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
-from penstock.models.sentence import read_sentence_files
+from penstock.models.sentence import read_scores, read_sentence_files
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
+from penstock.types.model_spec import ModelSpec, Pooling
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
@@ -68,10 +68,10 @@ def load_hf_directory(
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
+    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
-    top = endings.hf_top(architecture, head, ending)
+    top = endings.top_names(architecture.hf_top, head, ending)
     stored_names = {name: None for name in opened.tensors if not name.endswith(_DERIVED)}
     tensors = _renamed(endings.hf_names(architecture, stored_names, top, ending), opened.tensors, path)
     if "text_config" in whole.values or "vision_config" in whole.values:
@@ -84,7 +84,7 @@ def load_hf_directory(
     pieces = find_pieces(tensors, top=top, block=block, layer=architecture.hf_layer)
     has_partial_rope = architecture.has_partial_rope
     read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
-    spec = _ending_in(ending, architecture.of_hf(config, read))
+    spec = endings.with_ending(architecture.of_hf(config, read), ending)
     checks.check_spec(spec, path / "config.json")
     if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
         spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
@@ -111,6 +111,7 @@ def load_hf_directory(
     generation = read_json(path / "generation_config.json", is_optional=True)
     eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
     special_tokens, chat_templates = read_special_tokens(path), read_chat_templates(path)
+    scores = read_scores(config, endings.usual_scores(spec)) if head else endings.usual_scores(spec)
     notes = hf_quantised.conversion_notes(tensors.values())
     for note in notes:
         _log.info("%s: %s", path.name, note)
@@ -143,14 +144,9 @@ def load_hf_directory(
         special_tokens=special_tokens,
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
-        encoder=endings.encoder_info(config, spec, files),
+        encoder=endings.encoder_info(spec, scores, files),
         notes=notes,
     )
-
-
-def _ending_in(ending: TextEnding | None, spec: ModelSpec) -> ModelSpec:
-    """The spec of a model with that ending. An encoder has no output that could be tied to its embeddings."""
-    return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
@@ -163,12 +159,12 @@ def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = No
     architecture = architectures.find(architecture_name)
     config = JsonFile(config.path, architecture.hf_values(config.values))
     files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
+    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
     names = {"output", *told_biases(config, architecture_name)}
     if architecture_name == "qwen2":
         names.add("layers.0.q_bias")
     spec = read_spec(config, architecture_name, names, has_partial_rope=architecture.has_partial_rope)
-    spec = _ending_in(ending, architecture.of_hf(config, spec))
+    spec = endings.with_ending(architecture.of_hf(config, spec), ending)
     checks.check_spec(spec, path / "config.json")
     return spec
 

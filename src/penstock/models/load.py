@@ -62,6 +62,8 @@ def load_model(
             check_vocab=check_vocab,
             served_len=served_len,
             experts_on_disk=experts_on_disk,
+            task=task,
+            pooling=pooling,
         )
     return obeying(model, generation)
 

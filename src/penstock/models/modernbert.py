@@ -5,16 +5,21 @@ Sources: arXiv 2412.13663; modeling_modernbert.py of transformers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.models.architectures import Architecture, Head, HeadLayer, Parts
+from penstock.models import rope
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Head, HeadLayer, Parts
 from penstock.models.decoder import Decoder
 from penstock.models.hf_config import JsonFile, read_activation, with_windows
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, Pooling
+from penstock.types.model_spec import Activation, AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Pooling, Rotation
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
 
 
 def describe(spec: ModelSpec) -> Program:
@@ -69,16 +74,60 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
             f"{config.path}: rope_scaling is set, which is not supported in a ModernBERT.",
             remedy="Write it into rope_parameters, by the types of layers.",
         )
-    window = config.require("local_attention", int)
     activation = read_activation(config, "hidden_activation", "gelu")
+    spec = _with(spec, activation, has_norm_bias=config.get("norm_bias", bool) or False)
+    return with_windows(config, spec, config.require("local_attention", int) // 2 + 1, [False] * spec.num_layers)
 
+
+def _with(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool) -> ModelSpec:
     def layer(_: int, one: LayerSpec) -> LayerSpec:
         assert isinstance(one.mlp, GatedMlp)
-        return replace(one, mlp=replace(one.mlp, activation=activation))
+        return replace(one, mlp=replace(one.mlp, activation=activation), mixer=replace(one.attention, mask="all"))
 
-    spec = replace(spec, norm="layer", has_norm_bias=config.get("norm_bias", bool) or False).with_layers(layer)
-    spec = with_windows(config, spec, window // 2 + 1, [False] * spec.num_layers)
-    return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
+    return replace(spec, norm="layer", has_norm_bias=has_norm_bias).with_layers(layer)
+
+
+_LOCAL_BASE = 10_000.0
+
+
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Every third layer is global and the others turn with the base of all published models, unless the file says otherwise."""
+    key = "modern-bert"
+    name = file.get(f"{key}.hidden_activation", str) or "gelu"
+    if name not in ("gelu", "silu"):
+        raise file.error(f"{key}.hidden_activation is {name[:80]!r}")
+    activation: Activation = "gelu" if name == "gelu" else "silu"
+    spec = _with(spec, activation, has_norm_bias=False)
+    window, pattern = file.get(f"{key}.attention.sliding_window", int) or 0, f"{key}.attention.sliding_window_pattern"
+    if isinstance(file.metadata.get(pattern), list):
+        is_local = file.get_list(pattern, bool)
+        if len(is_local) != spec.num_layers:
+            raise file.error(f"{pattern} has {len(is_local)} values for {spec.num_layers} layers")
+    else:
+        every = file.get(pattern, int) or 3
+        is_local = [layer % every != 0 for layer in range(spec.num_layers)]
+    if not window:
+        return spec
+    base = file.get(f"{key}.rope.freq_base_swa", float) or _LOCAL_BASE
+    if not (math.isfinite(base) and base > 0 and base != 1.0):
+        raise file.error(f"{key}.rope.freq_base_swa is {base}")
+
+    turn = Rotation(inv_freq=rope.inverse_frequencies(spec.attentions[0].head_dim, base))
+
+    def local(layer: int, attention: AttentionSpec) -> AttentionSpec:
+        return replace(attention, window=window // 2 + 1, rotation=turn) if is_local[layer] else attention
+
+    return spec.with_attention(local)
+
+
+def _gguf_head(file: GgufFile) -> Head | None:
+    if "cls.output.weight" not in file.tensors:
+        return None
+    kind = file.get("modern-bert.classifier.pooling_type", int, 1)
+    if kind not in (1, 2):
+        raise file.error(f"modern-bert.classifier.pooling_type is {kind}")
+    first = HeadLayer("cls", activation="gelu", has_bias="cls.bias" in file.tensors, norm="cls.norm")
+    return Head("mean" if kind == 1 else "first", (first, HeadLayer("cls.output", is_last=True)))
 
 
 def _head(hf_class: str, config: JsonFile) -> Head | None:
@@ -129,4 +178,13 @@ MODERNBERT = Architecture(
     },
     hf_head=_head,
     hf_unread=("head.", "decoder."),
+    of_gguf=_of_gguf,
+    has_local_base_in_gguf=True,
+    gguf_top={**GGUF_TOP, "token_embd_norm.weight": "embed_norm"},
+    gguf_layer={
+        **GGUF_LAYER,
+        "attn_qkv.weight": Parts(("q", "k", "v")),
+        "ffn_up.weight": Parts(("gate", "up")),
+    },
+    gguf_head=_gguf_head,
 )

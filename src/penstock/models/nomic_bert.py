@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.models import bert
-from penstock.models.architectures import HF_LAYER, Architecture, Parts
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
 from penstock.models.decoder import Decoder
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.program import Program
-from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec
+from penstock.types.model_spec import Activation, GatedMlp, LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
 
 
 def describe(spec: ModelSpec) -> Program:
@@ -47,13 +50,19 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for switch in (*_OLD_SWITCHES, "rotary_emb_interleaved", "num_experts", "rotary_emb_scale_base", "rotary_scaling_factor"):
         config.only(switch, False)
     config.only("activation_function", "swiglu")
-    activation = read_activation(config, "hidden_act", "silu")
+    return _with(spec, read_activation(config, "hidden_act", "silu"), bert.read_num_types(config))
 
+
+def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    return _with(spec, "silu", bert.num_types_of_gguf(file))
+
+
+def _with(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
     def layer(_: int, one: LayerSpec) -> LayerSpec:
         assert isinstance(one.mlp, GatedMlp)
         return replace(one, mlp=replace(one.mlp, activation=activation))
 
-    spec = replace(spec, norm="layer", has_norm_bias=True, num_types=bert.read_num_types(config)).with_layers(layer)
+    spec = replace(spec, norm="layer", has_norm_bias=True, num_types=num_types).with_layers(layer)
     return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
 
 
@@ -94,4 +103,7 @@ NOMIC_BERT = Architecture(
     },
     hf_head=bert.bert_head,
     hf_unread=bert.BERT.hf_unread,
+    of_gguf=_of_gguf,
+    gguf_top=bert.GGUF_TOP,
+    gguf_layer={**GGUF_LAYER, **bert.GGUF_NORMS, "attn_qkv.weight": Parts(("q", "k", "v"))},
 )

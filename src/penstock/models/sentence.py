@@ -41,6 +41,9 @@ _ACTIVATIONS: Mapping[str, Activation | None] = MappingProxyType(
 )
 _SCORES: Mapping[str, ScoreFunction] = MappingProxyType({"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE})
 """Classes of torch.nn."""
+_PROBLEMS: Mapping[str, ScoreFunction] = MappingProxyType(
+    {"regression": ScoreFunction.NONE, "multi_label_classification": ScoreFunction.SIGMOID}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +100,9 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     )
 
 
-def read_scores(config: JsonFile, num_labels: int, *, is_per_token: bool) -> ScoreFunction:
-    """The function of a head's numbers: the one that config.json names for a cross-encoder, else as transformers' pipelines
-    choose it (`pipelines/text_classification.py`). Raises ModelError for a function that is not computed."""
+def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
+    """The function of a head's numbers: the one that config.json names for a cross-encoder, or tells by the kind of problem
+    that the model was trained for, else the usual one. Raises ModelError for a function that is not computed."""
     named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
     named = config.get("sbert_ce_default_activation_function", str) if named is None else named
     if named is not None:
@@ -107,12 +110,7 @@ def read_scores(config: JsonFile, num_labels: int, *, is_per_token: bool) -> Sco
         if name not in _SCORES or not str(named).startswith("torch."):
             raise checks.unsupported(config.path, f"activation_fn is {named!r}", f"of torch, {', '.join(_SCORES)} are")
         return _SCORES[name]
-    problem = config.get("problem_type", str)
-    if problem == "regression":
-        return ScoreFunction.NONE
-    if problem == "multi_label_classification" or (num_labels == 1 and not is_per_token):
-        return ScoreFunction.SIGMOID
-    return ScoreFunction.SOFTMAX
+    return _PROBLEMS.get(config.get("problem_type", str) or "", usual)
 
 
 def _read_modules(file: Path) -> list[tuple[str, str]]:
