@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
@@ -24,7 +25,7 @@ from .test_tiny import MAX_RELATIVE_RMS
 from .test_tiny_settings import MIN_RELATIVE_RMS, variants
 from .tiny import FloatArray, weights_sha256
 
-BACKENDS: Mapping[str, Callable[..., Any]] = {"reference": ReferenceExecutor}
+BACKENDS: Mapping[str, Callable[..., Any]] = {"reference": ReferenceExecutor, "native": NativeExecutor}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMode
 
 def states_of(model: LoadedModel, of: list[Text], backend: str = "reference") -> list[FloatArray]:
     """The answers to texts that share steps."""
-    capacity = text_capacity(48, max_step_tokens=64)
+    capacity = text_capacity(min(64, model.spec.max_model_len), max_step_tokens=64)
     with closing(BACKENDS[backend](model, architectures.describe(model.spec), **sizes_of(capacity))) as executor:
         core = make_core(executor.capacity, enable_prefix_caching=False)
         requests = [make_text(f"r{i}", text.token_ids, second_at=text.second_at) for i, text in enumerate(of)]
