@@ -175,7 +175,7 @@ def num_types_of_gguf(file: GgufFile) -> int:
 
 
 def _gguf_head(file: GgufFile) -> Head | None:
-    """The head of a RoBERTa. Of BERT's the converter leaves the first layer out, and its scores would be wrong."""
+    """The head of a RoBERTa. The converter leaves out the first layer of a BERT's head, whose scores would be wrong."""
     if "cls.output.weight" not in file.tensors and "cls.weight" not in file.tensors:
         return None
     if "cls.output.weight" not in file.tensors or "cls.weight" not in file.tensors:
