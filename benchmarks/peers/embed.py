@@ -54,7 +54,7 @@ class Batches:
 
 
 def openvino(
-    folder: Path, file: str = "model.onnx", precision: str = "f32", streams: int = 2, batch: int = 32, tokens: int = 2048
+    folder: Path, file: str = "model.onnx", precision: str = "f32", streams: int = 2, batch: int = 32, tokens: int = 512
 ) -> tuple[Embed, Embed]:
     """(for many texts, for one): with several streams, and with all threads on one text."""
     import openvino as ov
@@ -81,7 +81,7 @@ def openvino(
 
 
 def onnxruntime(
-    folder: Path, file: str = "model.onnx", streams: int = 1, threads: int = 2, batch: int = 32, tokens: int = 2048
+    folder: Path, file: str = "model.onnx", streams: int = 1, threads: int = 2, batch: int = 32, tokens: int = 512
 ) -> tuple[Embed, Embed]:
     """`streams`: how many batches are under way at once, each with `threads` of its own."""
     import onnxruntime as ort
