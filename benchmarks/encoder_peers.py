@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from encoder_contenders import CONTENDERS, YARDSTICK, Setting, Vectors, prepared, running
-from encoder_rounds import Comparison, printed
+from encoder_rounds import MOST_OTHERS, Comparison, printed
 from encoder_texts import SETS, TextSet, read_sets
 from peaks import KINDS, PeakMeter, usable_threads
 from peer_setup import Environments, make_minilm
@@ -34,22 +34,38 @@ from peers import ENVIRONMENTS
 from printed import origin
 from processes import ContenderError
 from sessions import LoadError
+from usage import OtherLoad
 from workloads import DEFAULT_TRACES
 
 from penstock.backends.native._native import usable_variants
 
 NUM_SAMPLES = 200
+QUIET_S, QUIET_TIMEOUT_S = 1.0, 900.0
 
 
 @contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """The block while nobody else who takes this lock (flock) measures or loads the machine."""
+def held(lock: Path | None, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """The block while nobody else measures who takes this lock (flock); with LOCK_SH others may load the machine as well.
+
+    For a measurement it waits until the machine is quiet, for a limited time: some take no lock.
+    """
     if lock is None:
         yield
         return
     with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, how)
+        give_up_s = time.perf_counter() + QUIET_TIMEOUT_S
+        while how == fcntl.LOCK_EX and not is_quiet() and time.perf_counter() < give_up_s:
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(QUIET_S)
+            fcntl.flock(file, how)
         yield
+
+
+def is_quiet() -> bool:
+    load = OtherLoad()
+    time.sleep(QUIET_S)
+    return load.share() <= MOST_OTHERS
 
 
 def yardsticks(setting: Setting, folder: Path, sets: Sequence[TextSet]) -> dict[str, Vectors]:
@@ -87,14 +103,15 @@ def main() -> None:
     comparison = Comparison(sets, yardsticks(setting, folder, sets) if args.repeat else {}, args.save)
     with ExitStack() as stack:
         for contender in prepared(args.peers if args.repeat else [], setting, setup=args.setup):
+            log = environments.log("-".join(contender.name.replace("/", "-").split()))
             try:
-                log = environments.log("-".join(contender.name.replace("/", "-").split()))
-                comparison.add(contender.name, stack.enter_context(running(contender, log)))
+                with held(args.lock, fcntl.LOCK_SH):
+                    comparison.add(contender.name, stack.enter_context(running(contender, log)))
             except (ContenderError, LoadError, OSError, ValueError) as error:
                 print(f"{contender.name} failed: {error}", flush=True)
         for turn in range(args.repeat):
             for of in sets:
-                with alone(args.lock):
+                with held(args.lock):
                     meter.sample(KINDS)
                     comparison.turn(f"{time.time():.0f}", of, backwards=turn % 2 == 1)
                     meter.sample(KINDS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,12 @@ from encoder_texts import TextSet
 from printed import table
 from processes import ContenderError
 from sessions import LoadError
+from usage import OtherLoad
 
 NUM_SINGLE = 200
+MOST_OTHERS = 0.05
+"""A figure that was measured while others had more of the processors counts for nothing."""
+ATTEMPTS = 3
 ONE_TEXT = "one short text, ms"
 Row = Mapping[str, str | float]
 """A figure: of which contender, in which round, what it is of, and its value."""
@@ -49,12 +54,22 @@ class Comparison:
             session = self.sessions[name]
             try:
                 for load in session.loads:
-                    self._note(name, turn, f"{of.name}, {load}", len(of.texts) / session.seconds(of.texts, load))
+                    self._measure(name, turn, f"{of.name}, {load}", partial(_texts_per_s, session, of.texts, load))
                 if of.name == "short":
-                    self._note(name, turn, ONE_TEXT, 1e3 * session.one_text_s(of.texts[:NUM_SINGLE]))
+                    self._measure(name, turn, ONE_TEXT, partial(_one_text_ms, session, of.texts[:NUM_SINGLE]))
             except (ContenderError, LoadError, OSError, ValueError) as error:
                 del self.sessions[name]
                 print(f"{name} failed in round {turn}: {error}", flush=True)
+
+    def _measure(self, peer: str, turn: str, figure: str, measure: Callable[[], float]) -> None:
+        """A figure, measured again if others have disturbed it."""
+        for _ in range(ATTEMPTS):
+            load = OtherLoad()
+            value = measure()
+            if (others := load.share()) <= MOST_OTHERS:
+                self._note(peer, turn, figure, value)
+                return
+        print(f"{peer}: no {figure}, since others had {others:.0%} of the processors", file=sys.stderr, flush=True)
 
     def _note(self, peer: str, turn: str, figure: str, value: float) -> None:
         row = {"peer": peer, "round": turn, "figure": figure, "value": value}
@@ -63,6 +78,14 @@ class Comparison:
         if self._save:
             with self._save.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _texts_per_s(session: Session, texts: Sequence[str], load: str) -> float:
+    return len(texts) / session.seconds(texts, load)
+
+
+def _one_text_ms(session: Session, texts: Sequence[str]) -> float:
+    return 1e3 * session.one_text_s(texts)
 
 
 def printed(rows: Sequence[Row], sets: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from contextlib import suppress
@@ -34,6 +35,31 @@ def family(pid: int) -> list[int]:
     for member in found:
         found += children.get(member, [])
     return found
+
+
+class OtherLoad:
+    """The processors' time that others use than this process and all that descend from it, from now on."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._begin = time.perf_counter(), self._others_s()
+
+    def share(self) -> float:
+        """The share of all processors until now; time that the host takes from this machine is part of it."""
+        seconds = (time.perf_counter() - self._begin_s) * (os.cpu_count() or 1)
+        return max(0.0, (self._others_s() - self._begin) / seconds)
+
+    @staticmethod
+    def _others_s() -> float:
+        user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
+        ours = sum(_cpu_ticks(pid) for pid in family(os.getpid()))
+        return (user + nice + system + interrupts + soft + stolen - ours) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(pid: int) -> int:
+    """CPU time of a process and of its children that have ended."""
+    with suppress(OSError):
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    return 0
 
 
 def _pss_bytes(pid: int) -> int:

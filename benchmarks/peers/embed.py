@@ -81,7 +81,7 @@ def openvino(
 
 
 def onnxruntime(
-    folder: Path, file: str = "model.onnx", streams: int = 1, threads: int = 2, batch: int = 32, tokens: int = 512
+    folder: Path, file: str = "model.onnx", streams: int = 2, threads: int = 1, batch: int = 32, tokens: int = 512
 ) -> tuple[Embed, Embed]:
     """`streams`: how many batches are under way at once, each with `threads` of its own."""
     import onnxruntime as ort

@@ -21,6 +21,7 @@ from processes import Contender, ContenderError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from usage import OtherLoad
 
 from lab.canned import CannedServer, plain
 
@@ -97,7 +98,10 @@ def test_server_is_asked_for_bodies_and_vectors_are_in_the_order_of_their_texts(
     assert [job.texts for job in jobs_of("abc", 2)] == [("a", "b"), ("c",)]
 
 
-def test_rounds_are_kept_and_a_contender_that_fails_is_left_out(embedder, tmp_path, capsys):
+def test_rounds_are_kept_and_a_contender_that_fails_is_left_out(embedder, tmp_path, capsys, monkeypatch):
+    disturbed = iter((1.0, 0.0))  # the first attempt of the first figure
+    monkeypatch.setattr(OtherLoad, "share", lambda _: next(disturbed, 0.0))
+
     class Broken:
         loads = (IN_PROCESS,)
 
@@ -118,6 +122,16 @@ def test_rounds_are_kept_and_a_contender_that_fails_is_left_out(embedder, tmp_pa
     rates = {row["round"]: row["value"] for row in again.rows if row["figure"] == f"short, {IN_PROCESS}"}
     assert rates == {"1": 4.0, "2": 4.0}
     assert min(row["value"] for row in again.rows if row["figure"].startswith("least cosine")) == pytest.approx(1)
+
+
+def test_figure_that_others_disturb_each_time_is_left_out(embedder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(OtherLoad, "share", lambda _: 0.5)
+    with running(embedder, tmp_path / "log") as session:
+        comparison = Comparison([], {}, None)
+        comparison.sessions["canned"] = session
+        comparison.turn("1", TextSet("long", BOTH, (3, 5)), backwards=False)
+    assert comparison.rows == []
+    assert "others had 50% of the processors" in capsys.readouterr().err
 
 
 def test_table_compares_a_library_with_bodies_and_a_server_with_the_same_load():
