@@ -121,7 +121,7 @@ class Listeners:
     """The parts of a server that are told of requests."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self.metrics, self.journal = Metrics("texts"), Journal(1000)
+        self.metrics, self.journal = Metrics("texts"), Journal(1000, speaks_for_calls=True)
         admission = Admission(AdmissionLimits(), capacity, reads_priority=False)
         signals = Signals(capacity.max_rows, admission.drain.rate)
         self.observer = ObserverGroup([self.metrics, admission, signals])

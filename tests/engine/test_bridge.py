@@ -19,8 +19,8 @@ class FakeEngine:
         self.submitted: list[str] = []
         self.aborted: list[tuple[str, str]] = []
 
-    def submit(self, request) -> None:
-        self.submitted.append(request.request_id)
+    def submit(self, *requests) -> None:
+        self.submitted += [request.request_id for request in requests]
 
     def abort(self, request_id, detail) -> None:
         self.aborted.append((request_id, detail))
@@ -171,12 +171,10 @@ async def test_only_unfinished_requests_are_aborted(bridge, engine):
 
 
 async def test_a_refused_submit_leaves_nothing_behind(bridge, engine, monkeypatch):
-    def refuse_second(request):
-        if engine.submitted:
-            raise ValueError("in use")
-        engine.submitted.append(request.request_id)
+    def refuse(*requests):
+        raise ValueError("in use")
 
-    monkeypatch.setattr(engine, "submit", refuse_second)
+    monkeypatch.setattr(engine, "submit", refuse)
     with pytest.raises(ValueError, match="in use"):
         bridge.open([make_request("a"), make_request("b")])
     assert bridge.num_open_requests == 0

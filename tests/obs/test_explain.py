@@ -14,7 +14,7 @@ from penstock.obs.explain.explanation import INTAKE, ORDER, Explanation, gap_cau
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
-from penstock.testing import HashExecutor, make_core, make_request
+from penstock.testing import HashExecutor, make_core, make_request, make_text, text_capacity
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
@@ -247,6 +247,67 @@ class TestPauses:
         assert told.num_prefill_tokens == 8
         assert told.num_resume_tokens > pause.num_lost_tokens > 0
         assert "lost its place as others needed its memory" in summary(told)
+
+
+class TestCallsOfTexts:
+    """A list is told as one, and makes nobody forgotten."""
+
+    def make(self, max_ended: int = 5) -> Driver:
+        self.journal = Journal(max_ended, speaks_for_calls=True)
+        core = make_core(text_capacity(), make_policies("texts"), journal=self.journal, enable_prefix_caching=False)
+        return Driver(core, HashExecutor(core.scheduler.capacity))
+
+    def texts(self, call: str, num: int, *, first: int = 0) -> list[Add]:
+        requests = [make_text(f"{call}.{idx}", 20) for idx in range(first, first + num)]
+        for request in requests:
+            request.parent_id = call
+        return [Add(request) for request in requests]
+
+    def run(self, driver: Driver) -> None:
+        while driver.core.has_work:
+            driver.turn()
+
+    def told(self, driver: Driver, name: str) -> Explanation:
+        told = self.journal.explain(name, driver.clock.now_ns)
+        assert told is not None
+        assert told.request_id == name
+        return told
+
+    def test_a_list_speaks_through_one_text_at_a_time(self) -> None:
+        driver = self.make()
+        driver.turn(*self.texts("list", 300), *self.texts("single", 1))
+        assert self.told(driver, "list").phase is Phase.WAITING
+        self.run(driver)
+        told = self.told(driver, "list")
+        assert told.num_prefill_steps == 1
+        assert told.total_ns == driver.clock.now_ns()  # the last of them
+        assert summary(told).startswith("Took 50 ms in all. Waited 49 ms for its share of the tokens of a step.")
+        assert self.told(driver, "single").total_ns == MS
+
+    def test_a_list_takes_the_place_of_one_request(self) -> None:
+        driver = self.make(max_ended=3)
+        for call, num in (("first", 1), ("list", 200), ("last", 1)):
+            driver.turn(*self.texts(call, num))
+            self.run(driver)
+        assert [self.told(driver, call).phase for call in ("first", "list", "last")] == [Phase.ENDED] * 3
+
+    def test_the_text_that_ended_last_is_remembered(self) -> None:
+        driver = self.make()
+        for idx in range(3):  # a list comes by and by
+            driver.turn(*self.texts("list", 1, first=idx))
+            self.run(driver)
+        assert self.told(driver, "list").total_ns == 3 * MS
+
+    def test_nothing_is_kept_of_texts_that_were_cancelled(self) -> None:
+        driver = self.make()
+        driver.turn(*self.texts("list", 50))
+        driver.turn(*(Abort(f"list.{idx}") for idx in range(50)))
+        self.run(driver)
+        assert self.told(driver, "list").phase is Phase.ENDED
+        assert not self.journal._watched
+        assert not self.journal._calls
+        assert not self.journal._unwatched
+        assert not self.journal._voices
 
 
 class TestPrefixes:

@@ -184,7 +184,7 @@ class TestLoading:
         assert not [name for name in sys.modules if str(path) in name]
 
     def test_a_name_that_is_in_no_table_lists_those_that_are(self):
-        with pytest.raises(ConfigError, match=r"no order called 'lifo'. Valid: edf, fair, .*package.module:Class"):
+        with pytest.raises(ConfigError, match=r"no order called 'lifo'. Valid: calls, edf, fair, .*package.module:Class"):
             make_policies(order="lifo")
 
 

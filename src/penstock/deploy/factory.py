@@ -304,7 +304,8 @@ class EngineMaker:
         self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call
         num_explained = config.server.explained_requests
-        self.journal = Journal(num_explained) if num_explained else None
+        is_one_pass = executor.capacity.is_one_pass
+        self.journal = Journal(num_explained, speaks_for_calls=is_one_pass) if num_explained else None
         self._recorder = open_recorder(config, self.name, executor, self.clock, arms)
         self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])

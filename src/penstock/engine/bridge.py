@@ -35,7 +35,7 @@ _MERGE_ABOVE_CHUNKS = 64
 class EnginePort(Protocol):
     """The engine as the bridge needs it; both methods are thread-safe and never block."""
 
-    def submit(self, request: Request) -> None: ...
+    def submit(self, *requests: Request) -> None: ...
 
     def abort(self, request_id: str, detail: str) -> None: ...
 
@@ -95,7 +95,7 @@ class Bridge:
     def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
         """Have requests run, and their chunks told to a reader until it has each of them forgotten or aborted.
 
-        Raises what the engine's `submit` raises; some of them may run then.
+        Raises what the engine's `submit` raises; then none of them runs.
         """
         if self._engine is None:
             raise RuntimeError("attach an engine before opening a stream")
@@ -103,8 +103,7 @@ class Bridge:
         for request in requests:
             assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
             self._readers[request.request_id] = reader
-        for request in requests:
-            self._engine.submit(request)
+        self._engine.submit(*requests)
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""

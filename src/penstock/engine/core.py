@@ -382,6 +382,8 @@ class Following:
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
     """The next instant at which the request is overdue as far as it has come, and why; it only moves later."""
+    if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
+        return None
     limits = [
         (request.deadline_ns, RejectReason.DEADLINE),
         (request.queue_deadline_ns if request.first_scheduled_ns is None else None, RejectReason.QUEUE_TIMEOUT),

@@ -37,15 +37,18 @@ class OutputStage:
     def __init__(self, detokenizer_factory: DetokenizerFactory, *, observer: TokenObserver | None = None) -> None:
         self._make_detokenizer = detokenizer_factory
         self._observer: TokenObserver = observer or NullObserver()
+        self._requests: dict[str, Request] = {}
+        """All that are in flight."""
         self._streams: dict[str, _Stream] = {}
+        """Output of those that had an event, but of texts, whose first is their last."""
         self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
         """By stop strings, as long as a request uses them: the choices of one call share theirs."""
 
     def add(self, request: Request) -> None:
         """Expect events of `request`. Raises ValueError if one with this id is still in flight."""
-        if request.request_id in self._streams:
+        if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already in flight")
-        self._streams[request.request_id] = _Stream(request, self._make_detokenizer, self._trees)
+        self._requests[request.request_id] = request
 
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Text of one step's events.
@@ -60,14 +63,22 @@ class OutputStage:
         for event in events:
             stream = streams.get(event.request_id)
             if stream is None:
-                continue
+                request = self._requests.get(event.request_id)
+                if request is None:
+                    continue
+                if event.states:
+                    del self._requests[event.request_id]
+                    first.append(request)
+                    add_chunk(_answer(request, event))
+                    continue
+                stream = streams[event.request_id] = self._open(request)
             try:
                 if stream.is_under_way and event.finish_reason is None:  # like nearly all, so with as few calls as can be
                     add_chunk(stream.go_on(event, gaps_ns))
                     continue
-                if event.token_ids or event.states:
+                if event.token_ids:
                     stream.note_time(event.at_ns, first, gaps_ns)
-                chunk = stream.answer(event) if event.states else stream.push(event)
+                chunk = stream.push(event)
             except Exception:
                 _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
                 chunk = stream.error(TEXT_FAILED, event.at_ns)
@@ -80,15 +91,26 @@ class OutputStage:
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
         """End every request still in flight with ERROR, whatever the core knows about it."""
+        requests, self._requests = self._requests, {}
         streams, self._streams = self._streams, {}
-        return [stream.error(detail, at_ns) for stream in streams.values()]
+        return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
+
+    def _open(self, request: Request) -> _Stream:
+        return _Stream(request, self._make_detokenizer, self._trees)
 
     def _end(self, stream: _Stream, event: TokenEvent, chunk: OutputChunk, commands: list[Command]) -> None:
-        del self._streams[event.request_id]
+        del self._requests[event.request_id], self._streams[event.request_id]
         stream.tell_itl(self._observer)
         if event.finish_reason is None:
             stop, name = chunk.stop_reason, chunk.request_id
             commands.append(Stop(name, stop) if isinstance(stop, str) else Abort(name, chunk.detail))
+
+
+def _answer(request: Request, event: TokenEvent) -> OutputChunk:
+    """The one chunk of a text that was read: no text is made of it."""
+    chunk = OutputChunk(event.request_id, "", (), (), event.at_ns, finish_reason=event.finish_reason, states=event.states)
+    chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
+    return chunk
 
 
 class _Stream:
@@ -185,12 +207,6 @@ class _Stream:
             self._tell_times(chunk)
         if chunk.finish_reason is not None:
             self._close(chunk)
-        return chunk
-
-    def answer(self, event: TokenEvent) -> OutputChunk:
-        """The one chunk of a text that was read: no text is made of it."""
-        chunk = OutputChunk(event.request_id, "", (), (), event.at_ns, finish_reason=event.finish_reason, states=event.states)
-        self._tell_times(chunk)
         return chunk
 
     def error(self, detail: str, at_ns: int) -> OutputChunk:

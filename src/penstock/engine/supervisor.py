@@ -75,9 +75,9 @@ class Supervisor:
         self._engine.start()
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, *requests: Request) -> None:
         """As `Engine.submit`: a request that comes while there is no engine ends in one REJECTED chunk."""
-        self._engine.submit(request)
+        self._engine.submit(*requests)
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
         self._engine.abort(request_id, detail)

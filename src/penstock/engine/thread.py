@@ -136,14 +136,15 @@ class Engine:
         self._thread.start()
         self._move_to(EngineState.READY)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; never blocks. When draining, failed or stopped it ends in one REJECTED chunk.
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, which come to the same step; never blocks. When draining, failed or stopped each ends in one REJECTED
+        chunk.
 
-        Raises `Rejected` (INVALID) if a request with this id is in flight; nothing else is told about it.
+        Raises `Rejected` (INVALID) if a request with the id of one is in flight; then none is queued, and nothing else is told.
         """
-        self._outbox.add(request)
-        if not self._inbox.put(Add(request)):
-            self._refuse([request])
+        self._outbox.add(requests)
+        if not self._inbox.put(*map(Add, requests)):
+            self._refuse(requests)
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
         """End a request with ABORT, within a step. Unknown and ended ids are ignored."""
@@ -356,13 +357,14 @@ class Inbox:
         self._is_closed = False
         self._is_nudged = False
 
-    def put(self, command: Command) -> bool:
-        """Append a command and wake the engine; never blocks. False, and nothing kept, if the inbox is closed."""
+    def put(self, *commands: Command) -> bool:
+        """Append commands and wake the engine; never blocks. False, and nothing kept, if the inbox is closed."""
+        num_aborts = sum([isinstance(command, Abort) for command in commands])
         with self._changed:
             if self._is_closed:
                 return False
-            self._commands.append(command)
-            self._num_aborts += isinstance(command, Abort)
+            self._commands += commands
+            self._num_aborts += num_aborts
             self._changed.notify_all()
         return True
 
@@ -432,15 +434,18 @@ class Outbox:
         self._num_prompt_tokens = 0
         self._cut_short_ids: frozenset[str] = frozenset()
 
-    def add(self, request: Request) -> None:
-        """A request is in flight from now on. Raises `Rejected` (INVALID) if there is one with this id."""
-        request_id, num_tokens = request.request_id, request.num_prompt_tokens
+    def add(self, requests: Sequence[Request]) -> None:
+        """Requests are in flight from now on. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
+        coming: dict[str, int] = {}
         with self._lock:
-            if request_id in self._prompt_lens:
-                detail = f"a request with the id {request_id!r} is still running"
-                raise Rejected(RejectReason.INVALID, detail, param="request_id")
-            self._prompt_lens[request_id] = num_tokens
-            self._num_prompt_tokens += num_tokens
+            for request in requests:
+                request_id = request.request_id
+                if request_id in self._prompt_lens or request_id in coming:
+                    detail = f"a request with the id {request_id!r} is still running"
+                    raise Rejected(RejectReason.INVALID, detail, param="request_id")
+                coming[request_id] = request.num_prompt_tokens
+            self._prompt_lens |= coming
+            self._num_prompt_tokens += sum(coming.values())
 
     def counts(self) -> tuple[int, int]:
         """(requests in flight, their prompt tokens)."""

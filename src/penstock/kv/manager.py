@@ -135,6 +135,10 @@ class KVManager:
             self.tier.end_wait(request.request_id)
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
+        if not self._names_content:  # nothing is shared, and nothing is found again
+            table.block_ids = self.pool.allocate(self.num_blocks_for(num_tokens))
+            self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
+            return tuple(table.block_ids)
         num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
         if num_fresh + hit.num_free_blocks > self.pool.num_available:
             raise ValueError(f"{num_fresh} + {hit.num_free_blocks} blocks needed, {self.pool.num_available} available")
@@ -290,6 +294,10 @@ class KVManager:
 
     def _end(self, table: BlockTable) -> None:
         """Give back the blocks of a request that will not come again."""
+        if not self._names_content:
+            for block_id in reversed(table.held):
+                self.pool.release(block_id, keep=False)
+            return
         self._give_back_all(table)
         if self.swapping is not None and not self.prefix.is_shared:
             self.swapping.forget(table.hashes)

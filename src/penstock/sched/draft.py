@@ -113,7 +113,9 @@ class StepDraft:
 
     def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
         """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
-        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        token_ids = request.prompt_token_ids
+        if request.output_token_ids:
+            token_ids = (*token_ids, *request.output_token_ids)
         num_prompt, num_computed = request.num_prompt_tokens, request.num_computed_tokens
         row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at)
         self.admits[request.request_id] = row

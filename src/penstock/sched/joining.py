@@ -336,6 +336,7 @@ class Joining:
         draft.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)
-        draft.promised.num_blocks += self._running.missing_blocks(request)
+        if query_len < request.num_behind:
+            draft.promised.num_blocks += self._running.missing_blocks(request)
         draft.counts.num_prefix_query_tokens += request.num_tokens
         draft.counts.num_prefix_hit_tokens += hit.num_tokens

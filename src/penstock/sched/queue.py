@@ -66,6 +66,9 @@ class KeyedHeap(Generic[T]):
 
     def discard(self, number: int) -> None:
         """Drop an item that is still in the heap."""
+        if self._entries[0][1] == number:
+            heappop(self._entries)
+            return
         self._dead.add(number)
         if len(self._dead) > max(MIN_DEAD_TO_SWEEP, len(self._entries) // 2):
             self._entries = [entry for entry in self._entries if entry[1] not in self._dead]

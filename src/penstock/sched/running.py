@@ -172,8 +172,8 @@ class Running:
         return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """The same until its limit; its last token is never computed and takes no place."""
-        return self.most_blocks(request, request.max_total_tokens - 1)
+        """The same until its limit; its last token is never computed and takes no place. A text has one block, for one step."""
+        return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def has_room_for(
         self,
@@ -188,6 +188,8 @@ class Running:
         `num_promised_blocks`: free blocks that running prefills will need for the tokens they have. All running beams of a
         search are among `without`, or none.
         """
+        if self._capacity.is_one_pass:  # it does not grow, so nothing is kept in reserve
+            return self._kv.pool.num_available > num_promised_blocks
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         staying: Collection[Request] = self.requests.values()
         if without:

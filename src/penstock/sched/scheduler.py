@@ -60,7 +60,7 @@ from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running, most_blocks
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
-from penstock.types.plan import Capacity, StepPlan
+from penstock.types.plan import Capacity, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
@@ -112,6 +112,8 @@ class Scheduler:
             self._padding,
             max_step_tokens=capacity.max_step_tokens,
         )
+        if capacity.is_one_pass:
+            self.tell_no_stops()
         self._extending = Extending(self.kv, self._running, speculation)
         self._flights = Flights(self.kv)
         self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
@@ -337,7 +339,15 @@ class Scheduler:
 
     def _settle(self, advance: Advance, outcome: StepOutcome) -> None:
         """After a row's tokens are counted: publish its blocks, and end its request if that has come to its end."""
-        request, row = advance.request, advance.row
+        request = advance.request
+        if not self.capacity.is_one_pass:  # of a text, nothing is kept
+            self._publish(request, advance.row)
+        if advance.reason is not None:
+            self.end(request, advance.reason, advance.stop_reason)
+            outcome.ended.append(request)
+
+    def _publish(self, request: Request, row: RowPlan) -> None:
+        """Let others find the blocks that a row filled, and give back those that its request reads no more."""
         is_prefill = row.query_len > 1 or not row.samples
         may_fill_block = not request.num_computed_tokens % self.capacity.block_size or row.samples > 1
         if is_prefill or may_fill_block:
@@ -346,9 +356,6 @@ class Scheduler:
                 self.kv.publish_tail(request)
             if self.capacity.window:
                 self.kv.release_unread(request)
-        if advance.reason is not None:
-            self.end(request, advance.reason, advance.stop_reason)
-            outcome.ended.append(request)
 
     def _fail(self, request: Request, detail: str, outcome: StepOutcome, now_ns: int) -> None:
         """A row got no token: its request ends, and its group."""

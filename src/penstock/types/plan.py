@@ -29,9 +29,12 @@ class PaddingId(str):
     __hash__ = str.__hash__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmitRow:
-    """A request that the executor does not know (new, or back from preemption), in full."""
+    """A request that the executor does not know (new, or back from preemption), in full.
+
+    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

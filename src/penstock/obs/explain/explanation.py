@@ -45,6 +45,7 @@ class Explanation:
     """One request at a moment. Times are integer nanoseconds."""
 
     request_id: str
+    """Id of the request, or of the call for which it is told."""
     arm: str
     """Arm of the A/B test; empty where there is none."""
     phase: Phase
@@ -107,7 +108,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     stop = life.stop
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
-        request_id=life.request_id,
+        request_id=life.call_id or life.request_id,
         arm=life.arm,
         phase=life.phase,
         finish_reason=life.end.finish_reason if life.end else None,

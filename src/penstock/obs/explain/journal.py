@@ -3,6 +3,9 @@ by the HTTP thread; decides nothing.
 
 Being told is an append; what was told is worked through when some has come together, or when somebody asks. The engine
 thread never waits for whoever reads: if the journal is being read, it goes on and leaves the work to the reader.
+
+A list of 2,048 texts is one call and as many requests, of which it watches one at a time, the last of those that came together,
+and remembers the last that it watched. So a list costs next to nothing, and makes no other request forgotten.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from penstock.obs.explain.lives import (
     Span,
     StepLog,
     StepNote,
+    Ticket,
+    Turn,
     Turns,
     WaitClock,
     WaitMark,
@@ -38,12 +43,25 @@ MAX_NOTED = 64
 class Journal:
     """An `Observer` and `QueueObserver` of the engine. Reading is for any thread, through `read`."""
 
-    def __init__(self, max_ended: int) -> None:
-        """`max_ended`: requests that are remembered after their end."""
+    def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
+        """`max_ended`: requests that are remembered after their end. `speaks_for_calls`: requests of one call (`parent_id`) are
+        told as one, under the call's id."""
+        self._speaks_for_calls = speaks_for_calls
+        self._coming: dict[str, tuple[Request, int]] = {}
+        """Call -> the last of its requests that were queued since the last news, and when. This and the next three belong to the
+        engine thread."""
+        self._watched: set[str] = set()
+        """Calls of which a request is watched."""
+        self._calls: dict[str, str] = {}
+        """Id of each such request -> its call."""
+        self._unwatched: set[str] = set()
+        """Ids of requests in flight that are not noted, since another of their call is."""
         self._lock = threading.Lock()
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
+        self._voices: dict[str, Life] = {}
+        """The same of requests that are watched for their calls, by these."""
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each search that has not ended."""
@@ -56,17 +74,47 @@ class Journal:
     # For the engine thread.
 
     def on_queued(self, request: Request, now_ns: int) -> None:
+        call_id = request.parent_id if self._speaks_for_calls else ""
+        if not call_id:
+            self._come(request, now_ns)
+        elif call_id in self._watched:
+            self._unwatched.add(request.request_id)
+        else:
+            earlier = self._coming.get(call_id)
+            if earlier is not None:
+                self._unwatched.add(earlier[0].request_id)
+            self._coming[call_id] = request, now_ns
+
+    def _watch(self) -> None:
+        """Watch the requests that are to speak for their calls from now on."""
+        for call_id, (request, now_ns) in self._coming.items():
+            self._watched.add(call_id)
+            self._calls[request.request_id] = call_id
+            self._come(request, now_ns, call_id)
+        self._coming.clear()
+
+    def _come(self, request: Request, now_ns: int, call_id: str = "") -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
         life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id, request.arm)
+        life.call_id = call_id
         self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
+        if self._coming:
+            self._watch()
         self._note(self._plan, news)
 
     def on_step(self, stats: StepStats) -> None:
         self._note(self._step, stats)
 
     def on_finish(self, stats: RequestStats) -> None:
+        if stats.request_id in self._unwatched:
+            self._unwatched.remove(stats.request_id)
+            return
+        if self._coming:
+            self._watch()
+        if stats.request_id in self._calls:
+            self._watched.remove(self._calls.pop(stats.request_id))
         self._note(self._finish, stats)
 
     def _note(self, write: Callable[..., None], *told: Any) -> None:
@@ -80,7 +128,7 @@ class Journal:
     # For whoever reads: any thread.
 
     def explain(self, request_id: str, read_clock: Callable[[], int]) -> Explanation | None:
-        """The explanation of a request; None if it is not remembered."""
+        """The explanation of a request, or of a call that is told as one; None if it is not remembered."""
         return next(iter(self.explain_all((request_id,), read_clock)), None)
 
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
@@ -88,12 +136,12 @@ class Journal:
         with self._lock:
             self._settle()
             now_ns = read_clock()
-            lives = [self._lives.get(request_id) or self._ended.get(request_id) for request_id in request_ids]
+            lives = [self._lives.get(name) or self._voices.get(name) or self._ended.get(name) for name in request_ids]
             return [self._explain(life, now_ns) for life in lives if life is not None]
 
     def _explain(self, life: Life, now_ns: int) -> Explanation:
         now = self._clock.mark(now_ns)
-        turn = life.turn if life.began is not None or life.ticket is None or life.end else self._turns.turn_of(life.ticket)
+        turn = life.turn if life.began is not None or life.ticket is None or life.end else self._turn(life, life.ticket)
         decodes = Span()
         decodes.add(life.decodes)
         if life.phase is Phase.DECODE:
@@ -101,6 +149,10 @@ class Journal:
         return explain(life, now, turn, decodes, self._clock.reason)
 
     # With the lock held, on either thread.
+
+    def _turn(self, life: Life, ticket: Ticket) -> Turn:
+        """Its place in order of arrival; of one that speaks for a call it is not known, as others of calls are not counted."""
+        return Turn() if life.call_id else self._turns.turn_of(ticket)
 
     def _settle(self) -> None:
         noted = self._noted
@@ -110,6 +162,8 @@ class Journal:
 
     def _queue(self, life: Life, now_ns: int) -> None:
         self._lives[life.request_id] = life
+        if life.call_id:
+            self._voices[life.call_id] = life
         life.ticket = self._turns.come(life.arrival_ns)
         life.num_before = life.ticket.num_before
         if life.search_id:
@@ -161,7 +215,8 @@ class Journal:
         life.phase = Phase.PREFILL
         life.num_target_tokens = admission.num_tokens
         if life.began is None and life.ticket is not None:
-            life.began, life.turn = now, self._turns.admit(life.ticket, now)
+            turn = self._turns.admit(life.ticket, now)
+            life.began, life.turn = now, turn if not life.call_id else life.turn
             life.num_hit_tokens, life.stop = admission.num_hit_tokens, admission.stop
         elif life.pauses and life.pauses[-1].ended is None:
             pause = life.pauses[-1]
@@ -229,9 +284,11 @@ class Journal:
     def _end(self, life: Life, stats: RequestStats, stop: int) -> None:
         self._close_decodes(life, stop)
         if life.began is None and life.ticket is not None:
-            life.turn = self._turns.turn_of(life.ticket)
+            life.turn = self._turn(life, life.ticket)
             self._turns.leave(life.ticket)
         self._lives.pop(life.request_id, None)
+        if life.call_id:
+            del self._voices[life.call_id]
         if life.search_id:
             beams = self._searches[life.search_id]
             beams.remove(life)
@@ -244,7 +301,9 @@ class Journal:
         was_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
         life.left = self._clock.mark(stats.ended_ns) if was_waiting else WaitMark(stats.ended_ns, ())
         life.phase = Phase.ENDED
-        self._ended[life.request_id] = life
+        name = life.call_id or life.request_id
+        self._ended[name] = life
+        self._ended.move_to_end(name)
         while len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
 

@@ -384,6 +384,8 @@ class Life:
     """Id of the beam search that it belongs to, if it does."""
     arm: str = ""
     """Arm of the A/B test, if there is one."""
+    call_id: str = ""
+    """Id of the call for which it is watched, if others of that are not."""
     ticket: Ticket | None = None
     """None: it never was queued."""
     num_before: int = 0

@@ -41,7 +41,7 @@ class Turns:
     """The calls of one tenant, while any request of it waits."""
 
     now: int = 0
-    """Virtual time."""
+    """Virtual time: tokens that were given, each divided by the calls that waited."""
     num_waiting: int = 0
     """Calls with requests that wait."""
     calls: dict[str, Call] = field(default_factory=dict)
@@ -67,10 +67,6 @@ class Turns:
         self.num_waiting -= 1
         if len(self.calls) > 2 * self.num_waiting + MIN_IDLE_TO_SWEEP:
             self.calls = {name: call for name, call in self.calls.items() if call.num_waiting or call.due > self.now}
-
-    def give(self, num_tokens: int) -> None:
-        """A request is computed."""
-        self.now += num_tokens * _UNIT // max(1, self.num_waiting)
 
 
 class FairCalls(FairShares):
@@ -128,7 +124,7 @@ class FairCalls(FairShares):
         super().admitted(request)
         turns = self._turns.get(request.tenant)
         if turns is not None:
-            turns.give(request.num_prompt_tokens)
+            turns.now += request.num_prompt_tokens * _UNIT // turns.num_waiting
 
 
 def _call_of(request: Request) -> str:
