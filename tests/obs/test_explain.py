@@ -281,7 +281,7 @@ class TestCallsOfTexts:
         told = self.told(driver, "list")
         assert told.num_prefill_steps == 1
         assert told.total_ns == driver.clock.now_ns()  # the last of them
-        assert summary(told).startswith("Took 50 ms in all. Waited 49 ms for its share of the tokens of a step.")
+        assert summary(told).startswith("Took 51 ms in all. Waited 50 ms for its share of the tokens of a step.")
         assert self.told(driver, "single").total_ns == MS
 
     def test_a_list_takes_the_place_of_one_request(self) -> None:

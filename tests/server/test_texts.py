@@ -371,6 +371,7 @@ async def test_a_long_list_comes_to_the_engine_by_and_by():
     await until(lambda: runtime.bridge.num_open_requests > 0)
     assert runtime.bridge.num_open_requests == 47  # two steps' worth are 512 tokens, and a text has 11
     other = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
+    await until(lambda: runtime.bridge.num_open_requests == 48)
     gate.allow(12)
     await until(other.done)
     assert not long.done()

@@ -48,8 +48,8 @@ class Journal:
         told as one, under the call's id."""
         self._speaks_for_calls = speaks_for_calls
         self._coming: dict[str, tuple[Request, int]] = {}
-        """Call -> the last of its requests that were queued since the last news, and when. This and the next three belong to the
-        engine thread."""
+        """Call -> the last of its requests that were queued since the last news, and when. The engine thread has this and the
+        next three."""
         self._watched: set[str] = set()
         """Calls of which a request is watched."""
         self._calls: dict[str, str] = {}

@@ -9,6 +9,10 @@ from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimi
 
 DECODES_TO_LEARN = 8
 """One of so many steps without prefills that took as long as expected is learnt from: the others would tell nothing."""
+HELD_PROBE_PERIOD = 16
+"""One of so many steps that are held to a time is made smaller, if they are alike: after a stall they may all be too long."""
+HELD_PROBE_SHARE = 8
+"""The smaller step has one in so many of the tokens, so that most of it is the part that every step takes."""
 STEPS_TO_LEARN = 4
 """The same of steps without decodes, which are held to a time: their shapes differ, and so each tells something."""
 PAIRS_SMOOTHING = 8
@@ -291,6 +295,10 @@ class HoldStep(Budget):
     """As the steps of late had them."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
+    _held_tokens: int = 0
+    """Tokens of prompts that the last step might have had, but for a probe."""
+    _num_equal: int = 0
+    """Steps since the last with at most half of the tokens that it might have had."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
@@ -300,12 +308,16 @@ class HoldStep(Budget):
             least_ns = self.cost.least_ns(view.num_decodes)
             token_ns = self.cost.prefill_ns + self.cost.attention_ns * self.pairs_per_token
             num_prefill_tokens = max(1, int((max(self.step_ns, least_ns / self.max_fixed_share) - least_ns) / token_ns))
-        return StepLimits(min(view.max_step_tokens, view.num_decodes + num_prefill_tokens))
+        self._held_tokens = num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
+        if self._num_equal >= HELD_PROBE_PERIOD - 1:
+            num_prefill_tokens = max(1, num_prefill_tokens // HELD_PROBE_SHARE)
+        return StepLimits(view.num_decodes + num_prefill_tokens)
 
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
         self._num_seen += 1
         num_tokens, num_pairs = step.num_prefill_tokens, step.num_prefill_pairs
+        self._num_equal = self._num_equal + 1 if 2 * num_tokens > self._held_tokens else 0
         if num_tokens:
             self.pairs_per_token += (num_pairs / num_tokens - self.pairs_per_token) / PAIRS_SMOOTHING
         expected_ns = self.cost.estimate_ns(step.num_decodes, num_tokens, num_pairs)
