@@ -93,13 +93,15 @@ PENSTOCK_INLINE void transpose_fours(uint8_t* out, int64_t out_stride, const int
 #endif
 }
 
-// Sixteen rows of sixteen numbers, `stride` numbers apart, become their columns, one after the other.
-PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride) {
+// The first `cols` columns of `rows` rows, `stride` numbers apart, become sixteen columns of sixteen numbers, one after the other. They end in
+// copies of the last row, and zeros follow the last column.
+PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride, int rows, int cols) {
+    const auto row = [&](int i) PENSTOCK_LAMBDA { return in + (i < rows ? i : rows - 1) * stride; };
 #if defined(__AVX512F__)
     __m512 a[kLanes], b[kLanes];
     PENSTOCK_UNROLL
     for (int i = 0; i < kLanes; i += 2) {
-        const __m512 even = _mm512_loadu_ps(in + i * stride), odd = _mm512_loadu_ps(in + (i + 1) * stride);
+        const __m512 even = load_some(row(i), cols).v, odd = load_some(row(i + 1), cols).v;
         a[i] = _mm512_unpacklo_ps(even, odd);
         a[i + 1] = _mm512_unpackhi_ps(even, odd);
     }
@@ -118,8 +120,8 @@ PENSTOCK_INLINE void transpose(float* out, const float* in, int64_t stride) {
         _mm512_storeu_ps(out + (12 + i) * kLanes, _mm512_shuffle_f32x4(back[0], back[1], 0xDD));
     }
 #else
-    for (int row = 0; row < kLanes; ++row) {
-        for (int col = 0; col < kLanes; ++col) out[col * kLanes + row] = in[row * stride + col];
+    for (int i = 0; i < kLanes; ++i) {
+        for (int col = 0; col < kLanes; ++col) out[col * kLanes + i] = col < cols ? row(i)[col] : 0.0f;
     }
 #endif
 }

@@ -255,6 +255,13 @@ PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
     const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.l), _mm256_cvtps_epi32(a.h));
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
 }
+PENSTOCK_INLINE __m256i pairs_i16_part(__m256 a, __m256 b) {
+    return _mm256_blend_epi16(_mm256_cvtps_epi32(a), _mm256_slli_epi32(_mm256_cvtps_epi32(b), 16), 0xAA);
+}
+PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
+    _mm256_storeu_si256((__m256i*)p, pairs_i16_part(a.l, b.l));
+    _mm256_storeu_si256((__m256i*)(p + 32), pairs_i16_part(a.h, b.h));
+}
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
     store_bf16(p, a);
     store_bf16(p + kLanes, b);

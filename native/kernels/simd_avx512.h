@@ -175,6 +175,11 @@ PENSTOCK_INLINE vb even_halves(vb a) { return {_mm512_and_si512(a.v, _mm512_set1
 PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
+// Both as integers within 16 bits, lane by lane beside each other.
+PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
+    const __m512i second = _mm512_slli_epi32(_mm512_cvtps_epi32(b.v), 16);
+    _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_cvtps_epi32(a.v), second));
+}
 // Stores a and b as 32 bf16 and returns `sum` plus what was stored.
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
     const __m512bh both = _mm512_cvtne2ps_pbh(b.v, a.v);

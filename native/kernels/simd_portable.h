@@ -230,6 +230,15 @@ PENSTOCK_INLINE void store_i16(int16_t* p, vf a) {
     const vf r = round(a);
     PENSTOCK_LANES p[i] = r.v[i] == r.v[i] ? static_cast<int16_t>(r.v[i]) : 0;
 }
+PENSTOCK_INLINE void store_pairs_i16(uint8_t* p, vf a, vf b) {
+    int16_t x[2][kLanes];
+    store_i16(x[0], a);
+    store_i16(x[1], b);
+    PENSTOCK_LANES {
+        memcpy(p + 4 * i, &x[0][i], 2);
+        memcpy(p + 4 * i + 2, &x[1][i], 2);
+    }
+}
 PENSTOCK_INLINE vf store_bf16_sum(uint16_t* p, vf a, vf b, vf sum) {
     store_bf16(p, a);
     store_bf16(p + kLanes, b);

@@ -1,9 +1,13 @@
-// Attention of one text's queries over the text's own keys and values, which are rows of float32 buffers; nothing is rounded.
+// Attention of one text's queries over the text's own keys and values, which are rows of float32 buffers.
 //
-// The keys that a task sees are copied transposed, sixteen side by side, and the values to rows of whole vectors, so that a tile of
-// queries reads both one after the other. For a tile all scores are computed, then the weights, then their sums of values: texts are
-// short enough for their scores to stay in the cache.
+// All three become 16-bit integers, of which an instruction multiplies and adds pairs: twice the work of a float32 multiply-add. Queries and
+// keys have a scale for each token, values one for each column. A tile is a few queries: all their scores are computed, then the weights,
+// then their sums of values. Texts are short enough for the scores of a tile to stay in the cache.
+//
+// A task's keys and values are rounded once, and a column's scale is that of the values which the task sees: tasks must begin at
+// positions that the text alone determines.
 
+#include "integers.h"
 #include "parts.h"
 #include "simd.h"
 #include "softmax.h"
@@ -13,18 +17,24 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int kRows = kTextRows, kVectors = kTextVectors;  // of a tile, whose sums fit the registers
-constexpr int kKeys = kVectors * kLanes;                   // whose scores are computed together
+constexpr int kBlock = 32;                                 // positions whose products of weights and values are one sum of integers
+constexpr float kLargestWeight = 32767.0f, kLargestValue = 2047.0f;
+static_assert(kBlock * 32767LL * 2047LL < (1LL << 31) && kBlock % (kVectors * kLanes) == 0);
+constexpr int kPairBytes = kLanes * 4;  // of sixteen pairs of integers
 
-PENSTOCK_INLINE int up_to_keys(int n) { return (n + kKeys - 1) / kKeys * kKeys; }
-PENSTOCK_INLINE int up_to_lanes(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+PENSTOCK_INLINE int64_t whole(int64_t n, int part) { return (n + part - 1) / part * part; }
 
-// Where a task keeps its copies and results. `keys` are those of the positions from `begin` on, a multiple of kKeys.
+// Where a task keeps its integers and results. Positions are counted from `begin` on, a multiple of kBlock.
 struct TextScratch {
-    float* keys;    // [count / 16][head_dim][16]
-    float* values;  // [count][value_cols]
-    float* scores;  // [kRows][count]
-    float* biases;  // of a head by distance: of the key's position less the query's, from -(num_tokens + kKeys) on
-    int begin, count, value_cols;
+    uint8_t* keys;      // [count / 16][pairs of columns][16][2]
+    uint8_t* queries;   // likewise, of one head
+    uint8_t* values;    // [count / 2][value_cols][2]
+    float *key_scales, *query_scales, *value_scales;
+    float* columns;     // of sixteen rows
+    float* scores;      // [kRows][count]
+    int16_t* weights;   // [kRows][count]
+    float* biases;      // of a head by distance: of the key's position less the query's, from -(num_tokens + kBlock) on
+    int begin, count, pairs, value_cols;
 };
 
 // The positions [first, end) that a query sees.
@@ -36,27 +46,56 @@ PENSTOCK_INLINE int end_seen(const TextAttentionTask& t, int query) {
     return t.window > 0 && query + t.window < t.num_tokens ? query + t.window : t.num_tokens;
 }
 
-void copy_keys(const TextAttentionTask& t, const TextScratch& s, int end) {
-    for (int at = 0; at < s.count; at += kLanes) {
-        const int first = s.begin + at, count = first >= end ? 0 : end - first < kLanes ? end - first : kLanes;
-        float* const out = s.keys + int64_t{at} * t.head_dim;
-        const float* const in = t.k + first * t.kv_ld;
-        int col = 0;
-        if (count == kLanes) {
-            for (; col + kLanes <= t.head_dim; col += kLanes) transpose(out + col * kLanes, in + col, t.kv_ld);
+// `count` rows of a head's columns as integers, sixteen rows side by side; the last sixteen end in copies of the last row. A scale is no
+// number if a column is none.
+void round_rows(const float* x, int64_t ld, int count, int head_dim, float* columns, uint8_t* out, float* scales) {
+    const int pairs = (head_dim + 1) / 2;
+    for (int at = 0; at < count; at += kLanes, out += pairs * kPairBytes) {
+        vf squares = set1(0.0f), largest = set1(0.0f);
+        for (int col = 0; col < head_dim; col += kLanes) {
+            const int cols = head_dim - col < kLanes ? head_dim - col : kLanes;
+            transpose(columns + col * kLanes, x + at * ld + col, ld, count - at < kLanes ? count - at : kLanes, cols);
+            for (int i = col; i < col + cols; ++i) {
+                const vf a = load(columns + i * kLanes);
+                squares = fma(a, a, squares);
+                largest = max(largest, abs(a));
+            }
         }
-        for (; col < t.head_dim; ++col) {
-            for (int i = 0; i < kLanes; ++i) out[col * kLanes + i] = i < count ? in[i * t.kv_ld + col] : 0.0f;
+        const vf by_norm = div(sqrt(squares), set1(kLargestNorm)), by_largest = div(largest, set1(kLargestInteger));
+        const vf scale = max(by_largest, by_norm);  // in this order NaN, which is in by_norm if there is one, stays
+        store(scales + at, add(scale, mul(scale, set1(0.0f))));
+        const vf inverse = up_to(div(set1(1.0f), scale), set1(1.0f / kSmallest));
+        for (int pair = 0; pair < pairs; ++pair) {
+            const float* const both = columns + 2 * pair * kLanes;
+            store_pairs_i16(out + pair * kPairBytes, mul(load(both), inverse), mul(load(both + kLanes), inverse));
         }
     }
 }
 
-void copy_values(const TextAttentionTask& t, const TextScratch& s, int end) {
-    for (int at = 0; s.begin + at < end; ++at) {
-        const float* const in = t.v + (s.begin + at) * t.kv_ld;
-        for (int col = 0; col < t.head_dim; col += kLanes) {
-            const int count = t.head_dim - col < kLanes ? t.head_dim - col : kLanes;
-            store(s.values + int64_t{at} * s.value_cols + col, load_some(in + col, count));
+// The values of the positions from s.begin to `end`, two beside each other; the last one's partner may be itself.
+void round_values(const TextAttentionTask& t, const TextScratch& s, int end) {
+    const int count = end - s.begin;
+    const float* const v = t.v + s.begin * t.kv_ld;
+    for (int col = 0; col < s.value_cols; col += kLanes) {
+        const int cols = t.head_dim - col < kLanes ? t.head_dim - col : kLanes;
+        vf inverse = set1(0.0f);
+        if (cols > 0) {
+            vf largest = set1(0.0f), zero = set1(0.0f);  // the latter becomes NaN if there is a value that is no finite number
+            for (int i = 0; i < count; ++i) {
+                const vf x = load_some(v + i * t.kv_ld + col, cols);
+                largest = max(largest, abs(x));
+                zero = fma(x, zero, zero);
+            }
+            store(s.value_scales + col, add(mul(largest, set1(1.0f / kLargestValue)), zero));
+            inverse = up_to(div(set1(kLargestValue), largest), set1(1.0f / kSmallest));
+        }
+        for (int i = 0; i < count; i += 2) {
+            vf a = set1(0.0f), b = a;
+            if (cols > 0) {
+                a = load_some(v + i * t.kv_ld + col, cols);
+                b = load_some(v + (i + 1 < count ? i + 1 : i) * t.kv_ld + col, cols);
+            }
+            store_pairs_i16(s.values + (int64_t{i / 2} * s.value_cols + col) * 4, mul(a, inverse), mul(b, inverse));
         }
     }
 }
@@ -64,117 +103,166 @@ void copy_values(const TextAttentionTask& t, const TextScratch& s, int end) {
 // The row of a head's biases, widened to all distances of the text, in units of log2.
 void spread_biases(const TextAttentionTask& t, int head, float* biases) {
     const float* const row = t.distances + int64_t{head} * (2 * t.num_distances + 1) + t.num_distances;
-    const int most = t.num_tokens + kKeys;
+    const int most = t.num_tokens + kBlock;
     for (int i = -most; i < most; ++i) {
         const int distance = i < -t.num_distances ? -t.num_distances : i > t.num_distances ? t.num_distances : i;
         biases[i + most] = row[distance] * kLog2E;
     }
 }
 
-// Scores of kRows queries and the keys [from, to), whole tiles of keys.
-PENSTOCK_INLINE void score(const TextScratch& s, const float* const (&q)[kRows], int head_dim, int from, int to) {
-    for (int at = from; at < to; at += kKeys) {
-        vf sums[kRows][kVectors];
+// Scores, in units of log2, of kRows queries and the positions [from, to), whole blocks.
+PENSTOCK_INLINE void score(const TextScratch& s, const uint8_t* const (&q)[kRows], const float (&factors)[kRows], int from, int to) {
+    for (int at = from; at < to; at += kVectors * kLanes) {
+        vi sums[kRows][kVectors];
         for (int r = 0; r < kRows; ++r) {
-            for (int v = 0; v < kVectors; ++v) sums[r][v] = set1(0.0f);
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = set1_i(0);
         }
-        const float* const keys = s.keys + int64_t{at} * head_dim;
-        for (int col = 0; col < head_dim; ++col) {
-            vf key[kVectors];
-            for (int v = 0; v < kVectors; ++v) key[v] = load(keys + (v * head_dim + col) * kLanes);
+        const uint8_t* const keys = s.keys + int64_t{at / kLanes} * s.pairs * kPairBytes;
+        for (int pair = 0; pair < s.pairs; ++pair) {
+            vb key[kVectors];
+            for (int v = 0; v < kVectors; ++v) key[v] = load64(keys + (v * s.pairs + pair) * kPairBytes);
             PENSTOCK_UNROLL
             for (int r = 0; r < kRows; ++r) {
-                const vf value = set1(q[r][col]);
-                for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(key[v], value, sums[r][v]);
+                const vb columns = set1_pair(q[r] + pair * kPairBytes);
+                for (int v = 0; v < kVectors; ++v) sums[r][v] = dot2_i16(sums[r][v], key[v], columns);
             }
         }
-        for (int r = 0; r < kRows; ++r) {
-            for (int v = 0; v < kVectors; ++v) store(s.scores + int64_t{r} * s.count + at + v * kLanes, sums[r][v]);
+        for (int v = 0; v < kVectors; ++v) {
+            const vf scale = load(s.key_scales + at + v * kLanes);
+            for (int r = 0; r < kRows; ++r) {
+                store(s.scores + int64_t{r} * s.count + at + v * kLanes, mul(mul(to_float(sums[r][v]), scale), set1(factors[r])));
+            }
         }
     }
 }
 
-// Weights of a query's scores, of the positions [from, to) of which it sees [lo, hi); the others weigh nothing. Returns their sum.
-PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int from, int to, int lo, int hi, float factor) {
-    const vf lowest = set1(kLowest), scale = set1(factor);
-    vf largest = lowest, sum = set1(0.0f);
-    for (int i = from; i < to; i += kLanes) {
-        const vf x = load(scores + i), scaled = biases ? fma(x, scale, load(biases + i)) : mul(x, scale);
-        const vf seen = within(i, lo, hi, scaled, lowest);
-        store(scores + i, seen);
-        largest = max(largest, seen);
+// The weights of a query's scores of the positions [from, to), of which it sees [lo, hi), as integers; the others weigh nothing. Returns
+// their sum.
+PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int16_t* weights, int from, int to, int lo, int hi) {
+    const vf lowest = set1(kLowest);
+    if (biases) {
+        for (int i = from; i < to; i += kLanes) store(scores + i, add(load(scores + i), load(biases + i)));
     }
-    const vf top = set1(reduce_max(largest));
-    for (int i = from; i < to; i += kLanes) {
-        const vf weight = within(i, lo, hi, exp2(sub(load(scores + i), top)), set1(0.0f));
-        store(scores + i, weight);
-        sum = add(sum, weight);
+    for (int i = from; i < lo; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), lowest));
+    for (int i = hi / kLanes * kLanes; i < to; i += kLanes) store(scores + i, within(i, lo, hi, load(scores + i), lowest));
+    vf largest[2] = {lowest, lowest}, sum[2] = {set1(0.0f), set1(0.0f)};
+    for (int i = from; i < to; i += 2 * kLanes) {
+        for (int j = 0; j < 2; ++j) largest[j] = max(largest[j], load(scores + i + j * kLanes));
     }
-    return reduce_add(sum);
+    const vf top = set1(reduce_max(max(largest[0], largest[1])));
+    for (int i = from; i < to; i += 2 * kLanes) {
+        for (int j = 0; j < 2; ++j) {
+            const vf below = sub(load(scores + i + j * kLanes), top), power = kScaleSaturates ? exp2_saturating(below) : exp2(below);
+            const vf weight = round(mul(power, set1(kLargestWeight)));
+            sum[j] = add(sum[j], weight);
+            store_i16(weights + i + j * kLanes, weight);
+        }
+    }
+    return reduce_add(add(sum[0], sum[1]));
 }
 
 // The sums of values, of the positions [from, to), with the weights of `count` queries.
-PENSTOCK_INLINE void sum_values(const TextAttentionTask& t, const TextScratch& s, int from, int to, const float (&factors)[kRows],
-                                float* out, int count) {
-    for (int col = 0; col < s.value_cols; col += kKeys) {
-        const int vectors = s.value_cols - col < kKeys ? (s.value_cols - col) / kLanes : kVectors;
-        vf sums[kRows][kVectors];
+PENSTOCK_INLINE void sum_values(const TextAttentionTask& t, const TextScratch& s, const int16_t* const (&weights)[kRows], int from, int to,
+                                const float (&factors)[kRows], float* out, int count) {
+    for (int col = 0; col < s.value_cols; col += kVectors * kLanes) {
+        vf totals[kRows][kVectors];
         for (int r = 0; r < kRows; ++r) {
-            for (int v = 0; v < kVectors; ++v) sums[r][v] = set1(0.0f);
+            for (int v = 0; v < kVectors; ++v) totals[r][v] = set1(0.0f);
         }
-        for (int i = from; i < to; ++i) {
-            const float* const values = s.values + int64_t{i} * s.value_cols + col;
-            vf value[kVectors];
-            for (int v = 0; v < kVectors; ++v) value[v] = load(values + (v < vectors ? v : 0) * kLanes);
-            PENSTOCK_UNROLL
+        for (int at = from; at < to; at += kBlock) {
+            vi sums[kRows][kVectors];
             for (int r = 0; r < kRows; ++r) {
-                const vf weight = set1(s.scores[int64_t{r} * s.count + i]);
-                for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(value[v], weight, sums[r][v]);
+                for (int v = 0; v < kVectors; ++v) sums[r][v] = set1_i(0);
+            }
+            for (int i = at; i < at + kBlock; i += 2) {
+                const uint8_t* const values = s.values + (int64_t{i / 2} * s.value_cols + col) * 4;
+                vb value[kVectors];
+                for (int v = 0; v < kVectors; ++v) value[v] = load64(values + v * kPairBytes);
+                PENSTOCK_UNROLL
+                for (int r = 0; r < kRows; ++r) {
+                    const vb both = set1_pair(weights[r] + i);
+                    for (int v = 0; v < kVectors; ++v) sums[r][v] = dot2_i16(sums[r][v], value[v], both);
+                }
+            }
+            for (int r = 0; r < kRows; ++r) {
+                for (int v = 0; v < kVectors; ++v) totals[r][v] = add(totals[r][v], to_float(sums[r][v]));
             }
         }
-        for (int r = 0; r < count; ++r) {
-            for (int v = 0; v < vectors; ++v) {
-                const int at = col + v * kLanes, cols = t.head_dim - at < kLanes ? t.head_dim - at : kLanes;
-                store_some(out + r * t.q_ld + at, mul(sums[r][v], set1(factors[r])), cols);
-            }
+        for (int v = 0; v < kVectors; ++v) {
+            const int first = col + v * kLanes, cols = t.head_dim - first < kLanes ? t.head_dim - first : kLanes;
+            if (cols <= 0) break;
+            const vf scale = load(s.value_scales + first);
+            for (int r = 0; r < count; ++r) store_some(out + r * t.q_ld + first, mul(mul(totals[r][v], scale), set1(factors[r])), cols);
         }
     }
 }
 
 // One head of up to kRows queries from `query` on.
 void attend_tile(const TextAttentionTask& t, const TextScratch& s, int head, int query, int count) {
-    const float* const q = t.q + query * t.q_ld + head * t.head_dim;
-    const float* rows[kRows];
-    for (int r = 0; r < kRows; ++r) rows[r] = q + (r < count ? r : 0) * t.q_ld;
-    const int first = first_seen(t, query) - s.begin, end = end_seen(t, query + count - 1) - s.begin;
-    const int from = first / kKeys * kKeys, to = up_to_keys(end);
-    score(s, rows, t.head_dim, from, to);
-    float factors[kRows] = {};
+    const uint8_t* queries[kRows];
+    const int16_t* weights[kRows];
+    float factors[kRows];
+    for (int r = 0; r < kRows; ++r) {  // rows beyond the last are the first one again
+        const int row = r < count ? r : 0, at = query + row - t.first_query;
+        queries[r] = s.queries + int64_t{at / kLanes} * s.pairs * kPairBytes + at % kLanes * 4;
+        weights[r] = s.weights + int64_t{row} * s.count;
+        factors[r] = s.query_scales[at] * (t.scale * kLog2E);
+    }
+    const int from = (first_seen(t, query) - s.begin) / kBlock * kBlock;
+    const int to = static_cast<int>(whole(end_seen(t, query + count - 1) - s.begin, kBlock));
+    score(s, queries, factors, from, to);
     for (int r = 0; r < count; ++r) {
         const int row = query + r;
-        const float* const biases = t.distances ? s.biases + t.num_tokens + kKeys - row + s.begin : nullptr;
-        const float sum = soften_text(s.scores + int64_t{r} * s.count, biases, from, to, first_seen(t, row) - s.begin,
-                                      end_seen(t, row) - s.begin, t.scale * kLog2E);
-        factors[r] = 1.0f / sum;
+        const float* const biases = t.distances ? s.biases + t.num_tokens + kBlock - row + s.begin : nullptr;
+        factors[r] = 1.0f / soften_text(s.scores + int64_t{r} * s.count, biases, s.weights + int64_t{r} * s.count, from, to,
+                                        first_seen(t, row) - s.begin, end_seen(t, row) - s.begin);
     }
-    sum_values(t, s, first, end, factors, t.out + query * t.q_ld + head * t.head_dim, count);
+    sum_values(t, s, weights, from, to, factors, t.out + query * t.q_ld + head * t.head_dim, count);
+}
+
+// Takes parts of the memory, each from a cache line on.
+struct Parts {
+    float* next;
+    int64_t taken = 0;
+    PENSTOCK_MEMBER float* take(int64_t floats) {
+        float* const part = next ? next + taken : nullptr;
+        taken += whole(floats, kLanes);
+        return part;
+    }
+};
+
+// Of a task that sees so many positions, and has as many queries at most.
+PENSTOCK_INLINE TextScratch make_text_scratch(Parts& memory, int num_seen, int num_tokens, int head_dim) {
+    TextScratch s;
+    s.count = static_cast<int>(whole(num_seen, kBlock));
+    s.pairs = (head_dim + 1) / 2;
+    s.value_cols = static_cast<int>(whole(head_dim, kVectors * kLanes));
+    const int64_t rows = whole(num_tokens, kBlock), count = s.count;
+    s.keys = reinterpret_cast<uint8_t*>(memory.take(count * s.pairs));
+    s.queries = reinterpret_cast<uint8_t*>(memory.take(rows * s.pairs));
+    s.values = reinterpret_cast<uint8_t*>(memory.take(count / 2 * s.value_cols));
+    s.key_scales = memory.take(count);
+    s.query_scales = memory.take(rows);
+    s.value_scales = memory.take(s.value_cols);
+    s.columns = memory.take(whole(head_dim, kLanes) * kLanes);
+    s.scores = memory.take(kRows * count);
+    s.weights = reinterpret_cast<int16_t*>(memory.take(kRows * count / 2));
+    s.biases = memory.take(2 * (int64_t{num_tokens} + kBlock));
+    return s;
 }
 
 }  // namespace
 
 void text_attention(const TextAttentionTask& t, float* memory) {
-    const int first = first_seen(t, t.first_query), end = end_seen(t, t.end_query - 1);
-    TextScratch s;
-    s.begin = first / kKeys * kKeys;
-    s.count = up_to_keys(end - s.begin);
-    s.value_cols = up_to_lanes(t.head_dim);
-    s.keys = memory;
-    s.values = s.keys + int64_t{s.count} * t.head_dim;
-    s.scores = s.values + int64_t{s.count} * s.value_cols;
-    s.biases = s.scores + int64_t{kRows} * s.count;
-    copy_keys(t, s, end);
-    copy_values(t, s, end);
+    const int begin = first_seen(t, t.first_query) / kBlock * kBlock, end = end_seen(t, t.end_query - 1);
+    Parts parts{memory};
+    TextScratch s = make_text_scratch(parts, end - begin, t.num_tokens, t.head_dim);
+    s.begin = begin;
+    round_rows(t.k + begin * t.kv_ld, t.kv_ld, end - begin, t.head_dim, s.columns, s.keys, s.key_scales);
+    round_values(t, s, end);
     for (int head = 0; head < t.heads_per_kv; ++head) {
+        const float* const q = t.q + t.first_query * t.q_ld + head * t.head_dim;
+        round_rows(q, t.q_ld, t.end_query - t.first_query, t.head_dim, s.columns, s.queries, s.query_scales);
         if (t.distances) spread_biases(t, head, s.biases);
         for (int query = t.first_query; query < t.end_query; query += kRows) {
             attend_tile(t, s, head, query, t.end_query - query < kRows ? t.end_query - query : kRows);
@@ -183,8 +271,9 @@ void text_attention(const TextAttentionTask& t, float* memory) {
 }
 
 int64_t text_attention_scratch_floats(int num_tokens, int head_dim) {
-    const int64_t count = up_to_keys(num_tokens);
-    return count * (head_dim + up_to_lanes(head_dim) + kRows) + 2 * (int64_t{num_tokens} + kKeys);
+    Parts parts{nullptr};
+    static_cast<void>(make_text_scratch(parts, num_tokens, num_tokens, head_dim));
+    return parts.taken;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

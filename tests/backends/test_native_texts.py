@@ -153,9 +153,9 @@ def test_attention_within_texts(variant: str, settings: tuple[int, int, int, Mas
     expected = answers(Steps(case.reference()).run(texts))
     native = Steps(case.native(variant))
     for actual, wanted in zip(answers(native.run(texts)), expected, strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=4e-5)
+        assert relative_rms(actual, wanted) < 2e-3
     for text, wanted in zip(texts, expected, strict=True):
-        np.testing.assert_allclose(answers(native.run([text]))[0], wanted, rtol=0, atol=4e-5)
+        assert relative_rms(answers(native.run([text]))[0], wanted) < 2e-3
 
 
 HIDDEN, HEADS, INNER = 96, 3, 160
