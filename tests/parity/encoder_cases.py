@@ -435,6 +435,12 @@ _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_siz
 _XLM_ROBERTA = _bert_cases("xlm-roberta", "XLMRoberta", 120, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 
 _CLS = {"pooling_type": 2}
+_GGUF_LABELS = {"classifier.output_labels": ["bad", "fair", "good"]}
+_MODERNBERT_HEAD = replace(
+    _MODERNBERT["modernbert_classes"],
+    config={**_MODERNBERT["modernbert_classes"].config, "classifier_activation": "gelu", "classifier_pooling": "cls"},
+    seed=155,
+)
 _MODERNBERT_GGUF = Gguf(
     architecture="modern-bert",
     metadata={
@@ -445,6 +451,9 @@ _MODERNBERT_GGUF = Gguf(
         "rope.scaling.type": "none",
         "hidden_activation": "gelu",
     },
+)
+_MODERNBERT_HEAD_GGUF = replace(
+    _MODERNBERT_GGUF, metadata={**_MODERNBERT_GGUF.metadata, "classifier.pooling_type": 2, **_GGUF_LABELS}
 )
 
 ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
@@ -498,13 +507,21 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "roberta_classes_gguf": replace(
             _ROBERTA["roberta_classes"],
             golden="roberta_classes",
-            gguf=Gguf(architecture="bert", metadata={"classifier.output_labels": ["bad", "fair", "good"]}),
+            gguf=Gguf(architecture="bert", metadata=_GGUF_LABELS),
         ),
         "nomic_bert_gguf": replace(
             _NOMIC["nomic_bert"],
             golden="nomic_bert",
             old_weights=old_nomic_weights,
             gguf=Gguf(architecture="nomic-bert", metadata={"pooling_type": 1, "rope.freq_base": 300.0}),
+        ),
+        "modernbert_head": _MODERNBERT_HEAD,
+        "modernbert_head_gguf": replace(
+            _MODERNBERT_HEAD,
+            golden="modernbert_head",
+            gguf=replace(
+                _MODERNBERT_GGUF, metadata={**_MODERNBERT_GGUF.metadata, "classifier.pooling_type": 2, **_GGUF_LABELS}
+            ),
         ),
         "modernbert_gguf": replace(_MODERNBERT["modernbert"], golden="modernbert", gguf=_MODERNBERT_GGUF),
         "qwen3_embedding": EncoderCase(

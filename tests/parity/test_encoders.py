@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from models.test_mutated import Changed, mutate, mutations
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures, catalog
@@ -17,11 +22,14 @@ from penstock.models.load import load_model
 from penstock.models.weights import LoadedModel
 from penstock.testing import make_core, make_text, run_to_completion, text_capacity
 from penstock.testing.builders import sizes_of
+from penstock.types.errors import ModelError
 from penstock.types.events import Add
 
 from .encoder_cases import ENCODERS, Text, load_states, texts, write_encoder
 from .golden import GOLDEN_DIR
 from .test_tiny import MAX_RELATIVE_RMS
+from .test_tiny_mutated import MAX_EXAMPLES
+from .test_tiny_mutated import MAX_RELATIVE_RMS as MAX_MUTATED_RMS
 from .test_tiny_settings import MIN_RELATIVE_RMS, variants
 from .tiny import FloatArray, weights_sha256
 
@@ -104,3 +112,44 @@ def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], na
     moved = {setting: relative_rms(states_of(other, of), expected) for setting, other in settings_of(model)}
     assert len(moved) > 10
     assert {setting: rms for setting, rms in moved.items() if not rms > MIN_RELATIVE_RMS} == {}
+
+
+MUTATED = ("bert_dense", "bert_classes", "mpnet", "modernbert", "nomic_bert_old_names", "qwen3_embedding")
+FILES = ("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json")
+
+
+def answers_or_refusal(path: Path, backend: str, of: list[Text]) -> list[FloatArray] | ModelError:
+    try:
+        model = load_model(catalog.resolve(str(path), path), max_weight_bytes=1 << 27)
+        if model.encoder is None:
+            return []
+        return states_of(model, of, backend)
+    except ModelError as error:
+        return error
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directory of each case whose files are changed."""
+    return {name: write_encoder(ENCODERS[name], tmp_path_factory.mktemp("mutated") / name) for name in MUTATED}
+
+
+@pytest.mark.parametrize("name", MUTATED)
+@settings(max_examples=MAX_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_changed_settings_are_refused_or_computed_alike(files: dict[str, Path], name: str, data: st.DataObject) -> None:
+    """A directory of settings that nobody chose is refused with cause and remedy, or two backends agree on what it means."""
+    file = data.draw(st.sampled_from([files[name] / file for file in FILES if (files[name] / file).is_file()]))
+    tree = json.loads(file.read_text())
+    of = [Text(text.token_ids[:12], min(text.second_at, 6)) for text in texts(ENCODERS[name])]
+    with Changed(file, mutate(tree, data.draw(mutations(tree)))):
+        reference, native = (answers_or_refusal(files[name], backend, of) for backend in BACKENDS)
+    for answer in (reference, native):
+        if isinstance(answer, ModelError):
+            assert answer.message
+            assert answer.remedy
+            assert len(str(answer)) < 10_000
+    if isinstance(native, ModelError) or isinstance(reference, ModelError):
+        assert isinstance(native, ModelError), f"only the reference refuses it: {reference}"
+    elif reference and np.isfinite(np.concatenate(reference)).all() and np.concatenate(reference).std() > 1e-3:
+        assert relative_rms(native, reference) < MAX_MUTATED_RMS
