@@ -115,6 +115,19 @@ def test_kernels_of_small_steps_are_compiled_before_anybody_waits() -> None:
     assert [plan.step_id for plan in executor.plans] == list(range(7))
 
 
+def test_steps_of_texts_are_as_large_as_any_may_be() -> None:
+    """Nobody decodes, and nobody waits for masks."""
+
+    def make_for_texts(num_blocks: int) -> Noted:
+        return Noted(replace(texts, num_blocks=num_blocks))
+
+    texts = replace(CAPACITY, block_size=64, is_one_pass=True)
+    executor, _ = profile(make_for_texts, texts, FakeMemory(0))
+    lengths = [[row.query_len for row in plan.rows] for plan in executor.plans]
+    assert lengths == [[64, 30, *[1] * 6], [], [], [1], [1] * 8, []]
+    assert not executor.restricted
+
+
 def test_rows_ask_for_all_that_the_sampler_can_be_asked_for() -> None:
     """In small steps some have masks instead of a list of tokens: a chunk, and of a decode every second row."""
     executor, _ = profile(make, CAPACITY, FakeMemory(0))

@@ -22,7 +22,7 @@ import torch
 from absent_gpu import SHARED_BYTES, AbsentGpu
 
 from penstock.backends.cuda.executor import CudaExecutor
-from penstock.backends.cuda.kernels import activation, dequantise, norm
+from penstock.backends.cuda.kernels import activation, dequantise, norm, texts
 from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
@@ -30,6 +30,7 @@ from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.weights import DenseMatrix
 from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
+from penstock.models.program import TextAttention
 from penstock.models.weights import BlockScales, LoadedModel, WeightTensor
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec, spec_of_equal_layers
@@ -203,6 +204,24 @@ def compile_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     dequantise.look_up(x, DenseMatrix(x.clone()), ids, added=x)
 
 
+def compile_texts(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Kernels that only programs of texts have: heads of MiniLM, of BERT and wider ones."""
+    step = step_of(((300, 0), (24, 0)))
+    for num_kv_heads, group, head_dim in ((12, 1, 32), (12, 1, 64), (2, 7, 128), (2, 8, 256)):
+        width, kv_width = num_kv_heads * group * head_dim, num_kv_heads * head_dim
+        q, k = torch.zeros((step.num_tokens, width), dtype=dtype), torch.zeros((step.num_tokens, kv_width), dtype=dtype)
+        for op in (
+            TextAttention("y", "q", "k", "v", num_kv_heads * group, num_kv_heads, head_dim, 0.1),
+            TextAttention("y", "q", "k", "v", num_kv_heads * group, num_kv_heads, head_dim, 0.1, "all", 64, "d", 128),
+            TextAttention("y", "q", "k", "v", num_kv_heads * group, num_kv_heads, head_dim, 0.1, "causal", 64),
+        ):
+            distances = torch.zeros((op.num_heads, 257)) if op.distances else None
+            texts.text_attention(q.clone(), q, k, k, step, op, distances)
+    states = torch.zeros((2, width))
+    texts.mean_rows(q[:2].clone(), q, step)
+    norm.unit_rows(states, q[:2])
+
+
 def cases() -> Iterator[Case]:
     yield small(*MODELS["llama-8b"]), WeightFormat.BF16, KvDtype.BF16
     yield small(*MODELS["llama-8b"]), WeightFormat.F8_E4M3, KvDtype.BF16
@@ -229,6 +248,7 @@ def compile_all(chosen: list[Case]) -> None:
             compile_steps(spec, fmt, kv_dtype, deterministic=deterministic)
     compile_sampling(small(*MODELS["smollm2-135m"]))
     compile_rest()
+    compile_texts()
 
 
 def main() -> None:

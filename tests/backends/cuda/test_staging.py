@@ -85,7 +85,7 @@ def test_the_first_arrays_lie_where_they_lay_whatever_follows(stream: Stream, de
 
 
 def test_results_of_two_steps_do_not_share_memory(stream: Stream, device: torch.device) -> None:
-    download = Download(8, depth=2, stream=stream, device=device)
+    download = Download(torch.zeros(8, dtype=torch.int32, device=device), depth=2, stream=stream)
     with stream.entered():
         found = []
         for value in (5, 6):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.backends.cuda.patterns import linear_run
-from penstock.models.program import GatherRows, Op, Program
+from penstock.backends.cuda.patterns import Gather, linear_run
+from penstock.models.program import Op, Program
 from penstock.types.errors import ModelError
 
 
@@ -49,10 +49,10 @@ class Buffers:
             self._made[key] = self._allocate(self.width(name), self._dtype, of_samples=of_samples)
         return self._made[key]
 
-    def make_logits(self, name: str, width: int) -> torch.Tensor:
-        """One of float32, with a row for each sample."""
-        self._made[name, True] = self._allocate(width, torch.float32, of_samples=True)
-        return self._made[name, True]
+    def make_result(self, name: str, width: int, *, of_samples: bool) -> torch.Tensor:
+        """One of float32, of what the program is computed for."""
+        self._made[name, of_samples] = self._allocate(width, torch.float32, of_samples=of_samples)
+        return self._made[name, of_samples]
 
     def _allocate(self, width: int, dtype: torch.dtype, *, of_samples: bool) -> torch.Tensor:
         return torch.zeros((self._num_rows[of_samples], width), dtype=dtype, device=self._device)
@@ -81,7 +81,7 @@ def _stacks(ops: Sequence[Op]) -> list[tuple[tuple[str, ...], bool]]:
     at, of_samples = 0, False
     while at < len(ops):
         run = linear_run(ops, at)
-        of_samples |= isinstance(ops[at], GatherRows)
+        of_samples |= isinstance(ops[at], Gather)
         names = tuple(op.out for op in run)
         if len(run) > 1:
             for name in names:

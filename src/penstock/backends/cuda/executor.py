@@ -23,13 +23,14 @@ from triton.errors import TritonError
 from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
-from penstock.backends.cuda.flight import Flight, UnsampledStep
+from penstock.backends.cuda.flight import Flight, TextFlight, UnsampledStep
 from penstock.backends.cuda.graphs import Captured, CaptureRun, CudaCapture, DecodeGraphs
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.launcher import StepLauncher
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.stream import Mark, Stream, open_stream
 from penstock.backends.cuda.tables import num_mask_words
+from penstock.backends.cuda.text_launcher import TextLauncher
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
 from penstock.models.program import Program
@@ -49,6 +50,8 @@ class CudaExecutor:
     not depend on the batch. `attention` is a `Wanted`; until `choose_attention` was called, it is that of our own kernels.
     Raises `ModelError` for what the backend can't compute, ConfigError for an attention that it can't, MemoryError if there is
     no room. `poison` is for tests: stale KV becomes NaN.
+
+    A program that reads texts has no KV, and its steps are no graphs.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class CudaExecutor:
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
-        self._capacity = Capacity(num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
+        self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass)
         self._num_positions = max_model_len
         self._depth = depth
         self._device = torch.device(device)
@@ -84,11 +88,11 @@ class CudaExecutor:
         """Marks of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
         self._vocab_size = program.vocab_size
         self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
-        self._flights: deque[Flight | UnsampledStep] = deque()
+        self._flights: deque[Flight | UnsampledStep | TextFlight] = deque()
         """Steps in flight, the oldest first. Only the last one may wait for masks."""
         self._is_closed = False
         is_gpu = self._device.type == "cuda"
-        self._use_graphs = use_graphs
+        self._use_graphs = use_graphs and not program.is_one_pass
         self._graphs = self._make_graphs()
         with self._stream.entered():
             try:
@@ -137,7 +141,7 @@ class CudaExecutor:
         capacity, device = self._capacity, self._device
         max_tokens = max(capacity.max_step_tokens, capacity.max_rows)  # a padded decode step may be longer than any other
         self._cache = PagedKvCache(
-            num_layers=program.num_layers,
+            num_layers=0 if program.is_one_pass else program.num_layers,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             num_kv_heads=program.num_kv_heads,
@@ -171,6 +175,10 @@ class CudaExecutor:
             device=device,
         )
         self._attention.open(capacity, self._graphs)
+        self._launcher: StepLauncher | TextLauncher
+        if program.is_one_pass:
+            self._launcher = TextLauncher(capacity, self._program, depth=self._depth, stream=self._stream, device=device)
+            return
         self._launcher = StepLauncher(
             capacity,
             self._program,
@@ -250,10 +258,11 @@ class CudaExecutor:
         """
         if self._flights:
             raise ValueError(f"step {self._flights[0].step_id} is in flight")
-        graphs = self._graphs
+        graphs, launcher = self._graphs, self._launcher
 
         def run(num_rows: int, limit: int) -> None:
-            self._launcher.run_padding(num_rows, limit, graphs)
+            assert isinstance(launcher, StepLauncher), "texts have no graphs"
+            launcher.run_padding(num_rows, limit, graphs)
 
         with self._working():
             return CaptureRun(0, 0, 0.0) if graphs is None else graphs.capture_usual(run, most, max_seconds, clock)
@@ -308,6 +317,9 @@ class CudaExecutor:
         with self._working():
             began_ns = time.monotonic_ns()
             batch = self._batches.apply(plan)
+            if isinstance(self._launcher, TextLauncher):
+                self._flights.append(self._launcher.launch(batch, self._batches, began_ns))
+                return Ticket(plan.step_id)
             self._flights.append(self._launcher.launch(plan, batch, self._batches, self._graphs, began_ns))
         # From now on the row has one more token, which only the device knows.
         self._batches.append_sampled(batch, np.full(len(batch.sample_rows), NO_TOKEN, np.int32))
@@ -318,6 +330,7 @@ class CudaExecutor:
         if not isinstance(step, UnsampledStep) or step.step_id != ticket.step_id:
             raise ValueError(f"step {ticket.step_id} waits for no masks")
         by_sample = step.by_sample(masks)
+        assert isinstance(self._launcher, StepLauncher), "texts have no masks"
         with self._working():
             self._flights[-1] = self._launcher.restrict(step, by_sample)
 
@@ -347,7 +360,12 @@ class CudaExecutor:
             torch.cuda.empty_cache()  # nothing is done without a GPU
 
     def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
+        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle.
+
+        Raises ValueError for a program that reads texts.
+        """
+        if not isinstance(self._launcher, StepLauncher):
+            raise ValueError("a program that reads texts has no logits")
         with self._working():
             max_blocks = self._launcher.tables.block_tables.shape[1]
             return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)

@@ -75,6 +75,8 @@ def why_unfit(shapes: Sequence[AttentionShape], dtype: torch.dtype, *, is_int8_k
         return "keys and values are stored in int8"
     if dtype not in DTYPES:
         return f"the model computes in {str(dtype).removeprefix('torch.')}"
+    if not shapes:
+        return "the model reads texts, and keeps no keys and values"
     if len(shapes) != 1:
         return "the attention of the model's layers differs"
     if shapes[0].window or shapes[0].softcap or shapes[0].has_sinks:

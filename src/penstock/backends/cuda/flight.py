@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT
+from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NO_USABLE_STATE
 from penstock.backends.cuda.sample_plan import SamplePlan
 from penstock.backends.cuda.sampling import SampledWords
 from penstock.backends.cuda.stream import Mark
@@ -98,3 +98,33 @@ class Flight:
             top = tuple(zip(top_ids, numbers[line, 1:].tolist(), strict=False))
             found[self.names[sample]] = (TokenLogprobs(tokens[sample], float(numbers[line, 0]), int(ids[line, 0]), top),)
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextFlight:
+    """One step of texts that was submitted and not collected, and of which everything is queued."""
+
+    step_id: int
+    rows: Mapping[str, slice]
+    """Request id -> its rows of `states`, in the order of the step."""
+    states: NDArray[np.float32]
+    """The results; good once `ended` has been passed. [., width]"""
+    host_ns: int
+    """Time of the host's work for it."""
+    begun: Mark
+    computed: Mark
+    ended: Mark
+
+    def result(self) -> StepResult:
+        """Waits for the device until it has computed the step. A text whose states are no numbers fails alone."""
+        self.ended.wait()
+        model_ns, copy_ns = self.computed.ns_since(self.begun), self.ended.ns_since(self.computed)
+        end_ns = time.monotonic_ns()
+        usable = {name for name, rows in self.rows.items() if np.isfinite(self.states[rows]).all()}
+        return StepResult(
+            self.step_id,
+            {},
+            timing=StepTiming(end_ns - model_ns - copy_ns, end_ns, {"host": self.host_ns, "model": model_ns}),
+            failures={name: NO_USABLE_STATE for name in self.rows if name not in usable},
+            states={name: self.states[rows].tobytes() for name, rows in self.rows.items() if name in usable},
+        )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from penstock.backends.cuda.flight import Flight, UnsampledStep
 from penstock.backends.cuda.forward import ForwardPass, is_decode
@@ -20,8 +21,6 @@ from penstock.backends.cuda.tables import Patches, RowTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from penstock.backends.batch import BatchBuilder, StepBatch
     from penstock.backends.cuda.attention_choice import AttentionChoice
@@ -59,7 +58,8 @@ class StepLauncher:
         mask_words = mask_message_words(capacity, vocab_size)
         self._mask_upload = Upload(mask_words, depth=depth, stream=stream, device=device)
         result_words = SampledWords(capacity.max_rows, capacity.max_rows).end
-        self._download = Download(result_words, depth=depth, stream=stream, device=device)
+        words = torch.zeros(result_words, dtype=torch.int32, device=device)
+        self._download = Download(words, depth=depth, stream=stream)
         self._forward = ForwardPass(
             program, attention, self.tables, max_tokens=max_tokens, max_rows=capacity.max_rows, device=device
         )

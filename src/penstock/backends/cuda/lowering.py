@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from penstock.backends.cuda.attention import AttentionShape
 from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
 from penstock.backends.cuda.experts import Mixture, Scratch
-from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv
+from penstock.backends.cuda.kernels import activation, dequantise, norm, rope_kv, texts
 from penstock.backends.cuda.kernels.online_softmax import LOG2_E
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.linear import Linear as LinearProduct
 from penstock.backends.cuda.linear import Workspace
-from penstock.backends.cuda.patterns import gated_at, linear_run, normed_sum_at, written_keys_at
+from penstock.backends.cuda.patterns import Gather, gated_at, linear_run, normed_sum_at, written_keys_at
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.triton_attention import TritonAttention
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
@@ -30,18 +31,23 @@ from penstock.models.program import (
     Attention,
     Embed,
     EmbedPositions,
+    EmbedTypes,
     Experts,
+    FirstRows,
     GatedActivation,
     GatherRows,
     KvWrite,
     LayerNorm,
     Linear,
     Logits,
+    MeanRows,
     Op,
     Program,
     RMSNorm,
     Rope,
     Softcap,
+    States,
+    TextAttention,
     features,
 )
 from penstock.models.rope import key_centre
@@ -53,7 +59,8 @@ Launch = Callable[[StepTensors], object]
 REMEDY = "Use --device cpu --backend reference for this architecture."
 COMPUTED = frozenset(
     {
-        *("Embed", "Embed.scale", "EmbedPositions", "RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
+        *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
+        *("RMSNorm", "RMSNorm.group", "LayerNorm", "LayerNorm without bias"),
         *("Linear", "Linear.bias", "Linear.residual", "Rope", "Rope.attention_factor", "Rope.growth", "Rope.growth_len"),
         *("KvWrite", "KvWrite.bias", "KvWrite.inv_freq", "KvWrite.attention_factor"),
         *(
@@ -71,7 +78,9 @@ COMPUTED = frozenset(
         *("Experts", *(f"Experts with {kind}" for kind in activation.KINDS), "Experts.scoring", "Experts.is_renormalised"),
         *("Experts.share_factor", "Experts.router_bias", "Experts.selection_bias"),
         *("Experts.gate_bias", "Experts.up_bias", "Experts.down_bias"),
-        *("Logits", "Logits.scale"),
+        *("TextAttention", "TextAttention.mask", "TextAttention.window"),
+        *("TextAttention.distances", "TextAttention.num_distances", "FirstRows", "MeanRows"),
+        *("Logits", "Logits.scale", "States", "States.is_normalised"),
     }
 )
 """The `features` of operations that this backend computes."""
@@ -104,7 +113,10 @@ class CompiledProgram:
         lowering.run()
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
-        self._logits = lowering.logits
+        self.result: torch.Tensor = lowering.result
+        """Where `run` leaves its result, with room for the largest step: float32."""
+        self.has_state_of_each_token = program.is_one_pass and not lowering.is_on_samples
+        """Whether `run` gives a row for each token, not for each sample."""
         self.attention: TritonAttention | None = lowering.attention
         """Its own kernels, which compute the attention of a step that says nothing else; None if it has no attention."""
         self.attention_shapes: Sequence[AttentionShape] = lowering.attention_shapes
@@ -114,7 +126,10 @@ class CompiledProgram:
         """Bytes of what lies between operations."""
 
     def run(self, step: StepTensors) -> torch.Tensor:
-        """The logits of the step's samples, float32 [num_samples, vocab_size]; the next step overwrites them."""
+        """Logits of the step's samples, float32 [num_samples, vocab_size], or states of these or of each token, [., width].
+
+        The next step overwrites them.
+        """
         if (attention := step.attention or self.attention) is not None:
             attention.begin(step)
         for launch in self._on_tokens:
@@ -122,7 +137,7 @@ class CompiledProgram:
         if step.num_samples:
             for launch in self._on_samples:
                 launch(step)
-        return self._logits[: step.num_samples]
+        return self.result[: step.num_tokens if self.has_state_of_each_token else step.num_samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +183,10 @@ class _Lowering:
         """Memory of mixtures of experts, by numbers of experts and widths."""
         self._matrices: dict[str, list[Matrix]] = {}
         """Matrices of products with one weight, which an embedding may share."""
-        self._is_on_samples = False
+        self.is_on_samples = False
         self.on_tokens: list[Launch] = []
         self.on_samples: list[Launch] = []
-        self.logits = torch.empty(0, device=device)
+        self.result = torch.empty(0, device=device)
         self.weight_bytes = 0
 
     @property
@@ -183,11 +198,15 @@ class _Lowering:
         for feature in (feature for op in self._ops for feature in features(op)):
             if feature not in COMPUTED:
                 raise ModelError(f"the cuda backend can't compute {feature}.", remedy=REMEDY)
+        ending = self._program.ending
+        if self._program.is_one_pass != isinstance(ending, States):
+            reads = "texts" if self._program.is_one_pass else "a KV cache"
+            raise ModelError(
+                f"the cuda backend can't compute {type(ending).__name__} of a program that reads {reads}.", remedy=REMEDY
+            )
         at = 0
         while at < len(self._ops):
             at += self._emit(at)
-        if not self.logits.numel():
-            raise ModelError("the program has no logits.", remedy=REMEDY)
         for product in self._products:
             product.reserve(self._limits.max_tokens)
         self._workspace.allocate()
@@ -195,7 +214,8 @@ class _Lowering:
     def _emit(self, at: int) -> int:
         """Translate the operation at `at`, and those that go with it; how many that were."""
         op = self._ops[at]
-        if self._is_on_samples and isinstance(op, Embed | EmbedPositions | Rope | KvWrite | Attention):
+        of_tokens = Embed | EmbedPositions | EmbedTypes | Rope | KvWrite | Attention | TextAttention
+        if self.is_on_samples and isinstance(op, of_tokens):
             raise ModelError(f"the cuda backend can't compute {type(op).__name__} after GatherRows.", remedy=REMEDY)
         match op:
             case Linear():
@@ -204,31 +224,37 @@ class _Lowering:
                 return self._emit_written_keys(at) or self._emit_rope(op)
             case Logits():
                 self._emit_logits(op)
-            case GatherRows():
+            case States():
+                self._emit_states(op)
+            case GatherRows() | FirstRows() | MeanRows():
                 self._emit_gather(op)
             case KvWrite():
                 self._emit_kv_write(op)
             case Attention():
                 self._emit_attention(op)
+            case TextAttention():
+                self._emit_text_attention(op)
             case Experts():
                 self._emit_experts(op)
             case Embed():
                 self._emit_embed(op)
             case EmbedPositions():
                 self._emit_positions(op)
+            case EmbedTypes():
+                self._emit_types(op)
             case _:
                 self._emit_row_op(op)
         return 1
 
     def _launch(self, launch: Launch) -> None:
-        (self.on_samples if self._is_on_samples else self.on_tokens).append(launch)
+        (self.on_samples if self.is_on_samples else self.on_tokens).append(launch)
 
     def _buffer(self, name: str) -> torch.Tensor:
-        return self._buffers.of(name, of_samples=self._is_on_samples)
+        return self._buffers.of(name, of_samples=self.is_on_samples)
 
     def _count(self) -> Callable[[StepTensors], int]:
         """How many rows of a buffer a step has, from here on."""
-        return _num_samples if self._is_on_samples else _num_tokens
+        return _num_samples if self.is_on_samples else _num_tokens
 
     # Operations
 
@@ -242,10 +268,22 @@ class _Lowering:
                 f"texts of {most} tokens have more positions than the {op.num_positions} that were learned.",
                 remedy=f"Set --max-model-len to {op.num_positions} or less.",
             )
-        out, x, matrix = self._buffer(op.out), self._buffer(op.x), self._table_of_rows(op.weight)
-        self._launch(
-            lambda step: dequantise.look_up(out[: step.num_tokens], matrix, step.positions, added=x[: step.num_tokens])
-        )
+        out, x, matrix, first = self._buffer(op.out), self._buffer(op.x), self._table_of_rows(op.weight), op.first
+
+        def launch(step: StepTensors) -> None:
+            row_ids = step.positions + first if first else step.positions
+            dequantise.look_up(out[: step.num_tokens], matrix, row_ids, added=x[: step.num_tokens])
+
+        self._launch(launch)
+
+    def _emit_types(self, op: EmbedTypes) -> None:
+        out, x, matrix, last = self._buffer(op.out), self._buffer(op.x), self._table_of_rows(op.weight), op.num_types - 1
+
+        def launch(step: StepTensors) -> None:
+            assert step.types is not None, "steps of texts have types"
+            dequantise.look_up(out[: step.num_tokens], matrix, step.types.clamp(max=last), added=x[: step.num_tokens])
+
+        self._launch(launch)
 
     def _emit_row_op(self, op: Op) -> None:
         count = self._count()
@@ -272,10 +310,25 @@ class _Lowering:
             case _:
                 raise AssertionError(f"{type(op).__name__} is among the operations that are computed")
 
-    def _emit_gather(self, op: GatherRows) -> None:
+    def _emit_gather(self, op: Gather) -> None:
         x, out = self._buffers.of(op.x, of_samples=False), self._buffers.of(op.out, of_samples=True)
-        self._is_on_samples = True
-        self._launch(lambda step: torch.index_select(x[: step.num_tokens], 0, step.sample_tokens, out=out[: step.num_samples]))
+        if not self._program.is_one_pass and not isinstance(op, GatherRows):
+            raise ModelError(
+                f"the cuda backend can't compute {type(op).__name__} of a program that reads a KV cache.", remedy=REMEDY
+            )
+        self.is_on_samples = True
+        if isinstance(op, MeanRows):
+            self._launch(lambda step: texts.mean_rows(out[: step.num_samples], x, step))
+            return
+        is_first = isinstance(op, FirstRows)
+
+        def launch(step: StepTensors) -> None:
+            tokens = step.sample_tokens
+            if is_first:
+                tokens = tokens - torch.index_select(step.positions, 0, tokens)
+            torch.index_select(x[: step.num_tokens], 0, tokens, out=out[: step.num_samples])
+
+        self._launch(launch)
 
     def _emit_linears(self, run: Sequence[Linear]) -> int:
         """One product, if its results lie side by side; else one for each."""
@@ -351,16 +404,38 @@ class _Lowering:
         self._launch(lambda step: mixture(out[: count(step)], x[: count(step)]))
 
     def _emit_logits(self, op: Logits) -> None:
-        if not self._is_on_samples:
+        if not self.is_on_samples:
             raise ModelError("the cuda backend computes logits of gathered rows only.", remedy=REMEDY)
         x = self._buffer(op.x)
         product = self._new_product([op.weight], None)
-        self.logits = out = self._buffers.make_logits(op.out, product.num_rows)
+        self.result = out = self._buffers.make_result(op.out, product.num_rows, of_samples=True)
         self._launch(lambda step: product(out[: step.num_samples], x[: step.num_samples]))
         if (scale := op.scale) != 1.0:
             self._launch(lambda step: out[: step.num_samples].mul_(scale))
 
+    def _emit_states(self, op: States) -> None:
+        x, count = self._buffer(op.x), self._count()
+        self.result = out = self._buffers.make_result(f"states of {op.x}", x.shape[1], of_samples=self.is_on_samples)
+        if op.is_normalised:
+            self._launch(lambda step: norm.unit_rows(out[: count(step)], x[: count(step)]))
+        else:
+            self._launch(lambda step: out[: count(step)].copy_(x[: count(step)]))
+
     # Attention
+
+    def _emit_text_attention(self, op: TextAttention) -> None:
+        out, q, k, v = (self._buffer(name) for name in (op.out, op.q, op.k, op.v))
+        distances = None
+        if op.distances is not None:
+            biases = self._tensor_in_order(op.distances).dequantize() * np.float32(LOG2_E)
+            distances = torch.from_numpy(biases).to(self._device)
+            self.weight_bytes += distances.nbytes
+
+        def launch(step: StepTensors) -> None:
+            n = step.num_tokens
+            texts.text_attention(out[:n], q[:n], k[:n], v[:n], step, op, distances)
+
+        self._launch(launch)
 
     def _emit_rope(self, op: Rope) -> int:
         x, table, num_heads, head_dim = self._buffer(op.x), self._rope_table(op), op.num_heads, op.head_dim

@@ -166,7 +166,8 @@ def graphs_left_bytes(executor: GraphExecutor, memory: Memory) -> int:
 def row_lens(capacity: Capacity) -> list[int]:
     """Prompt lengths of a step with as many rows and tokens as there may be, the first ones as long as they may be."""
     num_rows = min(capacity.max_rows, capacity.max_step_tokens)
-    longest = max(1, capacity.max_model_len - 2)  # two tokens are sampled
+    num_sampled = 0 if capacity.is_one_pass else 2
+    longest = max(1, capacity.max_model_len - num_sampled)
     left = min(capacity.max_step_tokens, num_rows * longest) - num_rows
     lens = []
     for _ in range(num_rows):
@@ -177,7 +178,10 @@ def row_lens(capacity: Capacity) -> list[int]:
 
 
 def run_largest_steps(executor: Executor, lens: list[int]) -> None:
-    """A step in which every row computes its prompt and samples, one that only decodes, and one that forgets them."""
+    """A step in which every row computes its prompt and samples, one that only decodes, and one that forgets them.
+
+    A text does not decode: where steps are of texts, the second is empty.
+    """
     capacity = executor.capacity
     admits, rows, next_block = [], [], 1
     for idx, length in enumerate(lens):
@@ -190,7 +194,7 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
     decodes = tuple(RowPlan(name, length, 1, (), True) for name, length in zip(names, lens, strict=True))
     for plan in (
         StepPlan(0, 0, tuple(admits), tuple(rows), ()),
-        StepPlan(1, 0, (), decodes, ()),
+        StepPlan(1, 0, (), () if capacity.is_one_pass else decodes, ()),
         StepPlan(2, 0, (), (), names),
     ):
         executor.collect(executor.submit(plan))
@@ -199,15 +203,17 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
 def run_small_steps(executor: GraphExecutor, longest: int) -> None:
     """A few tokens after a long context, and decodes of few rows: so that no request waits for a compiler, which takes seconds.
 
-    After `run_largest_steps`, whose first row left the context of `longest` tokens in the first blocks.
+    After `run_largest_steps`, whose first row left the context of `longest` tokens in the first blocks. Where
+    steps are of texts, there are short ones instead, of one token each.
     """
     capacity = executor.capacity
     tokens = tuple(token % 2 for token in range(longest))
     num_computed = max(0, longest - SHORT_CHUNK)
     blocks = tuple(range(1, 1 + _num_blocks(longest, capacity)))
-    steps = [[(AdmitRow("profile-chunk", tokens, longest, blocks, num_computed, FOLLOWING), longest - num_computed)]]
+    chunk = AdmitRow("profile-chunk", tokens, longest, blocks, num_computed, FOLLOWING)
+    steps = [] if capacity.is_one_pass else [[(chunk, longest - num_computed)]]
     for count in sorted({min(count, capacity.max_rows, capacity.max_step_tokens) for count in SMALL_BATCHES}):
-        kinds = [FOLLOWING if i % 2 else COSTLY for i in range(count)]
+        kinds = [FOLLOWING if i % 2 and not capacity.is_one_pass else COSTLY for i in range(count)]
         steps.append([(AdmitRow(f"profile-{count}-{i}", (0,), 1, (1 + i,), 0, kinds[i]), 1) for i in range(count)])
     released: tuple[str, ...] = ()
     for step_id, admits in enumerate([*steps, []], start=3):
@@ -234,5 +240,5 @@ def move_blocks(executor: Executor, count: int) -> None:
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
-    """For a prompt and the token after it."""
-    return -(-(length + 1) // capacity.block_size)
+    """For a prompt and the token after it, or for a text."""
+    return 1 if capacity.is_one_pass else -(-(length + 1) // capacity.block_size)

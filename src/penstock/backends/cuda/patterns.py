@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from penstock.models.program import Experts, GatedActivation, KvWrite, Linear, Op, RMSNorm, Rope
+from penstock.models.program import (
+    Experts,
+    FirstRows,
+    GatedActivation,
+    GatherRows,
+    KvWrite,
+    Linear,
+    MeanRows,
+    Op,
+    RMSNorm,
+    Rope,
+)
 
-_NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks")
+Gather = GatherRows | FirstRows | MeanRows
+"""Operations behind the first of which buffers have a row for each sample."""
+
+_NOT_READ = ("out", "weight", "bias", "inv_freq", "sinks", "distances")
 
 
 def linear_run(ops: Sequence[Op], at: int) -> list[Linear]:

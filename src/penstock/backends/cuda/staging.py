@@ -76,9 +76,10 @@ class Upload:
 class Download:
     """Results of the device: int32 words from the first on."""
 
-    def __init__(self, num_words: int, *, depth: int, stream: Stream, device: torch.device) -> None:
-        self._hosts = [stream.pinned(num_words) for _ in range(depth)]
-        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+    def __init__(self, words: torch.Tensor, *, depth: int, stream: Stream) -> None:
+        self._hosts = [stream.pinned(len(words)) for _ in range(depth)]
+        self.words = words
+        """A step writes its results there, on the device: int32."""
         self._num_fetched = 0
 
     def fetch(self, num_words: int) -> NDArray[np.int32]:

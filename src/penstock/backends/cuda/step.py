@@ -48,6 +48,8 @@ class StepTensors:
     max_seq_len: int
     """Context and query of the longest row."""
 
+    types: torch.Tensor | None = None
+    """1 for tokens of a pair's second text, else 0; given to programs that read texts. [T]"""
     attention: StepAttention | None = None
     """The attention that was planned for the step; None: the program's own kernels."""
 

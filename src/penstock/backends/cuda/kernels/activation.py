@@ -19,7 +19,7 @@ from penstock.types.model_spec import Activation
 BLOCK = 1024
 """Columns of a program."""
 KINDS: Mapping[Activation, int] = MappingProxyType(
-    {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "swiglu_clamped": 6}
+    {"silu": 0, "gelu_tanh": 1, "gelu": 2, "gelu_quick": 3, "relu": 4, "relu2": 5, "tanh": 6, "swiglu_clamped": 7}
 )
 """The number of each in kernels. The last one is of a gate and its partner alone."""
 
@@ -67,6 +67,8 @@ def activate(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == 3:
         return x / (1.0 + tl.exp(-1.702 * x))
+    elif KIND == 6:
+        return tanh(x)
     else:
         tl.static_assert(KIND == 4 or KIND == 5)
         positive = tl.where(x < 0.0, 0.0, x)
@@ -76,7 +78,7 @@ def activate(x, KIND: tl.constexpr):
 @triton.jit
 def activate_gate(gate, up, KIND: tl.constexpr):
     """activation(gate) * up, or what an activation makes of both. float32"""
-    if KIND == 6:
+    if KIND == 7:
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return (up + 1.0) * activate(gate, 3)

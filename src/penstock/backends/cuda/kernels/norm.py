@@ -54,6 +54,15 @@ def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: t
         )
 
 
+def unit_rows(out: torch.Tensor, x: torch.Tensor) -> None:
+    """out = x divided by the Euclidean length of each row, or by 1e-12 if that is more; x, out [rows, width]."""
+    num_rows, width = x.shape
+    if num_rows:
+        _unit_rows_kernel[(num_rows,)](
+            out, x, out.stride(0), x.stride(0), width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
+        )
+
+
 def _num_warps(width: int) -> int:
     """Number of warps, by width alone: it decides the order in which a row is added up."""
     return min(16, max(1, triton.next_power_of_2(width) // 512))
@@ -87,3 +96,14 @@ def _layer_norm_kernel(
     if HAS_BIAS:
         normed += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + cols, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _unit_rows_kernel(out_ptr, x_ptr, out_stride, x_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    length = tl.sqrt(tl.sum(x * x, axis=0))
+    unit = x / tl.where(length < 1e-12, 1e-12, length)
+    tl.store(out_ptr + row * out_stride + cols, unit.to(out_ptr.dtype.element_ty), mask=mask)
