@@ -7,7 +7,7 @@ namespace {
 constexpr int kRowsOfTile = 4;      // of the widest kernels; only the speed depends on it
 constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
-constexpr int kTextQueries = 192;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
+constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
 // a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.

@@ -158,6 +158,20 @@ def test_attention_within_texts(variant: str, settings: tuple[int, int, int, Mas
         assert relative_rms(answers(native.run([text]))[0], wanted) < 2e-3
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_integers_of_attention_hide_no_number_that_is_none(variant: str, name: str, value: float) -> None:
+    case = attention_case(2, 1, 34)
+    good, bad = ((3, 6, 8) * 9, 0), ((3, 6, 8, 5, 4) * 9, 0)
+    expected = answers(Steps(case.native(variant)).run([good]))[0]
+    cast("F32", case.model.weights[name].stored)[5, 33] = value
+    first, second = Steps(case.native(variant)).run([good, bad])
+    assert second == NO_USABLE_STATE
+    assert isinstance(first, np.ndarray)
+    assert first.tobytes() == expected.tobytes()
+
+
 HIDDEN, HEADS, INNER = 96, 3, 160
 
 
