@@ -75,6 +75,8 @@ def test_answers_equal_those_of_transformers(load: Callable[[str], LoadedModel],
     with np.load(GOLDEN_DIR / "encoders.npz") as data:
         assert str(data[f"{case.golden or name}/weights_sha256"]) == weights_sha256(case)
     model, expected = load(name), load_states(case.golden or name)
+    if case.gguf is not None and not case.has_head:  # embeddings of GGUF files have the length 1
+        expected = [rows / np.linalg.norm(rows) for rows in expected]
     together = states_of(model, texts(case), backend)
     assert relative_rms(together, expected) < MAX_RELATIVE_RMS[backend]
     alone = [states_of(model, [text], backend)[0] for text in texts(case)]

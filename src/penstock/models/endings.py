@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,13 +15,14 @@ from penstock.models import checks
 from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Shapes
 from penstock.models.formats import WeightFormat
-from penstock.models.hf_config import JsonFile
-from penstock.models.safetensors_file import StoredTensor, open_safetensors
-from penstock.models.sentence import SentenceFiles
 from penstock.models.weights import WeightTensor
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Dense, ModelSpec, Pooling, TextEnding
+
+if TYPE_CHECKING:  # a start reads files of one kind
+    from penstock.models.hf_config import JsonFile
+    from penstock.models.sentence import SentenceFiles
 
 MAX_LABELS = 1 << 16
 CLASSES_WITHOUT_OUTPUT = frozenset({"Qwen3Model"})
@@ -42,10 +45,11 @@ def choose_ending(
 ) -> TextEnding | None:
     """The ending of the model whose settings are in the file `path`; None if it writes text.
 
-    `own_pooling`, `dense` and `is_normalised` are what its files say of embeddings, and `labels` are the columns of its head;
-    without a pooling of its own it has the usual one.
-    A model that writes none is an encoder; a decoder is one if its files have a pooling, or if it is asked to be one. `task`
-    is `auto`, `generate` or one of `Task`; `pooling` None is the model's own. Raises ModelError for what the model can't do.
+    `own_pooling`, `dense` and `is_normalised` are what its files say of embeddings; without a pooling of its own it has the
+    usual one. `labels` are the columns of its head. A model that writes none is an encoder; a decoder is one if its files have
+    a pooling, or if it is asked to be one. `task` is `auto`, `generate` or one of `Task`; `pooling` None is the model's own.
+
+    Raises ModelError for what the model can't do.
     """
     is_asked = task not in ("auto", "generate")
     if task == "generate" or not (writes_none or is_asked or own_pooling is not None):
@@ -139,20 +143,27 @@ def usual_scores(spec: ModelSpec) -> ScoreFunction:
     return ScoreFunction.SIGMOID if is_alone else ScoreFunction.SOFTMAX
 
 
-def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles | None = None) -> EncoderInfo | None:
-    """The facts that clients of an encoder may know; None for a model that writes text."""
-    ending, files = spec.ending, files or SentenceFiles()
+def encoder_info(
+    spec: ModelSpec,
+    scores: ScoreFunction,
+    *,
+    max_tokens: int | None = None,
+    prompts: Mapping[str, str] = MappingProxyType({}),
+    default_prompt: str = "",
+) -> EncoderInfo | None:
+    """The facts that clients of an encoder may know; None for a model that writes text. `max_tokens` None: its positions."""
+    ending = spec.ending
     if ending is None:
         return None
     return EncoderInfo(
         width=spec.result_width,
         pooling=ending.pooling,
-        max_tokens=min(files.max_tokens or spec.max_model_len, spec.max_model_len),
+        max_tokens=min(max_tokens or spec.max_model_len, spec.max_model_len),
         is_normalised=ending.is_normalised,
         labels=ending.labels,
         scores=scores,
-        prompts=files.prompts,
-        default_prompt=files.default_prompt,
+        prompts=prompts,
+        default_prompt=default_prompt,
     )
 
 
@@ -162,15 +173,6 @@ def dense_names(files: SentenceFiles) -> Mapping[str, str]:
         f"{dense.folder}/linear.{end}": f"dense.{number}{bias}"
         for number, dense in enumerate(files.dense)
         for end, bias in (("weight", ""), ("bias", "_bias"))
-    }
-
-
-def open_dense(path: Path, files: SentenceFiles) -> dict[str, StoredTensor]:
-    """The tensors of dense modules, with their folder in front. Raises ModelError if one is in no safetensors."""
-    return {
-        f"{dense.folder}/{name}": tensor
-        for dense in files.dense
-        for name, tensor in open_safetensors(path / dense.folder / "model.safetensors").items()
     }
 
 

@@ -163,11 +163,16 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """As `endings.choose_ending`, by what the file says of pooling, and of the labels of a head."""
+    """As `endings.choose_ending`, by what the file says of pooling, and of the labels of a head.
+
+    The file has no word on the length of embeddings: they are divided by it, as by llama.cpp's server.
+    """
     key = file.require("general.architecture", str)
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
         raise checks.unsupported(file.path, f"{key}.pooling_type is {kind}", f"{', '.join(map(str, _POOLINGS))} are")
+    if kind == 0 and not architecture.is_encoder:  # a decoder that pools nothing writes text
+        kind = None
     labels: tuple[str, ...] = ()
     if head is not None:
         last = file.tensors[f"{head.layers[-1].name}.weight"]
@@ -181,6 +186,7 @@ def _choose_ending(
         head=head,
         labels=labels,
         hidden_size=file.require(f"{key}.embedding_length", int),
+        is_normalised=True,
         task=task,
         pooling=pooling,
     )

@@ -78,7 +78,11 @@ def load_hf_directory(
         tensors = _text_tensors(tensors, path)
     if ending is not None and not head:
         top |= endings.dense_names(files)
-        tensors |= endings.open_dense(path, files)
+        tensors |= {
+            f"{dense.folder}/{key}": tensor
+            for dense in files.dense
+            for key, tensor in open_safetensors(path / dense.folder / "model.safetensors").items()
+        }
     scales = {_text_name(architecture.hf_name(name) or name): scale for name, scale in opened.scales.items()}
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     pieces = find_pieces(tensors, top=top, block=block, layer=architecture.hf_layer)
@@ -144,7 +148,9 @@ def load_hf_directory(
         special_tokens=special_tokens,
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
-        encoder=endings.encoder_info(spec, scores, files),
+        encoder=endings.encoder_info(
+            spec, scores, max_tokens=files.max_tokens, prompts=files.prompts, default_prompt=files.default_prompt
+        ),
         notes=notes,
     )
 
