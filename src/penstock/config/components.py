@@ -69,6 +69,17 @@ class ModelConfig(Component):
         minimum=1,
         default_doc="the model's, or less if the KV cache cannot hold it",
     )
+    task: str = choice(
+        "auto",
+        "Use of the model: generate writes text; embed, rerank and classify turn texts into numbers. auto: as its files say.",
+        choices=("auto", "generate", "embed", "rerank", "classify"),
+    )
+    pooling: str | None = choice(
+        None,
+        "How an encoder's tokens become a text's vector: that of the first one, the last one, their mean, or each by itself.",
+        choices=("first", "last", "mean", "each"),
+        default_doc="as the model's files say",
+    )
     experts_on_disk: bool = flag(
         False,
         "Keep experts in a file in the folder for fetched weights, of which memory holds what it has room for; on the CPU.",

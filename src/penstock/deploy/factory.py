@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from penstock.config import Config, KvConfig, ServerConfig
 from penstock.config.saved import settings_hash
 from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
+from penstock.deploy.encoders import plan_encoder
 from penstock.deploy.executor import build_executor, plan_memory
 from penstock.deploy.experts import check_disk, disk_bytes, disk_words
 from penstock.deploy.fingerprint import system_fingerprint
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from penstock.sched.policies.base import Policies
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.model_spec import Pooling
     from penstock.types.vocab import GgufVocab
 
 _log = logging.getLogger(__name__)
@@ -134,10 +136,11 @@ def _load(config: Config, source: ModelSource, resources: Resources) -> RunningM
     try:
         return _start(config, source, model, kv, resources, executor, arms)
     except MemoryError as error:
+        kv_words = f", the KV cache {format_size(kv.num_bytes)}" if kv.num_bytes else ""
         raise NotEnoughMemory(
-            f"There is not enough memory: the weights take {format_size(num_weight_bytes)}, the KV cache "
-            f"{format_size(kv.num_bytes)}, and {format_size(available_bytes)} were free before.",
-            remedy="Lower --kv-cache-memory or --max-num-batched-tokens, or free some memory.",
+            f"There is not enough memory: the weights take {format_size(num_weight_bytes)}{kv_words}, and "
+            f"{format_size(available_bytes)} were free before.",
+            remedy=f"Lower {'--kv-cache-memory or ' if kv.num_bytes else ''}--max-num-batched-tokens, or free some memory.",
         ) from error
 
 
@@ -164,8 +167,14 @@ def _plan(
         served_len=config.model.max_model_len,
         generation=config.model.generation_config,
         experts_on_disk=config.model.experts_on_disk,
+        task=config.model.task,
+        pooling=cast("Pooling | None", config.model.pooling),
     )
     device.check_head_dim(config, model)
+    if model.encoder is not None:
+        config, kv = plan_encoder(config, model)
+        build_policies(config, is_one_pass=True).gate.max_running(kv.capacity)
+        return config, model, kv, None, available_bytes
     device.check_state(config, model)
     check_disk(config, model)
     kv, executor = plan_memory(config, model, available_bytes)
@@ -359,6 +368,8 @@ class EngineMaker:
             floats=device.held_floats(self.config),
             served_len=self.config.model.max_model_len,
             experts_on_disk=self.config.model.experts_on_disk,
+            task=self.config.model.task,
+            pooling=cast("Pooling | None", self.config.model.pooling),
         )
         executor = build_executor(self.config, model, self._kv, partial(self._resources.team, self.name))
         give_back_free_memory()
@@ -457,7 +468,7 @@ def _open_tier(config: Config, model: LoadedModel, executor: Executor, resources
 
 
 def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer, and the chat template if the model or the settings have one."""
+    """The tokenizer, and the chat template if the model or the settings have one; an encoder has none."""
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
     from penstock.text.tokenizer import load_tokenizer
 
@@ -468,6 +479,8 @@ def _load_text(template: str | None, model: LoadedModel) -> tuple[Tokenizer, Cha
         special_tokens=model.special_tokens,
         ends=model.ends,
     )
+    if model.encoder is not None:
+        return tokenizer, None
     named = model.chat_templates
     if template is None and set(named) - {"default"}:
         _log.info("chat templates of the model: %s; --chat-template takes another", ", ".join(sorted(named)[:MAX_NAMES]))
@@ -488,7 +501,9 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, fing
         max_model_len=capacity.max_model_len,
         vocab_size=model.spec.vocab_size,
         eos_token_ids=maker.tokenizer.eos_token_ids,
-        is_priority_scheduled=build_policies(config).order.reads_priority,
+        is_priority_scheduled=build_policies(config, is_one_pass=capacity.is_one_pass).order.reads_priority,
+        encoder=None if model.encoder is None else replace(model.encoder, max_tokens=capacity.max_model_len),
+        max_step_tokens=capacity.max_step_tokens,
         max_beams=capacity.max_rows,
     )
 
@@ -521,6 +536,22 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
     shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))
     _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
+    if model.encoder is None:
+        _log_kv(model, config, kv)
+    else:
+        _log.info(
+            "the model reads texts of up to %s and writes none: %s; up to %d texts and %s in one step",
+            counted(kv.max_model_len, "token"),
+            f"{model.encoder.task}, pooling {model.encoder.pooling}, {counted(model.encoder.width, 'number')}",
+            kv.capacity.max_rows,
+            counted(kv.capacity.max_step_tokens, "token"),
+        )
+    _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
+    policies = build_policies(config, is_one_pass=kv.capacity.is_one_pass)
+    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in policies.words.items()))
+
+
+def _log_kv(model: LoadedModel, config: Config, kv: KvPlan) -> None:
     _log.info(
         "KV cache of %s, up to %s as it fills: %s of %s, %s in all; longest request %d",
         device.kv_dtype(config),
@@ -545,6 +576,3 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             model.spec.max_model_len,
             kv.num_tokens,
         )
-    _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
-    policies = build_policies(config, is_one_pass=kv.capacity.is_one_pass)
-    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in policies.words.items()))

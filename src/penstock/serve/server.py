@@ -30,11 +30,12 @@ import uvicorn
 import penstock
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
-from penstock.deploy.running import Deployment
+from penstock.deploy.running import Deployment, RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
 from penstock.serve.http.connection import Acceptor, HttpConnection
 from penstock.serve.http.listener import bind_socket, connection_limit
+from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, counted
 
 _log = logging.getLogger(__name__)
@@ -187,17 +188,27 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     url = _base_url(config, listener)
     default = deployment.default
     name, names = default.name, ", ".join(running.name for running in deployment.models)
-    # Without drawing: what a small model says at the default temperature looks like a fault of ours.
-    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
-    path, prompt = "/v1/chat/completions", orjson.dumps(body).decode()
-    if default.chat_template is None:
-        path, prompt = "/v1/completions", orjson.dumps({"model": name, "prompt": "Once upon a time", "temperature": 0}).decode()
+    path, body = _first_request(default)
+    prompt = orjson.dumps({"model": name, **body}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
     insecure = " -k" if config.ssl_certfile else ""
     return (
         f"Penstock {penstock.__version__} serves {names} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
         f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(prompt)}"
     )
+
+
+def _first_request(running: RunningModel) -> tuple[str, dict[str, object]]:
+    """A route that the model answers, and a body without its name."""
+    encoder = running.model.encoder
+    if encoder is not None and encoder.task is Task.RERANK:
+        return "/v1/rerank", {"query": "Hello!", "documents": ["Good morning.", "Goodbye."]}
+    if encoder is not None:
+        return "/v1/embeddings" if encoder.task is Task.EMBED else "/classify", {"input": "Hello!"}
+    # Without drawing: what a small model says at the default temperature looks like a fault of ours.
+    if running.chat_template is None:
+        return "/v1/completions", {"prompt": "Once upon a time", "temperature": 0}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
 
 
 def _reach(listener: socket.socket) -> str:
