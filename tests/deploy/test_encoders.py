@@ -1,0 +1,124 @@
+"""Encoders from a directory to answers: their settings, their capacity, and what means nothing to them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.deploy.factory import start_model
+from penstock.deploy.running import Deployment
+from penstock.models.catalog import resolve
+from penstock.serve.app import create_app
+from penstock.types.encoder import Task
+from penstock.types.errors import ConfigError, ModelError
+
+REFERENCE = Config(backend=BackendConfig(backend=Backend.REFERENCE))
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(ENCODERS["bert"], tmp_path_factory.mktemp("models") / "embedder")
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(ENCODERS["bert_classes"], tmp_path_factory.mktemp("models") / "classifier")
+
+
+def start(path: Path, config: Config = REFERENCE) -> Any:
+    return start_model(config, resolve(str(path), path.parent))
+
+
+def ask(path: Path, *bodies: tuple[str, dict[str, object]], config: Config = REFERENCE) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        deployment = Deployment([start(path, config)])
+        app = create_app(deployment, ServerConfig())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            answers = [await client.post(route, json=body) for route, body in bodies]
+        deployment.close()
+        return [answer.json() for answer in answers]
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(embedder: Path) -> None:
+    running = start(embedder)
+    capacity = running.engine._engine._executor.capacity
+    longest = ENCODERS["bert"].config["max_position_embeddings"]
+    assert capacity.is_one_pass
+    assert (capacity.max_rows, capacity.num_blocks) == (256, 513)
+    assert capacity.max_step_tokens == max(512, longest)
+    assert capacity.max_model_len == running.model.max_model_len == running.model.encoder.max_tokens == longest
+    assert capacity.block_size >= longest
+    assert running.model.encoder.task is Task.EMBED
+    assert running.chat_template is None
+    running.close()
+
+
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])
+def test_a_vector_is_the_same_alone_and_in_a_list(embedder: Path, backend: Backend) -> None:
+    texts = ["one two", "three", "a longer text of some words"]
+    single = [("/v1/embeddings", {"input": text}) for text in texts]
+    config = Config(backend=BackendConfig(backend=backend, threads=2 if backend is Backend.NATIVE else None))
+    answers = ask(embedder, ("/v1/embeddings", {"input": texts}), *single, config=config)
+    together = [one["embedding"] for one in answers[0]["data"]]
+    assert together == [answer["data"][0]["embedding"] for answer in answers[1:]]
+    assert np.linalg.norm(together[0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_classifier_has_probabilities(classifier: Path) -> None:
+    [found, refused] = ask(classifier, ("/classify", {"input": "one two"}), ("/v1/embeddings", {"input": "one"}))
+    assert sum(found["data"][0]["probs"]) == pytest.approx(1)
+    assert "is a classifier" in refused["error"]["message"]
+
+
+def test_the_longest_text_may_be_set(embedder: Path) -> None:
+    config = replace(REFERENCE, model=ModelConfig(max_model_len=6))
+    [short, long] = ask(embedder, ("/v1/embeddings", {"input": "a"}), ("/v1/embeddings", {"input": "a " * 20}), config=config)
+    assert "data" in short
+    assert "takes 6" in long["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(kv=KvConfig(kv_cache_memory_bytes=1 << 20)), "kv_cache_memory is a setting of the KV cache"),
+        (Config(kv=KvConfig(block_size=32)), "block_size is a setting"),
+        (Config(kv=KvConfig(kv_cache_dtype="bf16")), "kv_cache_dtype is a setting"),
+        (Config(kv=KvConfig(prefix_caching=False)), "prefix_caching is a setting"),
+        (Config(model=ModelConfig(chat_template="x")), "chat_template is set"),
+        (Config(model=ModelConfig(max_model_len=9999)), "longer than the model's own"),
+        (Config(scheduler=SchedulerConfig(max_num_batched_tokens=16)), "max_num_batched_tokens is 16"),
+        (Config(scheduler=SchedulerConfig(victim="latest")), "--victim would change nothing"),
+    ],
+)
+def test_settings_that_mean_nothing_to_texts_are_refused_by_name(embedder: Path, config: Config, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        start(embedder, replace(config, backend=REFERENCE.backend))
+    assert words in str(raised.value)
+    assert raised.value.remedy
+
+
+def test_a_task_that_the_files_do_not_have_is_refused(embedder: Path) -> None:
+    with pytest.raises(ModelError, match="writes none"):
+        start(embedder, replace(REFERENCE, model=ModelConfig(task="generate")))
+    with pytest.raises(ModelError, match="no head"):
+        start(embedder, replace(REFERENCE, model=ModelConfig(task="rerank")))
+
+
+def test_another_pooling_makes_other_vectors(embedder: Path) -> None:
+    body = ("/v1/embeddings", {"input": "one two"})
+    [mean] = ask(embedder, body)
+    [first] = ask(embedder, body, config=replace(REFERENCE, model=ModelConfig(pooling="first")))
+    assert mean["data"][0]["embedding"] != first["data"][0]["embedding"]
+    [tokens] = ask(embedder, ("/pooling", {"input": "one two"}), config=replace(REFERENCE, model=ModelConfig(pooling="each")))
+    rows = np.array(tokens["data"][0]["data"])
+    assert rows.shape == (tokens["usage"]["prompt_tokens"], mean and len(mean["data"][0]["embedding"]))
