@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.models.hf import load_hf_directory
+from penstock.models.jina_bert import slopes
 from penstock.models.mpnet import FARTHEST, NUM_BUCKETS, bucket
+from penstock.types.errors import ModelError
 
 AHEAD = [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 10, 10, 11]
 """Buckets of keys 0 to 23 tokens before the query, by transformers' `MPNetEncoder.relative_position_bucket`."""
@@ -18,3 +26,24 @@ def test_buckets_of_distances_are_those_of_transformers():
 def test_beyond_the_farthest_distance_the_bucket_stays():
     for sign in (-1, 1):
         assert {bucket(sign * distance) for distance in range(FARTHEST, 600)} == {bucket(sign * FARTHEST)}
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "expected"),
+    [
+        (1, [2**-8]),
+        (4, [2**-2, 2**-4, 2**-6, 2**-8]),
+        (8, [2**-number for number in range(1, 9)]),
+        (12, [2**-number for number in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]),
+    ],
+)
+def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
+    assert slopes(num_heads) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_table_beyond_measure_is_refused(tmp_path):
+    path = write_encoder(ENCODERS["jina_bert"], tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
+    with pytest.raises(ModelError, match="ALiBi needs a table of that size"):
+        load_hf_directory(path)

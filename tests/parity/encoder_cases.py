@@ -367,6 +367,26 @@ def _nomic_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _jina_cases() -> dict[str, EncoderCase]:
+    """Five heads, which are no power of two."""
+    cases: dict[str, EncoderCase] = {}
+    own = {"hidden_size": 80, "num_attention_heads": 5, "position_embedding_type": "alibi"}
+    for number, (name, end) in enumerate((("", "Model"), ("_masked_lm", "ForMaskedLM"))):
+        config = _config("bert", f"JinaBert{end}", **own, feed_forward_type="reglu" if number else "geglu")
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 80), "embeddings.token_type_embeddings.weight": (2, 80)}
+        found |= _norm("embeddings.LayerNorm", 80)
+        for layer in range(2):
+            at = f"encoder.layer.{layer}"
+            for part in ("self.query", "self.key", "self.value", "output.dense"):
+                found |= _linear(f"{at}.attention.{part}", 80, 80)
+            found |= _norm(f"{at}.attention.output.LayerNorm", 80) | _norm(f"{at}.mlp.layernorm", 80)
+            found |= _matrix(f"{at}.mlp.gated_layers", 200, 80) | _linear(f"{at}.mlp.wo", 80, 100)
+        others = _masked_lm(config, "Bert") if number else _linear("pooler.dense", 80, 80)
+        case = _case("jina_bert", config, found, others, "bert.", 180 + number)
+        cases[f"jina_bert{name}"] = replace(case, factors={"self.query.weight": 3.0})
+    return cases
+
+
 OLD_NOMIC = {
     "architectures": ["NomicBertModel"],
     "model_type": "nomic_bert",
@@ -430,6 +450,7 @@ _QWEN3_MODEL = _qwen3("Qwen3Model")
 _QWEN3_BARE = {name.removeprefix("model."): shape for name, shape in _QWEN3_SHAPES.items() if name != "lm_head.weight"}
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
+_JINA = _jina_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
 _XLM_ROBERTA = _bert_cases("xlm-roberta", "XLMRoberta", 120, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -480,6 +501,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "xlm_roberta_classes": _XLM_ROBERTA["xlm-roberta_classes"],
         "xlm_roberta_tokens": _XLM_ROBERTA["xlm-roberta_tokens"],
         **_DISTILBERT,
+        **_JINA,
+        "jina_bert": replace(_JINA["jina_bert"], is_mutated=True),
         **_MPNET,
         **_MODERNBERT,
         **_NOMIC,

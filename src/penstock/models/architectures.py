@@ -30,6 +30,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "arcee": "penstock.models.arcee:ARCEE",
         "bert": "penstock.models.bert:BERT",
         "distilbert": "penstock.models.bert:DISTILBERT",
+        "jina_bert": "penstock.models.jina_bert:JINA_BERT",
         "modernbert": "penstock.models.modernbert:MODERNBERT",
         "mpnet": "penstock.models.mpnet:MPNET",
         "nomic_bert": "penstock.models.nomic_bert:NOMIC_BERT",
@@ -73,6 +74,8 @@ HF_CLASSES: Mapping[str, str] = MappingProxyType(
         "DistilBertForMaskedLM": "distilbert",
         "DistilBertForSequenceClassification": "distilbert",
         "DistilBertForTokenClassification": "distilbert",
+        "JinaBertModel": "jina_bert",
+        "JinaBertForMaskedLM": "jina_bert",
         "ModernBertModel": "modernbert",
         "ModernBertForMaskedLM": "modernbert",
         "ModernBertForSequenceClassification": "modernbert",
@@ -165,7 +168,7 @@ GGUF_NAMES: Mapping[str, str] = MappingProxyType(
 _MLA = "its attention has latent keys and values, which the KV cache can't hold yet"
 _STATE = "its layers have a recurrent state that is too large for the blocks of the KV cache"
 _LAYERS = "the keys and values of its layers differ in shape"
-_ALIBI = "its attention has ALiBi positions, which no backend computes"
+_ALIBI = "it writes text by ALiBi positions, which backends compute for encoders alone"
 _ENCODER = "it has an encoder and a decoder, and Penstock serves either alone"
 _DISENTANGLED = "its attention has scores of positions against tokens, which no backend computes"
 _SHARED = "its layers share their weights"
@@ -320,13 +323,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that is made of another, which no operation reads."""
+    """A weight that is made of another, which no operation reads, or of the spec alone."""
 
     source: str
-    """Our name of the other."""
-    source_shape: Callable[[ModelSpec], tuple[int, int]]
+    """Our name of the other; empty: there is none."""
+    source_shape: Callable[[ModelSpec], tuple[int, int]] | None
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
-    """Given the spec and the other's values, returns the weight's."""
+    """Given the spec and the other's values, empty without one, returns the weight's."""
 
 
 def _no_head(*_: object) -> Head | None:

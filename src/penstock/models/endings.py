@@ -206,7 +206,7 @@ def shapes_with_made(
     """The shapes of weights with those that will be made, in place of what they are made of. Raises ModelError."""
     shapes = dict(found)
     for name, made in architecture.made.items():
-        if shapes.pop(made.source, None) != made.source_shape(spec):
+        if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):
             rows, cols = made.source_shape(spec)
             raise ModelError(f"{path}: the tensor {made.source} is missing, or not {rows} x {cols}.", remedy=checks.REFETCH)
         shapes[name] = (wanted[name][0], wanted[name][1])
@@ -216,6 +216,7 @@ def shapes_with_made(
 def weights_with_made(architecture: Architecture, spec: ModelSpec, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:
     """The weights with those that are made, in place of what they are made of."""
     for name, made in architecture.made.items():
-        values = np.ascontiguousarray(made.make(spec, weights.pop(made.source).dequantize()), np.float32)
+        source = weights.pop(made.source).dequantize() if made.source else np.empty((0, 0), np.float32)
+        values = np.ascontiguousarray(made.make(spec, source), np.float32)
         weights[name] = WeightTensor(name, values.shape[0], values.shape[1], WeightFormat.F32, values)
     return weights
