@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import penstock
+from parity.encoder_cases import ENCODERS, write_encoder
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
@@ -28,6 +30,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
 from penstock.testing import make_request
+from penstock.types.errors import Rejected
 from penstock.types.plan import Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
@@ -531,3 +534,58 @@ async def test_an_event_loop_reads_many_answers_at_once(path: Path) -> None:
             await asyncio.sleep(0.001)
     with pytest.raises(PenstockError, match="closed"):
         await anext(model.generate("in the"))
+
+
+# Encoders.
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("encoders")
+    return {name: write_encoder(ENCODERS[name], folder / name) for name in ("bert_gguf", "roberta_classes_gguf")}
+
+
+def test_texts_become_vectors_in_their_order(encoders: dict[str, Path]) -> None:
+    """More than are with the engine at once; each has the vector that it has alone."""
+    texts = [f"text {i}" for i in range(600)]
+    with LLM(encoders["bert_gguf"]) as reader:
+        answers = reader.embed(texts)
+        for index in (0, 299, 599):
+            [alone] = reader.embed(texts[index])
+            assert alone.outputs == answers[index].outputs
+        [short] = reader.embed(texts[0], dimensions=8)
+        [of_ids] = reader.embed(answers[0].prompt_token_ids)
+        first, second = (np.array(answer.outputs.embedding) for answer in answers[:2])
+        [score] = reader.score(texts[0], texts[1])
+    assert of_ids.outputs == answers[0].outputs
+    assert np.allclose(np.linalg.norm(first), 1.0)
+    assert np.allclose(short.outputs.embedding, first[:8] / np.linalg.norm(first[:8]))
+    assert np.isclose(score.outputs.score, first @ second)
+
+
+def test_a_classifier_names_its_labels(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["roberta_classes_gguf"]) as reader:
+        [answer] = reader.classify("some text")
+        with pytest.raises(PenstockError, match="is for --task classify"):
+            reader.embed("some text")
+    assert len(answer.outputs.probs) == len(answer.outputs.labels) > 1
+    assert np.isclose(sum(answer.outputs.probs), 1.0)
+    assert answer.outputs.label in answer.outputs.labels
+
+
+def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["bert_gguf"]) as reader:
+        with pytest.raises(Rejected, match=r"'texts\[1\]' has \d+ tokens"):
+            reader.embed(["short", "long " * 400])
+        with pytest.raises(Rejected, match=r"'texts\[1\]' is empty"):
+            reader.embed(["short", ""])
+        with pytest.raises(Rejected, match="vocabulary"):
+            reader.embed([[1, 10**6]])
+        with pytest.raises(PenstockError, match="2 of text_1 and 3 of text_2"):
+            reader.score(["a", "b"], ["a", "b", "c"])
+        assert len(reader.embed("long " * 400, truncate_prompt_tokens=-1)) == 1
+
+
+def test_a_model_that_writes_text_embeds_none(model: LLM) -> None:
+    with pytest.raises(PenstockError, match="writes text"):
+        model.embed("some text")

@@ -1,4 +1,4 @@
-"""The examples of docs/python-api.md run as they stand, with a tiny model in the place of the one that they name."""
+"""The examples of docs/python-api.md run as they stand, with tiny models in the place of those that they name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parity.encoder_cases import ENCODERS, write_encoder
 from tiny_models import TinyLlama, write_gguf
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python-api.md").read_text(encoding="utf-8")
@@ -14,8 +15,11 @@ EXAMPLES = re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", PAGE, flags=re.MULTI
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(max_model_len=512))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By the name in the page."""
+    encoder = write_encoder(ENCODERS["bert_gguf"], tmp_path_factory.mktemp("encoder"))
+    model = write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", TinyLlama(max_model_len=512))
+    return {"smollm2:135m": model, "minilm": encoder}
 
 
 def test_every_example_is_found() -> None:
@@ -23,7 +27,8 @@ def test_every_example_is_found() -> None:
 
 
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
-def test_an_example_runs(title: str, code: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert '"smollm2:135m"' in code, title
-    exec(compile(code.replace('"smollm2:135m"', repr(str(path))), title, "exec"), {"__name__": "__main__"})
+def test_an_example_runs(title: str, code: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = [name for name in paths if f'"{name}"' in code]
+    code = code.replace(f'"{name}"', repr(str(paths[name])))
+    exec(compile(code, title, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()

@@ -6,8 +6,9 @@
         [answer] = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(max_tokens=40))
         print(answer.outputs[0].text)
 
-Names are vLLM's where it has them. A request is checked by the rules of the server, and runs on the same engine: what comes
-at once is batched. All errors are `PenstockError`s that name a remedy. `docs/python-api.md` is the guide.
+An encoder answers with numbers: `embed`, `score` and `classify`. Names are vLLM's where it has them. A request is checked by
+the rules of the server, and runs on the same engine: what comes at once is batched. All errors are `PenstockError`s that name
+a remedy. `docs/python-api.md` is the guide.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
 from penstock.config.setting import Setting, settings_of
 from penstock.config.sources import parse_settings
 from penstock.deploy.factory import locate, start_model
+from penstock.types.encoder import EncoderInfo, Task, TextTokens
 from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams as Sampling
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -40,13 +43,18 @@ if TYPE_CHECKING:
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
     from penstock.serve.openai.schemas import CompletionBody
+    from penstock.serve.texts.call import TextResult
     from penstock.types.result import TokenLogprobs
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "ChatOptions",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
     "Message",
     "PenstockError",
@@ -54,10 +62,20 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
 _Result = TypeVar("_Result")
+
+
+class _Pair(NamedTuple):
+    """Two texts that a reranker reads together."""
+
+    first: str
+    second: str
+
 
 Prompt = str | Sequence[int]
 """A text, or the ids of its tokens."""
@@ -199,6 +217,51 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+    """The text's vector, of length 1. [width, or as many dimensions as were asked for]"""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    probs: list[float]
+    """A score for each label, by the function that the model's files name."""
+    labels: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The likeliest label."""
+        return self.labels[self.probs.index(max(self.probs))]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    """Those of a pair; those of the second text if an embedding model compares two vectors."""
+    outputs: ScoringOutput
+
+
 class AsyncLLM:
     """A model for one event loop. `async for` reads an answer as it grows; what is asked at once is batched.
 
@@ -221,8 +284,13 @@ class AsyncLLM:
         return self._running.name
 
     @property
+    def fingerprint(self) -> str:
+        """A short text that changes with what the answers depend on beside the request: files, settings, kernels."""
+        return self._running.model.fingerprint
+
+    @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens."""
+        """Longest prompt and answer together, in tokens; of an encoder the longest text."""
         return self._running.model.max_model_len
 
     @property
@@ -245,6 +313,81 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for the model's next message of a conversation."""
         return self._stream(_Asked([messages], sampling_params, options))
+
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """As `LLM.embed`."""
+        from penstock.serve.texts.numbers import embedding
+        from penstock.serve.texts.read import check_dimensions, prompt_text
+
+        encoder = self._encoder(Task.EMBED)
+        with _own_errors():
+            check_dimensions(dimensions, encoder)
+            prefix = prompt_text(encoder, prompt_name)
+        asked = [prefix + text if isinstance(text, str) else text for text in _several(texts, int)]
+        answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
+        return [
+            EmbeddingRequestOutput(name, list(text.token_ids), EmbeddingOutput(embedding(result, encoder, dimensions).tolist()))
+            for name, text, result in answers
+        ]
+
+    async def classify(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ClassificationRequestOutput]:
+        """As `LLM.classify`."""
+        from penstock.serve.texts.numbers import scores
+
+        encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
+        answers = await self._read_texts(_several(texts, int), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        return [
+            ClassificationRequestOutput(
+                name, list(text.token_ids), ClassificationOutput(scores(result, encoder.scores), encoder.labels)
+            )
+            for name, text, result in answers
+        ]
+
+    async def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoringRequestOutput]:
+        """As `LLM.score`."""
+        from penstock.serve.texts.numbers import cosine, embedding, scores
+
+        encoder = self._encoder(Task.RERANK, Task.EMBED)
+        firsts, seconds = _several(text_1, int), _several(text_2, int)
+        if len(firsts) not in (1, len(seconds)):
+            remedy = "Give one text_1, or as many."
+            raise ConfigError(f"There are {len(firsts)} of text_1 and {len(seconds)} of text_2.", remedy=remedy)
+        num_firsts = len(firsts)
+        if encoder.task is Task.RERANK:
+            pairs = [_Pair(firsts[0 if num_firsts == 1 else index], second) for index, second in enumerate(seconds)]
+            answers = await self._read_texts(pairs, truncate_prompt_tokens, use_tqdm=use_tqdm)
+            found = [scores(result, encoder.scores)[0] for _, _, result in answers]
+        else:
+            both = await self._read_texts([*firsts, *seconds], truncate_prompt_tokens, use_tqdm=use_tqdm)
+            vectors, answers = [embedding(result, encoder) for _, _, result in both], both[num_firsts:]
+            found = [
+                cosine(vectors[0 if num_firsts == 1 else index], vector) for index, vector in enumerate(vectors[num_firsts:])
+            ]
+        return [
+            ScoringRequestOutput(name, list(text.token_ids), ScoringOutput(score))
+            for (name, text, _), score in zip(answers, found, strict=True)
+        ]
 
     async def aclose(self) -> None:
         """End all requests and free the model. Idempotent."""
@@ -285,6 +428,62 @@ class AsyncLLM:
                 raise
             raise _closed() from None  # the engine speaks of a server that stops
 
+    def _encoder(self, *tasks: Task) -> EncoderInfo:
+        """The facts of the model, which must be an encoder for one of these tasks, with one answer for each text. Raises
+        ConfigError."""
+        encoder = self._running.model.encoder
+        if encoder is None:
+            raise ConfigError(
+                f"{self.model_name} writes text.", remedy="Use generate or chat, or load an encoder, such as minilm."
+            )
+        if encoder.task not in tasks or encoder.is_per_token:
+            kind = "answers for each token" if encoder.is_per_token else f"is for --task {encoder.task}"
+            raise ConfigError(f"{self.model_name} {kind}.", remedy=f"Load a model for {' or '.join(tasks)}.")
+        return encoder
+
+    async def _read_texts(
+        self, texts: Sequence[Prompt | _Pair], keep: int | None, *, use_tqdm: bool
+    ) -> list[tuple[str, TextTokens, TextResult]]:
+        """The id, the tokens and the numbers of each text. The engine has some of a long list at a time."""
+        from penstock.serve.texts.call import TextResult
+
+        if not self._closer.alive:
+            raise _closed()
+        tokens = await asyncio.to_thread(_text_tokens, texts, keep, self._running)
+        parent_id, found = self._running.sources.new_request_id(), dict[str, bytes]()
+        names = [f"{parent_id}.{index}" for index in range(len(texts))]
+        starts = iter(range(0, len(texts), _TEXTS_AT_ONCE))
+        has_bar = use_tqdm and sys.stderr.isatty()
+
+        async def read() -> None:
+            for start in starts:
+                arrival_ns = self._running.clock.now_ns()
+                requests = [
+                    Request(name, text.token_ids, _OF_TEXTS, arrival_ns, parent_id=parent_id, second_at=text.second_at)
+                    for name, text in zip(names[start : start + _TEXTS_AT_ONCE], tokens[start:], strict=False)
+                ]
+                with self._running.bridge.open(requests) as stream:
+                    while chunks := await stream.next_chunks():
+                        for chunk in chunks:
+                            if chunk.finish_reason is not FinishReason.STOP:
+                                raise PenstockError(chunk.detail or "The engine ended the text.", remedy="Ask again.")
+                            found[chunk.request_id] = chunk.states
+                        if bar is not None:
+                            bar.update(len(chunks))
+
+        with _bar(len(texts), "Texts", " text") if has_bar else contextlib.nullcontext() as bar:
+            readers = [asyncio.ensure_future(read()) for _ in range(2)]  # while one's texts end, the other's are there
+            try:
+                await asyncio.gather(*readers)
+            except PenstockError:
+                if self._closer.alive:
+                    raise
+                raise _closed() from None
+            finally:
+                for reader in readers:
+                    reader.cancel()
+        return [(name, text, TextResult(found[name], len(text.token_ids))) for name, text in zip(names, tokens, strict=True)]
+
     async def _open(self, asked: _Asked) -> _Reading:
         """Submit what is asked. Everything is checked before anything runs."""
         if not self._closer.alive:
@@ -322,8 +521,13 @@ class LLM:
         return self._async.model_name
 
     @property
+    def fingerprint(self) -> str:
+        """A short text that changes with what the answers depend on beside the request: files, settings, kernels."""
+        return self._async.fingerprint
+
+    @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens."""
+        """Longest prompt and answer together, in tokens; of an encoder the longest text."""
         return self._async.max_model_len
 
     @property
@@ -358,6 +562,51 @@ class LLM:
         The model's chat template makes the prompt; `options` are those of `ChatOptions`.
         """
         return self._wait(self._async._all(_Asked(_several(messages, Mapping), sampling_params, options), use_tqdm=use_tqdm))
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vectors of texts, in their order, each of length 1. The model must be an encoder that embeds.
+
+        `prompt_name` is a prompt of the model's files that is put before each text (`query`, `passage`); None: the files'
+        default. Vectors are cut to `dimensions` and made of length 1 again. A text that is too long is an error, unless
+        `truncate_prompt_tokens` says how many tokens to keep; -1: as many as the model reads. Raises PenstockError.
+        """
+        return self._wait(
+            self._async.embed(
+                texts,
+                prompt_name=prompt_name,
+                dimensions=dimensions,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                use_tqdm=use_tqdm,
+            )
+        )
+
+    def classify(
+        self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """The scores of a classifier's labels for each text. Otherwise as `embed`."""
+        return self._wait(self._async.classify(texts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """A score for each pair of texts: of a reranker, or the cosine of an embedding model's vectors.
+
+        One `text_1` is paired with each `text_2`. Otherwise as `embed`.
+        """
+        return self._wait(self._async.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue a text: the answers so far, whenever there is more. Leaving the loop early ends the request."""
@@ -582,6 +831,40 @@ def _several(asked: Sequence[Any], part: type) -> Sequence[Any]:
     return [asked] if is_one else asked
 
 
+_TEXTS_AT_ONCE = 256
+_OF_TEXTS = Sampling(temperature=0.0, max_tokens=1)
+
+
+def _text_tokens(texts: Sequence[Prompt | _Pair], keep: int | None, running: RunningModel) -> list[TextTokens]:
+    """The tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
+    from penstock.serve.openai.read import check_token_ids
+    from penstock.serve.texts.read import read_truncation
+
+    with _own_errors():
+        cut = read_truncation(keep, None, running)
+    most = None if cut is None else cut.max_tokens
+    to_encode: list[str | tuple[str, str]] = []
+    given: list[tuple[int, ...] | None] = []
+    for index, text in enumerate(texts):
+        if isinstance(text, str | _Pair):
+            to_encode.append(text)
+            given.append(None)
+            continue
+        with _own_errors():
+            check_token_ids(list(text), running.model.vocab_size, f"texts[{index}]")
+        given.append(tuple(text))
+    encoded = iter(running.tokenizer.encode_texts(to_encode, max_tokens=most))
+    found = [next(encoded) if ids is None else TextTokens(ids[:most], 0) for ids in given]
+    limit = running.model.max_model_len
+    for index, (text, tokens) in enumerate(zip(texts, found, strict=True)):
+        if not text or not 1 <= len(tokens.token_ids) <= limit:
+            name, num_tokens = f"texts[{index}]", len(tokens.token_ids)
+            cause = "is empty" if not text else f"has {num_tokens} tokens, and {running.name} takes 1 to {limit}"
+            detail = f"'{name}' {cause}. Shorten it, or set truncate_prompt_tokens." if text else f"'{name}' {cause}."
+            raise Rejected(RejectReason.CONTEXT_LENGTH, detail, param=name)
+    return found
+
+
 # From chunks to outputs.
 
 
@@ -688,10 +971,10 @@ class _Reading:
         return touched
 
 
-def _bar(total: int) -> tqdm[NoReturn]:
+def _bar(total: int, what: str = "Answers", unit: str = " prompt") -> tqdm[NoReturn]:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="Answers", unit=" prompt")
+    return tqdm(total=total, desc=what, unit=unit)
 
 
 def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logprob]:

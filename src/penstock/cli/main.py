@@ -22,6 +22,7 @@ _COMMANDS = {
     "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
     "chat": ("penstock.cli.chat:chat", "Talk with a model in the terminal."),
     "run": ("penstock.cli.run:run", "Answer one prompt, from the command line or a pipe."),
+    "embed": ("penstock.cli.embed:embed", "Turn a file of texts into a file of vectors."),
     "pull": ("penstock.cli.models:pull", "Fetch a model's weights."),
     "models": ("penstock.cli.models:models", "List the models that are known and those that are here."),
     "show": ("penstock.cli.show:show", "Say what a model's files are, what is refused, memory and speed here."),

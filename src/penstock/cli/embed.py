@@ -1,0 +1,213 @@
+"""`penstock embed`: a file of texts to a file of vectors, by a model in this process. What was stopped goes on where it was.
+
+Vectors go to OUT.part as they come, and OUT.part.json says of which input, model and settings. A later run with the same goes
+on behind the last whole vector. In the end OUT is made of it, and both are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, warn_of_unknown_variables
+from penstock.config.components import COMPONENTS
+from penstock.config.setting import settings_of
+from penstock.types.errors import PenstockError, Rejected, counted
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+FORMATS = ("npy", "jsonl", "parquet")
+AT_ONCE = 2048
+"""Texts between two writes: what is lost at most."""
+COPIED_ROWS = 1024
+_COMPONENTS = ("model", "backend")
+_NOT_HERE = ("model", "served_model_name", "chat_template", "generation_config", "experts_on_disk")
+
+
+@click.command(cls=GroupedCommand, epilog=EPILOG)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", default="minilm", show_default=True, help="Catalogue name, .gguf file, directory or hf:org/repo.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy behind it.")
+@click.option("--field", default="text", show_default=True, help="Key of the text in each object of a .jsonl FILE.")
+@click.option("--prompt-name", help="Prompt of the model's files before each text, such as query; by default the files' own.")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to so many numbers, and make them of length 1 again.")
+@click.option("--truncate", is_flag=True, help="Cut texts that are too long at their ends; otherwise one is an error.")
+@config_options(*_COMPONENTS, without=_NOT_HERE)
+def embed(
+    file: Path,
+    model: str,
+    output: Path | None,
+    field: str,
+    prompt_name: str | None,
+    dimensions: int | None,
+    truncate: bool,
+    **values: Any,
+) -> None:
+    """Embed the texts of FILE: one in each line of a .txt, or of a .jsonl's objects.
+
+    \b
+      penstock embed notes.txt
+      penstock embed questions.jsonl --field question --prompt-name query -o questions.parquet
+
+    The ending of the output says its format: .npy is an array [texts, dimensions] of float32; .jsonl and .parquet have the
+    text and its vector. If it is stopped, the same command goes on where it was.
+    """
+    from penstock.llm import LLM
+
+    warn_of_unknown_variables()
+    output = output or file.with_name(file.name + ".npy")
+    if output.suffix[1:] not in FORMATS:
+        raise click.UsageError(f"--output {output}: its ending must be one of {', '.join('.' + name for name in FORMATS)}.")
+    if output.suffix == ".parquet":
+        _import_pyarrow()
+    if output.exists():
+        raise PenstockError(f"{output} is there already.", remedy="Remove it, or name another one with --output.")
+    keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
+    with LLM(model, **{key: values[key] for key in keys if key not in _NOT_HERE}) as llm:
+        asked = {"prompt_name": prompt_name, "dimensions": dimensions, "truncate": truncate, "field": field}
+        part = _Part(output, {"input_sha256": _digest(file), "model": llm.fingerprint, **asked})
+        _embed_all(llm, file, field, part, prompt_name, dimensions, truncate)
+    num_texts = part.write(output, file, field)
+    click.echo(f"{counted(num_texts, 'text')} in {output}")
+
+
+def _embed_all(
+    llm: LLM, file: Path, field: str, part: _Part, prompt_name: str | None, dimensions: int | None, truncate: bool
+) -> None:
+    import numpy as np
+    from tqdm import tqdm
+
+    num_texts, done = sum(1 for _ in _texts(file, field)), part.num_rows
+    if not num_texts:
+        raise PenstockError(f"{file} has no text.", remedy="Name a file with a text in each line.")
+    if done:
+        click.echo(f"{counted(done, 'text')} were embedded before; going on.", err=True)
+    keep = -1 if truncate else None
+    with tqdm(total=num_texts, initial=done, desc="Texts", unit=" text", disable=None) as bar:
+        left = islice(_texts(file, field), done, None)
+        while texts := list(islice(left, AT_ONCE)):
+            try:
+                answers = llm.embed(
+                    texts, prompt_name=prompt_name, dimensions=dimensions, truncate_prompt_tokens=keep, use_tqdm=False
+                )
+            except Rejected as error:
+                found = re.fullmatch(r"texts\[(\d+)\]", error.param or "")
+                if found is None:
+                    raise
+                detail = error.detail.replace(f"'{error.param}'", f"Text {part.num_rows + int(found[1]) + 1} of {file}")
+                raise PenstockError(detail.split(". ")[0] + ".", remedy="Shorten it, or add --truncate.") from None
+            part.append(np.array([answer.outputs.embedding for answer in answers], np.float32))
+            bar.update(len(texts))
+
+
+class _Part:
+    """Vectors of the first texts, on their way to the output."""
+
+    def __init__(self, output: Path, about: dict[str, Any]) -> None:
+        """Raises PenstockError if another run has left something else there."""
+        self._path = output.with_name(output.name + ".part")
+        self._about_path = output.with_name(output.name + ".part.json")
+        self._about = about
+        self.num_rows = 0
+        self._width = 0
+        if not self._about_path.exists():
+            self._path.unlink(missing_ok=True)
+            return
+        left = json.loads(self._about_path.read_text())
+        self._width = left.pop("width")
+        if left != about:
+            remedy = f"Remove it and {self._path.name}, or name another output."
+            raise PenstockError(f"{self._about_path} is of another input, model or setting.", remedy=remedy)
+        self.num_rows = self._path.stat().st_size // (4 * self._width)
+        os.truncate(self._path, 4 * self._width * self.num_rows)
+
+    def append(self, vectors: Any) -> None:
+        """float32 [texts, width]"""
+        if not self._width:
+            self._width = vectors.shape[1]
+            self._path.touch()
+            self._about_path.write_text(json.dumps({**self._about, "width": self._width}))
+        with self._path.open("ab") as out:
+            out.write(vectors.tobytes())
+        self.num_rows += len(vectors)
+
+    def write(self, output: Path, file: Path, field: str) -> int:
+        """Make the output, and remove the part. Returns the number of texts."""
+        import numpy as np
+
+        vectors = np.memmap(self._path, np.float32, "r", shape=(self.num_rows, self._width))
+        made = output.with_name(output.name + ".made")
+        if output.suffix == ".npy":
+            with made.open("wb") as out:
+                np.save(out, vectors)
+        elif output.suffix == ".jsonl":
+            with made.open("w") as out:
+                for text, vector in zip(_texts(file, field), vectors, strict=True):
+                    out.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
+        else:
+            _write_parquet(made, _texts(file, field), vectors)
+        made.replace(output)
+        del vectors
+        self._about_path.unlink()
+        self._path.unlink()
+        return self.num_rows
+
+
+def _import_pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise PenstockError(
+            "A .parquet file needs pyarrow, which is not installed.", remedy="pip install pyarrow, or write .npy or .jsonl."
+        ) from None
+    return pyarrow
+
+
+def _write_parquet(path: Path, texts: Iterator[str], vectors: Any) -> None:
+    pyarrow = _import_pyarrow()
+    width = vectors.shape[1]
+    schema = pyarrow.schema([("text", pyarrow.string()), ("embedding", pyarrow.list_(pyarrow.float32(), width))])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for start in range(0, len(vectors), COPIED_ROWS):
+            flat = pyarrow.array(vectors[start : start + COPIED_ROWS].ravel())
+            some = pyarrow.array(list(islice(texts, COPIED_ROWS)), pyarrow.string())
+            columns = [some, pyarrow.FixedSizeListArray.from_arrays(flat, width)]
+            writer.write_table(pyarrow.table(columns, schema=schema))
+
+
+def _texts(file: Path, field: str) -> Iterator[str]:
+    """The texts of a file, in order; empty lines are none. Raises PenstockError for a line that has no text."""
+    with file.open("rb") as lines:
+        for number, data in enumerate(lines, 1):
+            try:
+                line = data.decode()
+            except UnicodeDecodeError:
+                raise PenstockError(f"{file}:{number} is not UTF-8 text.", remedy="Convert it, e.g. with iconv.") from None
+            if not line.strip():
+                continue
+            if file.suffix != ".jsonl":
+                yield line.rstrip("\r\n")
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                raise PenstockError(f"{file}:{number} is no JSON.", remedy="Write one object in each line.") from None
+            text = value.get(field) if isinstance(value, dict) else None
+            if not isinstance(text, str) or not text:
+                raise PenstockError(f"{file}:{number} has no text in {field!r}.", remedy="Name the key with --field.")
+            yield text
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()

@@ -1,0 +1,121 @@
+"""`penstock embed`, with a tiny encoder in the reference backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.cli import embed as command
+from penstock.llm import LLM
+from penstock.types.errors import PenstockError
+
+TEXTS = [f"text {i} " + "abc" * (i % 3) for i in range(9)]
+Embed = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT with vectors of 72 numbers."""
+    return write_encoder(ENCODERS["bert_gguf"], tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture
+def embed(tiny_encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Embed:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n\n")
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"q": text}) for text in TEXTS))
+
+    def run(*arguments: str) -> Result:
+        options = ("--model", str(tiny_encoder), "--backend", "reference")
+        return CliRunner().invoke(command.embed, [*arguments, *options])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def vectors(tiny_encoder: Path) -> np.ndarray:
+    with LLM(tiny_encoder, backend="reference") as llm:
+        return np.array([answer.outputs.embedding for answer in llm.embed(TEXTS)], np.float32)
+
+
+def test_lines_become_rows(embed: Embed, tmp_path: Path, vectors: np.ndarray) -> None:
+    result = embed("in.txt")
+    assert result.exit_code == 0, result.output
+    assert "9 texts in in.txt.npy" in result.output
+    assert np.array_equal(np.load(tmp_path / "in.txt.npy"), vectors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "in.txt.npy"]
+
+
+def test_objects_become_objects(embed: Embed, tmp_path: Path, vectors: np.ndarray) -> None:
+    assert embed("in.jsonl", "--field", "q", "-o", "out.jsonl").exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == TEXTS
+    assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), vectors)
+
+
+def test_what_was_stopped_goes_on(embed: Embed, tmp_path: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After four texts, and a part of the next vector, the rest is embedded, and no text twice."""
+    monkeypatch.setattr(command, "AT_ONCE", 4)
+    asked: list[str] = []
+    own = LLM.embed
+
+    def fail_later(llm: LLM, texts: list[str], **options: object) -> object:
+        if len(asked) == 4:
+            raise PenstockError("the power is gone", remedy="")
+        asked.extend(texts)
+        return own(llm, texts, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LLM, "embed", fail_later)
+    assert isinstance(embed("in.txt").exception, PenstockError)
+    with (tmp_path / "in.txt.npy.part").open("ab") as part:
+        part.write(b"\0" * 7)
+    monkeypatch.setattr(LLM, "embed", lambda llm, texts, **options: asked.extend(texts) or own(llm, texts, **options))
+    result = embed("in.txt")
+    assert result.exit_code == 0, result.output
+    assert asked == TEXTS
+    assert np.array_equal(np.load(tmp_path / "in.txt.npy"), vectors)
+
+
+def test_a_part_of_another_run_is_not_mixed_in(embed: Embed, tmp_path: Path) -> None:
+    (tmp_path / "in.txt.npy.part.json").write_text(json.dumps({"input_sha256": "other", "width": 72}))
+    (tmp_path / "in.txt.npy.part").write_bytes(b"\0" * 288)
+    assert "of another input, model or setting" in str(embed("in.txt").exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("in.jsonl",), r"in\.jsonl:1 has no text in 'text'"),
+        (("in.txt", "-o", "in.jsonl"), "is there already"),
+        (("long.txt",), r"Text 2 of long\.txt has \d+ tokens"),
+        (("empty.txt",), "has no text"),
+        (("bytes.txt",), r"bytes\.txt:1 is not UTF-8"),
+    ],
+)
+def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    (tmp_path / "long.txt").write_text("short\n" + "long " * 400)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
+    result = embed(*arguments)
+    with pytest.raises(PenstockError, match=complaint):
+        raise result.exception or AssertionError(result.output)
+
+
+def test_long_texts_are_cut_if_that_is_asked_for(embed: Embed, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("short\n" + "long " * 400)
+    assert embed("long.txt", "--truncate", "--dimensions", "8").exit_code == 0
+    found = np.load(tmp_path / "long.txt.npy")
+    assert found.shape == (2, 8)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, rtol=1e-5)
+
+
+def test_an_ending_that_is_no_format_is_wrong_usage(embed: Embed) -> None:
+    result = embed("in.txt", "-o", "out.csv")
+    assert result.exit_code == 2
+    assert ".npy, .jsonl, .parquet" in result.output
