@@ -51,17 +51,22 @@ PENSTOCK_INLINE int end_seen(const TextAttentionTask& t, int query) {
 void round_rows(const float* x, int64_t ld, int count, int head_dim, float* columns, uint8_t* out, float* scales) {
     const int pairs = (head_dim + 1) / 2;
     for (int at = 0; at < count; at += kLanes, out += pairs * kPairBytes) {
-        vf squares = set1(0.0f), largest = set1(0.0f);
+        vf squares[4], largest[4];  // of every fourth column: one sum alone would wait for each addition before the next
+        for (int p = 0; p < 4; ++p) squares[p] = largest[p] = set1(0.0f);
         for (int col = 0; col < head_dim; col += kLanes) {
             const int cols = head_dim - col < kLanes ? head_dim - col : kLanes;
             transpose(columns + col * kLanes, x + at * ld + col, ld, count - at < kLanes ? count - at : kLanes, cols);
-            for (int i = col; i < col + cols; ++i) {
-                const vf a = load(columns + i * kLanes);
-                squares = fma(a, a, squares);
-                largest = max(largest, abs(a));
+            for (int i = col; i < col + kLanes; i += 4) {  // beyond the last column there are zeros
+                for (int p = 0; p < 4; ++p) {
+                    const vf a = load(columns + (i + p) * kLanes);
+                    squares[p] = fma(a, a, squares[p]);
+                    largest[p] = max(largest[p], abs(a));
+                }
             }
         }
-        const vf by_norm = div(sqrt(squares), set1(kLargestNorm)), by_largest = div(largest, set1(kLargestInteger));
+        const vf square = add(add(squares[0], squares[1]), add(squares[2], squares[3]));
+        const vf most = max(max(largest[0], largest[1]), max(largest[2], largest[3]));
+        const vf by_norm = div(sqrt(square), set1(kLargestNorm)), by_largest = div(most, set1(kLargestInteger));
         const vf scale = max(by_largest, by_norm);  // in this order NaN, which is in by_norm if there is one, stays
         store(scales + at, add(scale, mul(scale, set1(0.0f))));
         const vf inverse = up_to(div(set1(1.0f), scale), set1(1.0f / kSmallest));
@@ -163,7 +168,7 @@ PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int16_t* w
 
 // The sums of values, of the positions [from, to), with the weights of `count` queries.
 PENSTOCK_INLINE void sum_values(const TextAttentionTask& t, const TextScratch& s, const int16_t* const (&weights)[kRows], int from, int to,
-                                const float (&factors)[kRows], float* out, int count) {
+                                const float* factors, float* out, int count) {
     for (int col = 0; col < s.value_cols; col += kVectors * kLanes) {
         vf totals[kRows][kVectors];
         for (int r = 0; r < kRows; ++r) {
@@ -211,13 +216,15 @@ void attend_tile(const TextAttentionTask& t, const TextScratch& s, int head, int
     const int from = (first_seen(t, query) - s.begin) / kBlock * kBlock;
     const int to = static_cast<int>(whole(end_seen(t, query + count - 1) - s.begin, kBlock));
     score(s, queries, factors, from, to);
+    alignas(64) float sums[kLanes] = {};
     for (int r = 0; r < count; ++r) {
         const int row = query + r;
         const float* const biases = t.distances ? s.biases + t.num_tokens + kBlock - row + s.begin : nullptr;
-        factors[r] = 1.0f / soften_text(s.scores + int64_t{r} * s.count, biases, s.weights + int64_t{r} * s.count, from, to,
-                                        first_seen(t, row) - s.begin, end_seen(t, row) - s.begin);
+        sums[r] = soften_text(s.scores + int64_t{r} * s.count, biases, s.weights + int64_t{r} * s.count, from, to,
+                              first_seen(t, row) - s.begin, end_seen(t, row) - s.begin);
     }
-    sum_values(t, s, weights, from, to, factors, t.out + query * t.q_ld + head * t.head_dim, count);
+    store(sums, div(set1(1.0f), load(sums)));
+    sum_values(t, s, weights, from, to, sums, t.out + query * t.q_ld + head * t.head_dim, count);
 }
 
 // Takes parts of the memory, each from a cache line on.
