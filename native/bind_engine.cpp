@@ -55,10 +55,12 @@ void pack_rows(Engine& self, int matrix, int first_row, const Matrix<uint8_t>& d
     self.pack_rows(matrix, first_row, static_cast<int>(rows), data.data());
 }
 
-int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read) {
+int add_matrix(Engine& self, SourceFormat format, int rows, int cols, const std::optional<Matrix<uint8_t>>& data, bool is_partly_read,
+               bool by_row) {
     check_shape(format, rows, cols);
+    if (by_row && (float_bytes(format) == 0 || cols % kGroup != 0 || cols > kMostRow8Cols)) throw std::invalid_argument("such a matrix has no form with a scale for each row");
     if (data) check_source(format, rows, cols, *data);
-    const int matrix = self.weights().add_matrix(format, rows, cols, is_partly_read);
+    const int matrix = self.weights().add_matrix(format, rows, cols, is_partly_read, by_row);
     if (data) pack_rows(self, matrix, 0, *data);
     return matrix;
 }
@@ -73,10 +75,12 @@ Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
     return instruction;
 }
 
-void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples) {
+void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, int kind) {
     Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
+    if (kind >= 0 && kind != static_cast<int>(ActivationKind::kGelu)) throw std::invalid_argument("products lack this activation");
     for (const auto& [weight, activation, out, bias, residual] : ops) {
-        instruction.linears.push_back({weight, activation, out, bias, residual});
+        if (kind >= 0 && self.weights().packed(weight).matrix.kind != WeightKind::kU8Row) throw std::invalid_argument("products of this kind lack activations");
+        instruction.linears.push_back({weight, activation, out, bias, residual, kind >= 0, static_cast<ActivationKind>(std::max(kind, 0))});
     }
     self.add_instruction(std::move(instruction));
 }
@@ -334,7 +338,8 @@ void bind_engine(nb::module_& m) {
         .value("ADD_TYPE", RowOpKind::kAddType)
         .value("GATHER_FIRST", RowOpKind::kGatherFirst)
         .value("MEAN", RowOpKind::kMean)
-        .value("NORMALISE", RowOpKind::kNormalise);
+        .value("NORMALISE", RowOpKind::kNormalise)
+        .value("ROUND", RowOpKind::kRound);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -363,8 +368,10 @@ void bind_engine(nb::module_& m) {
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
+             "by_row"_a = false,
              "Packs a matrix from its file's bytes (uint8 [rows, bytes per row]); without them, makes room for it, and `pack_rows` brings "
-             "them. Returns its id. `is_partly_read`: a step needs only a part of it. OSError if the disk has no room.")
+             "them. Returns its id. `is_partly_read`: a step needs only a part of it. `by_row`: floats become integers "
+             "with a scale for each row. OSError if the disk has no room.")
         .def("pack_rows", &pack_rows, "matrix"_a, "first_row"_a, "data"_a,
              "Packs some rows of a matrix (uint8 [rows, bytes per row]): whole panels of 16, or up to its last row.")
         .def("add_table", &add_table, "format"_a, "rows"_a, "cols"_a, nb::arg("data").noconvert(), nb::keep_alive<1, 5>(),
@@ -379,11 +386,12 @@ void bind_engine(nb::module_& m) {
              },
              "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1)
         .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
-        .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a)
+        .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a, "by_row"_a = false)
         .def("add_rows",
              [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },
              "ops"_a, "samples"_a)
-        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "(weight, activation, out, bias, residual) each; -1 is none.")
+        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1,
+             "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.")
         .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")

@@ -74,8 +74,8 @@ int Engine::add_buffer(int width, bool per_sample) {
     return static_cast<int>(buffers_.size()) - 1;
 }
 
-int Engine::add_activation(int cols, bool quantised, bool per_sample) {
-    activations_.emplace_back(rows_of(per_sample), cols, quantised);
+int Engine::add_activation(int cols, bool quantised, bool per_sample, bool by_row) {
+    activations_.emplace_back(rows_of(per_sample), cols, quantised, by_row);
     return static_cast<int>(activations_.size()) - 1;
 }
 
@@ -250,6 +250,7 @@ void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
         switch (op.kind) {
         case RowOpKind::kQuantize:
             return kernels_.quantize_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), weights_.vector(op.weight), op.value);
+        case RowOpKind::kRound: return kernels_.round_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), op.n != 0);
         case RowOpKind::kKvWrite:
             return kernels_.kv_write_rows(kv_.layer(op.n), input_.slot_mapping + row, end - row, buffers_[op.x].row(row),
                                           buffers_[op.y].row(row), weights_.vector(op.weight));
@@ -346,13 +347,15 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         }
         case RowOpKind::kKeepState: return keep_state(shape_, kv_, input_, {op.n, buffers_[op.x].data(), nullptr, nullptr}, row);
         case RowOpKind::kQuantize:
+        case RowOpKind::kRound:
         case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
     }
 }
 
 Epilogue Engine::epilogue_of(const LinearOp& op) const {
     const Buffer& out = buffers_[op.out];
-    return {out.data(), out.width, weights_.vector(op.bias), op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
+    const ActivationKind* const activation = op.has_kind ? &op.kind : nullptr;
+    return {out.data(), out.width, weights_.vector(op.bias), activation, op.residual >= 0 ? buffers_[op.residual].data() : nullptr};
 }
 
 UpcomingKv Engine::upcoming_of(int index, int task) const {
@@ -391,7 +394,7 @@ void Engine::run_linear(const Instruction& instruction, int index, int task) {
 void Engine::run_gated(const GatedOp& op, int index, int task) {
     const Stage& stage = planner_.last().stages[index];
     const PackedMatrix &gate = weights_.matrix(op.gate), &up = weights_.matrix(op.up);
-    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr};
+    const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr, nullptr};
     kernels_.gemm_gated(gate, up, activations_[op.activation].view, stage.first_row(task), stage.end_row(task),
                         stage.panels(task, gate.panels), op.kind, epilogue, upcoming_of(index, task));
 }

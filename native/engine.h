@@ -48,7 +48,7 @@ class Engine final : private Work {
     // cos and sin are multiplied by attention_factor and by 1 + growth * ln(1 + position / growth_len).
     int add_rope(const float* inv_freq, int half, float attention_factor, float growth, int growth_len);
     int add_buffer(int width, bool per_sample);
-    int add_activation(int cols, bool quantised, bool per_sample);
+    int add_activation(int cols, bool quantised, bool per_sample, bool by_row);
     void add_instruction(Instruction instruction);
     // All instructions of a layer of experts but the last one: kSumExperts, for which the id is.
     int add_experts(const ExpertsLayer& layer, Domain domain);

@@ -20,20 +20,21 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
-    kAddType, kGatherFirst, kMean, kNormalise,
+    kAddType, kGatherFirst, kMean, kNormalise, kRound,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
 struct RowOp {
     RowOpKind kind;
-    int32_t out = -1;      // buffer, or activation for kQuantize and kToBf16
+    int32_t out = -1;      // buffer, or activation for kQuantize, kToBf16 and kRound
     int32_t x = -1;        // buffer
     int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
     // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
     int32_t weight = -1;
     // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
-    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType)
+    // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), whether rows have a zero of
+    // their own (kRound)
     int32_t n = 0;
     int32_t head_dim = 0;  // kRope
     float value = 0.0f;    // eps, scale, or factor of the second buffer (kAdd)
@@ -45,6 +46,8 @@ struct LinearOp {
     int32_t out;
     int32_t bias = -1;      // vector
     int32_t residual = -1;  // buffer
+    bool has_kind = false;  // an activation, of kind `kind`: weights of kU8Row alone
+    ActivationKind kind = ActivationKind::kGelu;
 };
 
 struct GatedOp {

@@ -17,10 +17,18 @@ struct OwnedActivation {
     int64_t bytes = 0;
 
     OwnedActivation() = default;
-    OwnedActivation(int64_t rows, int cols, bool quantised) {
+    OwnedActivation(int64_t rows, int cols, bool quantised, bool by_row = false) {
         const int64_t groups = cols / kGroup;
         view.cols = cols;
-        if (quantised) {
+        if (by_row) {
+            view.outliers_per_row = outliers_of(cols);
+            allocate(view.q, rows * cols);
+            allocate(view.row_scale, rows);
+            allocate(view.row_zero, rows);
+            allocate(view.row_start, rows);
+            allocate(view.outlier, rows * view.outliers_per_row);
+            allocate(view.row_rest, rows * view.outliers_per_row);
+        } else if (quantised) {
             view.outliers_per_row = outliers_of(cols);
             allocate(view.q, rows * cols);
             allocate(view.exponent, rows * groups);

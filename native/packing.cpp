@@ -183,6 +183,47 @@ void pack_bf16(PackedStorage& packed, const uint8_t* first, int panel) {
     }
 }
 
+// A number of a format that is not quantised.
+float float_at(SourceFormat format, const uint8_t* source, int index) {
+    if (format == SourceFormat::kF32) {
+        float x;
+        std::memcpy(&x, source + 4 * static_cast<int64_t>(index), 4);
+        return x;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, source + 2 * static_cast<int64_t>(index), 2);
+    return format == SourceFormat::kF16 ? from_f16(bits) : float_of(static_cast<uint32_t>(bits) << 16);
+}
+
+// One panel, each row by its largest weight; false if a weight is no finite number.
+bool pack_rows8(PackedStorage& packed, const uint8_t* first, int panel) {
+    const PackedMatrix& w = packed.matrix;
+    const int64_t row_bytes = int64_t{w.cols} * float_bytes(packed.format);
+    uint8_t* const to = packed.quants + int64_t{panel} * w.cols * kPanel;
+    bool finite = true;
+    for (int lane = 0; lane < kPanel; ++lane) {
+        const int row = panel * kPanel + lane;
+        const uint8_t* const source = first + lane * row_bytes;
+        float largest = 0.0f;
+        for (int col = 0; row < w.rows && col < w.cols; ++col) {
+            const float size = std::fabs(float_at(packed.format, source, col));
+            finite &= size < INFINITY;
+            largest = std::max(largest, size);
+        }
+        const float scale = largest / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+        int32_t sum = 0;
+        for (int col = 0; col < w.cols; ++col) {
+            const float x = inverse > 0.0f && finite ? float_at(packed.format, source, col) * inverse : 0.0f;
+            const auto q = static_cast<int32_t>(std::nearbyint(std::min(127.0f, std::max(-127.0f, x))));
+            to[col / 4 * 64 + lane * 4 + col % 4] = static_cast<uint8_t>(q + 128);
+            sum += q;
+        }
+        packed.row_scales[row] = scale;
+        packed.row_sums[row] = sum;
+    }
+    return finite;
+}
+
 }  // namespace
 
 void FreeMemory::operator()(uint8_t* memory) const {
@@ -319,7 +360,7 @@ void FileArena::complete() {
     }
 }
 
-PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols) {
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes, SourceFormat format, int rows, int cols, bool by_row) {
     PackedStorage packed;
     const int64_t panels = (rows + kPanel - 1) / kPanel;
     const auto take = [&](int64_t bytes) {
@@ -329,7 +370,12 @@ PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes
     };
     WeightKind kind = WeightKind::kBf16;
     const uint8_t* table = nullptr;
-    if (float_bytes(format) > 0) {
+    if (by_row) {
+        kind = WeightKind::kU8Row;
+        packed.quants = take(panels * cols * kPanel);
+        packed.row_scales = reinterpret_cast<float*>(take(panels * kPanel * 4));
+        packed.row_sums = reinterpret_cast<int32_t*>(take(panels * kPanel * 4));
+    } else if (float_bytes(format) > 0) {
         packed.quants = take(panels * ((cols + 1) / 2) * 64);
     } else {
         kind = block_format(format).kind;
@@ -339,7 +385,8 @@ PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take_bytes
         packed.scales = reinterpret_cast<uint16_t*>(take(groups * kPanel * 2));
         if (is_affine(kind)) packed.offsets = reinterpret_cast<uint16_t*>(take(pairs * kPanel * 4));
     }
-    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets, table};
+    packed.matrix = {kind, rows, cols, static_cast<int32_t>(panels), packed.quants, packed.scales, packed.offsets, table,
+                     packed.row_scales, packed.row_sums};
     packed.format = format;
     return packed;
 }
@@ -348,7 +395,9 @@ bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int p
     const int64_t panel_bytes = source_bytes(packed.format, kPanel, packed.matrix.cols);
     bool finite = true;
     for (int panel = panel0; panel < panel1; ++panel, source += panel_bytes) {
-        if (float_bytes(packed.format) > 0) {
+        if (packed.matrix.kind == WeightKind::kU8Row) {
+            finite = pack_rows8(packed, source, panel) && finite;
+        } else if (float_bytes(packed.format) > 0) {
             pack_bf16(packed, source, panel);
         } else {
             finite = pack_quantised(packed, source, block_format(packed.format), panel) && finite;

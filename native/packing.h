@@ -110,13 +110,16 @@ struct PackedStorage {
     uint8_t* quants = nullptr;
     uint16_t* scales = nullptr;
     uint16_t* offsets = nullptr;
+    float* row_scales = nullptr;
+    int32_t* row_sums = nullptr;
     int64_t bytes = 0;
 };
 
 // `take` gives memory as an arena does.
-PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take, SourceFormat format, int rows, int cols);
+// `by_row`: numbers become kU8Row; their columns are a multiple of 32.
+PackedStorage allocate_packed(const std::function<uint8_t*(int64_t)>& take, SourceFormat format, int rows, int cols, bool by_row = false);
 
-// The rows from panel `panel0` on, row-major as in the file: blocks of the format, or numbers, which become bf16. Quantised rows have
+// The rows from panel `panel0` on, row-major as in the file: blocks of the format, or numbers, which become bf16 or, by row, integers. Quantised rows have
 // whole blocks. Panels [panel0, panel1) are written; disjoint ranges may run on different threads. False: a scale is no finite number.
 bool pack_panels(PackedStorage& packed, const uint8_t* source, int panel0, int panel1);
 

@@ -48,7 +48,7 @@ void StepPlanner::count_last_instruction() {
         (is_of_tokens ? costs_.of_token : costs_.of_sample) += cost;
         if (!is_of_tokens) return;
         costs_.weight_bytes += w.bytes;
-        if (w.matrix.kind != WeightKind::kBf16) fetching += cost;
+        if (w.matrix.kind != WeightKind::kBf16 && w.matrix.kind != WeightKind::kU8Row) fetching += cost;
     };
     for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
     is_one_pass_ = is_one_pass_ || instruction.kind == InstructionKind::kTextAttention;
@@ -312,11 +312,15 @@ Stage StepPlanner::plan_experts(const ExpertsOp& op, int first, int end, int mem
     }
 }
 
+bool StepPlanner::has_row8(const Instruction& instruction) const {
+    return !instruction.linears.empty() && weights_.matrix(instruction.linears[0].weight).kind == WeightKind::kU8Row;
+}
+
 Stage StepPlanner::plan_product(const Instruction& instruction, int first, int end, int members) const {
     const int rows = end - first, wanted = kTasksPerMember * members;
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
     // many for a member is waited for by all.
-    const int row_blocks = ceil_div(rows, kRowBlock), tile = kernels_.tile_panels(rows);
+    const int row_blocks = ceil_div(rows, kRowBlock), tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
     const int block = ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile;  // of equal size, in whole tiles of rows
     const auto panels_of_task = [&](int panels) {
         return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;

@@ -135,6 +135,7 @@ class StepPlanner {
 
     void plan_stages();
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
+    bool has_row8(const Instruction& instruction) const;  // a product in integers alone
     Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
     Stage plan_experts(const ExpertsOp& op, int first, int end, int members) const;
 

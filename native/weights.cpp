@@ -35,10 +35,10 @@ struct Packing final : Work {
 
 }  // namespace
 
-int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read) {
+int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read, bool by_row) {
     const bool is_in_file = is_partly_read && file_;
     const auto take = [&](int64_t bytes) { return is_in_file ? file_->take(bytes) : arena_.take(bytes); };
-    matrices_.push_back(allocate_packed(take, format, rows, cols));
+    matrices_.push_back(allocate_packed(take, format, rows, cols, by_row));
     is_in_file_.push_back(is_in_file);
     bytes_ += matrices_.back().bytes;
     if (is_in_file) file_bytes_ += matrices_.back().bytes;

@@ -28,7 +28,8 @@ class Weights {
     // Matrices of which a step reads only a part lie in this file from now on: FileArena says more.
     void keep_partly_read_in(int fd) { file_ = std::make_unique<FileArena>(fd); }
     // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step. DiskError, see above.
-    int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false);
+    // `by_row`: floats become kU8Row.
+    int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false, bool by_row = false);
     // Rows as in the file, packed by the whole team. `first_row` begins a panel, and the last one ends one or is the matrix's last.
     void pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source);
     // A matrix of which a step reads single rows: it stays where and as it is, and must outlive this. It is not read now,

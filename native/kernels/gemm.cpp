@@ -1,5 +1,6 @@
 // Matrix products over packed weights: which rows and panels are computed together, tile by tile (gemm_tile.h).
 
+#include "gemm_row8.h"
 #include "gemm_tile.h"
 #include "parts.h"
 
@@ -122,6 +123,7 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
         case WeightKind::kBf16: return f.template operator()<WeightKind::kBf16>();
         case WeightKind::kU8Affine: return f.template operator()<WeightKind::kU8Affine>();
         case WeightKind::kU4Table: return f.template operator()<WeightKind::kU4Table>();
+        case WeightKind::kU8Row: return;  // `gemm_row8`; the lowering has it in no other operation
     }
 }
 
@@ -131,6 +133,7 @@ int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanel
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
           const UpcomingKv& upcoming) {
+    if (w.kind == WeightKind::kU8Row) return gemm_row8(w, a, row0, row1, range, e);
     KvFetcher kv(upcoming, tiles_of(row0, row1, range), a.cols / kGroup);
     for_kind(w.kind, [&]<WeightKind kKind>() {
         for_tasks<kKind>(a, row0, row1, range, [&]<int kPanels>(const auto& block, int panel, int next) {

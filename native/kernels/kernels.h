@@ -28,7 +28,10 @@ constexpr int32_t outliers_of(int cols) { return cols / static_cast<int32_t>(kOu
 // A group of which all values are smaller than half of it becomes zero.
 constexpr float kSmallestScale = 0x1p-90f;
 
-enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5 };
+enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric = 2, kBf16 = 3, kU8Affine = 4, kU4Table = 5, kU8Row = 6 };
+
+// Most columns of a matrix of kU8Row, so that sums with outliers stay within 32 bits.
+constexpr int kMostRow8Cols = 8192;
 
 // A weight matrix [rows, cols] packed by `pack_*` (packing.h) in panels of 16 rows, the last one padded with zeros.
 //
@@ -38,6 +41,7 @@ enum class WeightKind : int32_t { kU4Affine = 0, kU4Symmetric = 1, kU8Symmetric 
 // chunks of columns 4c... `scales` is [panel][group][16] f16 d, finite and never zero (a group of d = 0 has q = zero).
 // `offsets` is [panel][(groups + 1) / 2][16][2] bf16 m: of two groups side by side, the second zero where there is none.
 // kBf16: `quants` is [panel][cols / 2][16][2] bf16 (an odd last column padded with zero).
+// kU8Row: one scale for each whole row, w = row_scales * (q - 128); `quants` as of the other kinds of 8 bits.
 struct PackedMatrix {
     WeightKind kind;
     int32_t rows;
@@ -47,9 +51,12 @@ struct PackedMatrix {
     const uint16_t* scales;
     const uint16_t* offsets;
     const uint8_t* table;  // [16], of kU4Table: null for the others
+    const float* row_scales = nullptr;  // [panel][16], of kU8Row, and the sums of each row's q - 128: null for the others
+    const int32_t* row_sums = nullptr;
 };
 
-// The input of a GEMM, [num_rows, cols], in the form that the weights want. Quantised: x = q * 2^e, plus the rest of an outlier.
+// The input of a GEMM, [num_rows, cols], in the form that the weights want. Quantised: x = q * 2^e, plus the rest of an outlier. For
+// kU8Row one scale holds for a whole row: x = row_scale * (q - row_zero), plus row_scale * the rest of an outlier, which is an integer too.
 struct Activation {
     int8_t* q = nullptr;              // [rows, cols]
     int32_t* exponent = nullptr;      // [rows, cols / 32]: e << 23
@@ -58,17 +65,14 @@ struct Activation {
     int32_t* outlier = nullptr;       // [rows, outliers_per_row]: their columns, ascending, then kNoColumn
     float* outlier_rest = nullptr;    // [rows, outliers_per_row]: x - q * 2^e
     uint16_t* bf16 = nullptr;         // [rows, padded to an even number of cols]
+    float* row_scale = nullptr;       // [rows]
+    int32_t* row_zero = nullptr;      // [rows]: within [-128, 127]
+    int32_t* row_start = nullptr;     // [rows]: -128 * sum of q
+    int32_t* row_rest = nullptr;      // [rows, outliers_per_row]: the rests of a row's outliers
     int32_t cols = 0;
     int32_t outliers_per_row = 0;     // outliers_of(cols)
 };
 
-// Changes of a GEMM's result before it is stored; null pointers are skipped.
-struct Epilogue {
-    float* out = nullptr;             // [rows, ld]
-    int64_t ld = 0;
-    const float* bias = nullptr;      // [weight rows]
-    const float* residual = nullptr;  // [rows, ld]; may be `out`
-};
 
 // The panels [begin, end) of a product. Meanwhile those from `next` on, which the same thread will probably want next, are
 // fetched into its cache.
@@ -78,6 +82,15 @@ struct PanelRange {
 
 // A product with a gate computes the first two; the others are operations on rows. kSwigluClamped is of a gate and its partner alone.
 enum class ActivationKind : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5, kSwigluClamped = 6, kTanh = 7 };
+
+// Changes of a GEMM's result before it is stored, in this order; null pointers are skipped.
+struct Epilogue {
+    float* out = nullptr;             // [rows, ld]
+    int64_t ld = 0;
+    const float* bias = nullptr;      // [weight rows]
+    const ActivationKind* activation = nullptr;  // of kU8Row alone
+    const float* residual = nullptr;  // [rows, ld]; may be `out`
+};
 
 enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
 
@@ -164,6 +177,7 @@ struct TextAttentionTask {
 struct KernelTable {
     const char* name;
     int32_t attention_queries;  // most (query, head) pairs of one attention task
+    int32_t row8_panels;        // side by side in a product with kU8Row: `tile_panels` is for the other kinds
 
     // out = x / sqrt(mean(x^2) + eps) * weight over each group of `group` columns; weight is [group]
     void (*rms_norm)(float* out, const float* x, const float* weight, int cols, int group, float eps);
@@ -171,6 +185,9 @@ struct KernelTable {
     void (*layer_norm)(float* out, const float* x, const float* weight, const float* bias, int cols, float eps);
     // a's rows [row0, row1) as integers, from x's [rows, cols]; with `norm`, [cols], from x / sqrt(mean(x^2) + eps) * norm
     void (*quantize_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, const float* norm, float eps);
+    // a's rows [row0, row1) with one scale for each row, from x's [rows, cols]. `has_zero`: for numbers that are hardly ever negative, 256
+    // integers from the smallest to the largest; else outliers are apart.
+    void (*round_rows)(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero);
     // a's row `row` in bf16
     void (*to_bf16_row)(const Activation& a, int64_t row, const float* x);
     // out = row `index` of w, times scale

@@ -1,6 +1,7 @@
 // The sixteen lanes of simd.h as two AVX2 registers. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 4, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
+constexpr int kRow8Rows = 3, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 4, kAttentionScoreSums = 4, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 4, kTextVectors = 1;
 
@@ -74,6 +75,7 @@ PENSTOCK_INLINE vi sub(vi a, vi b) { return {_mm256_sub_epi32(a.l, b.l), _mm256_
 PENSTOCK_INLINE vi bit_and(vi a, vi b) { return {_mm256_and_si256(a.l, b.l), _mm256_and_si256(a.h, b.h)}; }
 PENSTOCK_INLINE vi bits_of(vf a) { return {_mm256_castps_si256(a.l), _mm256_castps_si256(a.h)}; }
 PENSTOCK_INLINE vf float_of(vi bits) { return {_mm256_castsi256_ps(bits.l), _mm256_castsi256_ps(bits.h)}; }
+PENSTOCK_INLINE vi mul(vi a, vi b) { return {_mm256_mullo_epi32(a.l, b.l), _mm256_mullo_epi32(a.h, b.h)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm256_slli_epi32(a.l, 4), _mm256_slli_epi32(a.h, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm256_cvtepi32_ps(a.l), _mm256_cvtepi32_ps(a.h)}; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) {
@@ -161,6 +163,10 @@ PENSTOCK_INLINE vb look_up(vb a, const uint8_t* table) {
 PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) {
     const __m256i count = _mm256_set1_epi32(shift);
     return {_mm256_srlv_epi32(a.l, count), _mm256_srlv_epi32(a.h, count)};
+}
+PENSTOCK_INLINE vi low_bytes_of_lanes(vb a) {
+    const __m256i mask = _mm256_set1_epi32(0xFF);
+    return {_mm256_and_si256(a.l, mask), _mm256_and_si256(a.h, mask)};
 }
 PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     const __m256i m = _mm256_set1_epi32(mask);

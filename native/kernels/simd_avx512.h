@@ -3,6 +3,7 @@
 // What keeps its accumulators in registers: a GEMM tile of rows by panels (up to kFewRows rows wait for memory: one panel at a time
 // is the one stream that is read fastest), and the (query, head) pairs of an attention tile.
 constexpr int kTileRows = 4, kTilePanels = 3, kFewRows = 3, kFewRowPanels = 1;
+constexpr int kRow8Rows = 6, kRow8Panels = 4;  // likewise, of a product in integers alone
 constexpr int kAttentionPairs = 12, kAttentionScorePairs = 6, kAttentionScoreSums = 12, kAttentionTaskPairs = 48, kSoftmaxVectors = 4;
 constexpr int kTextRows = 6, kTextVectors = 2;  // likewise, of a tile of queries by keys in a text
 
@@ -52,6 +53,7 @@ PENSTOCK_INLINE vi sub(vi a, vi b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 PENSTOCK_INLINE vi bit_and(vi a, vi b) { return {_mm512_and_si512(a.v, b.v)}; }
 PENSTOCK_INLINE vi bits_of(vf a) { return {_mm512_castps_si512(a.v)}; }
 PENSTOCK_INLINE vf float_of(vi bits) { return {_mm512_castsi512_ps(bits.v)}; }
+PENSTOCK_INLINE vi mul(vi a, vi b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 PENSTOCK_INLINE vi times16(vi a) { return {_mm512_slli_epi32(a.v, 4)}; }
 PENSTOCK_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) { _mm512_storeu_si512(p, a.v); }
@@ -111,6 +113,8 @@ PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) { return {_mm512_srlv_epi32(
 PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     return {_mm512_cvtepi32_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(mask)))};
 }
+// The lowest byte of each lane.
+PENSTOCK_INLINE vi low_bytes_of_lanes(vb a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xFF))}; }
 // a * 2^n for exponent_bits = n << 23; a and the result must be normal numbers.
 PENSTOCK_INLINE vf add_exponent(vf a, int32_t exponent_bits) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(exponent_bits)))};

@@ -1,6 +1,7 @@
 // The sixteen lanes of simd.h as plain loops, for the compiler to vectorise as it can. Included by simd.h alone, inside its namespace.
 
 constexpr int kTileRows = 2, kTilePanels = 1, kFewRows = 1, kFewRowPanels = 1;
+constexpr int kRow8Rows = 2, kRow8Panels = 1;
 constexpr int kAttentionPairs = 4, kAttentionScorePairs = 2, kAttentionScoreSums = 2, kAttentionTaskPairs = 16, kSoftmaxVectors = 2;
 constexpr int kTextRows = 2, kTextVectors = 1;
 
@@ -83,6 +84,7 @@ PENSTOCK_INLINE vi sub(vi a, vi b) { PENSTOCK_LANES a.v[i] -= b.v[i]; return a; 
 PENSTOCK_INLINE vi bit_and(vi a, vi b) { PENSTOCK_LANES a.v[i] &= b.v[i]; return a; }
 PENSTOCK_INLINE vi bits_of(vf a) { vi r; memcpy(r.v, a.v, sizeof(r.v)); return r; }
 PENSTOCK_INLINE vf float_of(vi bits) { vf r; memcpy(r.v, bits.v, sizeof(r.v)); return r; }
+PENSTOCK_INLINE vi mul(vi a, vi b) { PENSTOCK_LANES a.v[i] *= b.v[i]; return a; }
 PENSTOCK_INLINE vi times16(vi a) { PENSTOCK_LANES a.v[i] *= 16; return a; }
 PENSTOCK_INLINE vf to_float(vi a) { vf r; PENSTOCK_LANES r.v[i] = static_cast<float>(a.v[i]); return r; }
 PENSTOCK_INLINE void store(int32_t* p, vi a) { PENSTOCK_LANES p[i] = a.v[i]; }
@@ -142,6 +144,7 @@ PENSTOCK_INLINE vb shift_right(vb a, int32_t shift) {
     }
     return a;
 }
+PENSTOCK_INLINE vi low_bytes_of_lanes(vb a) { vi r; PENSTOCK_LANES r.v[i] = a.v[4 * i]; return r; }
 PENSTOCK_INLINE vf bits_of_lanes(vb a, int32_t mask) {
     vf r;
     PENSTOCK_LANES {

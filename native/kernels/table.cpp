@@ -10,7 +10,7 @@ namespace penstock::PENSTOCK_ISA {
 
 const KernelTable& kernel_table() {
     static constexpr KernelTable table = {
-        PENSTOCK_STRING(PENSTOCK_ISA), kAttentionTaskPairs, rms_norm, layer_norm, quantize_rows, to_bf16_row, embed_row, rope_row, kv_write_rows,
+        PENSTOCK_STRING(PENSTOCK_ISA), kAttentionTaskPairs, kRow8Panels, rms_norm, layer_norm, quantize_rows, round_rows, to_bf16_row, embed_row, rope_row, kv_write_rows,
         gated_row, activate_row, add_row, cap_row, dot_rows, weighted_sum, tile_panels, gemm, gemm_gated, attention, attention_merge, attention_scratch_floats,
         attention_partial_floats, text_attention, text_attention_scratch_floats, probe_arithmetic, probe_read,
     };

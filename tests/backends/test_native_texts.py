@@ -67,10 +67,13 @@ class Case:
         }
         self.model = cast("LoadedModel", SimpleNamespace(weights=tensors))
 
-    def native(self, variant: str = "", num_threads: int = 2, *, poison: bool = True) -> NativeExecutor:
+    def native(
+        self, variant: str = "", num_threads: int = 2, *, poison: bool = True, rounds_floats: bool | None = None
+    ) -> NativeExecutor:
         capacity = text_capacity(MAX_LEN, max_rows=24, max_step_tokens=1024)
         sizes = sizes_of(capacity)
-        executor = NativeExecutor(self.model, self.program, **sizes, variant=variant, num_threads=num_threads, poison=poison)
+        options = {"variant": variant, "num_threads": num_threads, "poison": poison, "rounds_floats": rounds_floats}
+        executor = NativeExecutor(self.model, self.program, **sizes, **options)  # type: ignore[arg-type]
         assert executor.capacity == capacity
         return executor
 
@@ -244,10 +247,12 @@ PAIRS = [(token_ids(length, seed), length // 3) for seed, length in enumerate((2
 @pytest.mark.parametrize("is_modern", [False, True])
 @pytest.mark.parametrize("ending", ["first", "last", "mean", "each"])
 def test_an_encoder_answers_as_the_reference_does(ending: str, is_modern: bool) -> None:
+    """In bf16, and with more distance in int8: so few columns are harder for it than a model's."""
     case = encoder(ending, is_modern=is_modern)
     expected = answers(Steps(case.reference()).run(PAIRS))
-    actual = answers(Steps(case.native()).run(PAIRS))
-    assert relative_rms(np.concatenate(actual), np.concatenate(expected)) < 0.02
+    for rounds_floats, bound in ((False, 0.02), (None, 0.04)):
+        actual = answers(Steps(case.native(rounds_floats=rounds_floats)).run(PAIRS))
+        assert relative_rms(np.concatenate(actual), np.concatenate(expected)) < bound
     if ending in ("mean", "each"):
         lengths = [np.linalg.norm(answer.reshape(-1, HIDDEN), axis=1) for answer in actual]
         np.testing.assert_allclose(np.concatenate(lengths), 1.0, rtol=1e-5)

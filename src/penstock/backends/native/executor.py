@@ -32,7 +32,8 @@ class NativeExecutor:
     Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
     that the kernels can't work with (`block_size` must be a multiple of 16, but for texts). `poison` is for tests: what is
     stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If `expert_file` is given, the
-    descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses.
+    descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses. `rounds_floats`: weights
+    that are floats become int8 (`lower`), by default those of a program that reads texts; else bf16.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class NativeExecutor:
         poison: bool = False,
         on_packed: Callable[[int], object] | None = None,
         expert_file: int | None = None,
+        rounds_floats: bool | None = None,
     ) -> None:
         state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
@@ -82,7 +84,8 @@ class NativeExecutor:
         )
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
-        lower(program, model.weights, self._engine, num_positions=max_model_len, on_packed=on_packed)
+        rounds = is_one_pass if rounds_floats is None else rounds_floats
+        lower(program, model.weights, self._engine, num_positions=max_model_len, on_packed=on_packed, rounds_floats=rounds)
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,

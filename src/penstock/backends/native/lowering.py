@@ -4,10 +4,11 @@ It goes through the operations in two passes, and looks weights up on the way:
 
 1. `fuse` looks at the operations alone: linear operations that read the same value become one product, a gate, an up
    projection and their activation become one, and a norm that only quantised products read need not be kept.
-2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, and bf16
-   weights read bf16: the conversion is inserted where a value is first wanted so. Where 16 does not divide the width of
-   heads, they are padded before they are stored or attend, and the result loses the padding, so that no weight and no other
-   operation sees it. Neighbouring operations on single rows become one instruction.
+2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, weights
+   that are rounded here int8 ones with a scale per row, and bf16 weights read bf16: the conversion is inserted where a value
+   is first wanted so. Where 16 does not divide the width of heads, they are padded before they are stored or attend, and the
+   result loses the padding, so that no weight and no other operation sees it. Neighbouring operations on single rows become
+   one instruction.
 
 `_Weights` packs each weight when it is first named: `native/blocks.h` says how.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +60,9 @@ SOURCE_FORMATS: Mapping[WeightFormat, SourceFormat] = {
     fmt: SourceFormat[fmt.name] for fmt in WeightFormat if fmt is not WeightFormat.F8_E4M3
 }
 FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16, WeightFormat.F8_E4M3)
-"""Packed as bf16."""
+"""Packed as bf16, or as int8 with a scale per row."""
+MOST_ROUNDED_COLS = 8192
+"""`kMostRow8Cols` of native/kernels/kernels.h."""
 ACTIVATION_KINDS = {
     kind: number
     for number, kind in enumerate(("silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "swiglu_clamped", "tanh"))
@@ -66,6 +70,10 @@ ACTIVATION_KINDS = {
 """The numbers of native/kernels/kernels.h."""
 _OF_PRODUCTS = ("silu", "gelu_tanh")
 """Activations that a product of a gate and an up projection computes; the others run on its rows."""
+_OF_ROUNDED_PRODUCTS = ("gelu",)
+"""Activations that a product of weights rounded to int8 computes."""
+_WITH_ZERO = ("gelu", "gelu_tanh", "gelu_quick", "silu", "relu")
+"""Activations whose results are hardly ever negative: 256 integers hold them from the smallest to the largest."""
 COMPUTED = frozenset(
     {
         *("Embed", "Embed.scale", "EmbedPositions", "EmbedPositions.first", "EmbedTypes", "EmbedTypes.num_types"),
@@ -98,15 +106,17 @@ def lower(
     *,
     num_positions: int,
     on_packed: Callable[[int], object] | None = None,
+    rounds_floats: bool = False,
 ) -> None:
     """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
 
+    `rounds_floats`: the floats of linear operations become int8 with a scale for each of a matrix's rows, else bf16.
     `on_packed` is told the bytes of each part of a matrix, as in the file, when it has been taken over.
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
     check_program(program)
-    known = _Weights(program, weights, engine, on_packed)
+    known = _Weights(program, weights, engine, on_packed, rounds_floats)
     emitter = _Emitter(program, known, engine, num_positions)
     for group in fuse(program.ops, known):
         emitter.emit(group)
@@ -146,6 +156,13 @@ class Gated(NamedTuple):
     act: GatedActivation
 
 
+class ActivatedProduct(NamedTuple):
+    """A linear operation and the activation of its result, which nobody else reads."""
+
+    op: Linear
+    act: Act
+
+
 class QuantisedNorm(NamedTuple):
     """A norm of whole rows that only quantised products read: it is quantised at once, and not kept otherwise."""
 
@@ -158,7 +175,7 @@ class Attend(NamedTuple):
     """Only rows that sample are read of the result: of a prompt's last layer hardly anything."""
 
 
-Group = Products | Gated | QuantisedNorm | Attend | Op
+Group = Products | Gated | ActivatedProduct | QuantisedNorm | Attend | Op
 """One step of the translation; an operation that stands alone is itself."""
 
 
@@ -168,9 +185,10 @@ def fuse(ops: Sequence[Op], weights: _Weights) -> Iterator[Group]:
     while at < len(ops):
         op = ops[at]
         if isinstance(op, Linear):
-            group = _gated_at(ops, at, weights) or _products_at(ops, at, weights)
+            activated = _activated_at(ops, at, weights)
+            group = activated or _gated_at(ops, at, weights) or _products_at(ops, at, weights)
             yield group
-            at += 3 if isinstance(group, Gated) else len(group.ops)
+            at += 2 if isinstance(group, ActivatedProduct) else 3 if isinstance(group, Gated) else len(group.ops)
             continue
         if isinstance(op, Attention):
             yield Attend(op, _is_only_gathered(ops, op.out, at + 1))
@@ -194,6 +212,17 @@ def _products_at(ops: Sequence[Op], at: int, weights: _Weights) -> Products:
     return Products(tuple(run))
 
 
+def _activated_at(ops: Sequence[Op], at: int, weights: _Weights) -> ActivatedProduct | None:
+    """The two operations from `at` on, if they are a product of rounded weights and an activation that can be one with it."""
+    if at + 1 >= len(ops):
+        return None
+    op, act = ops[at : at + 2]
+    if not (isinstance(op, Linear) and isinstance(act, Act)) or act.activation not in _OF_ROUNDED_PRODUCTS:
+        return None
+    fits = act.x == op.out and op.residual is None and weights.is_rounded(op.weight)
+    return ActivatedProduct(op, act) if fits and (act.out == op.out or not _is_read(ops, op.out, at + 2)) else None
+
+
 def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     """The three operations from `at` on, if they are a gate, an up projection and their activation that can be one."""
     if at + 2 >= len(ops):
@@ -203,7 +232,7 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
         return None
     plain = act.activation in _OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
     fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
-    same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format
+    same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format and not weights.is_rounded(gate.weight)
     same = same and weights.order(gate.weight) == weights.order(up.weight)
     unread = all(not _is_read(ops, name, at + 3) for name in {gate.out, up.out} - {act.out})
     return Gated(gate, up, act) if fits and same and unread else None
@@ -286,10 +315,12 @@ class _Emitter:
         self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, Softcap)}
         self._ropes: dict[tuple[tuple[float, ...], float, float, int], int] = {}
         self._buffers: dict[str, int] = {}
-        self._converted: dict[str, dict[tuple[bool, bytes | None], int]] = {}
-        """Buffer -> (quantised, order of columns) -> the activation that holds its present value."""
-        self._activations: dict[tuple[str, bool, int], int] = {}
-        """By buffer, whether quantised, and the number of such orders that its value has before: other layers reuse it."""
+        self._converted: dict[str, dict[tuple[_Form, bytes | None], int]] = {}
+        """Buffer -> (form, order of columns) -> the activation that holds its present value."""
+        self._with_zero: set[str] = set()
+        """Buffers whose present value is hardly ever negative."""
+        self._activations: dict[tuple[str, _Form, int], int] = {}
+        """By buffer, form, and the number of such orders that its value has before: other layers reuse it."""
         self._pending: list[RowOp] = []
         """Row operations not yet given out, to be one instruction."""
         self._later: list[RowOp] = []
@@ -303,6 +334,8 @@ class _Emitter:
                 self._emit_products(group.ops)
             case Gated():
                 self._emit_gated(group)
+            case ActivatedProduct():
+                self._emit_activated(group)
             case QuantisedNorm():
                 self._emit_quantised_norm(group.op)
             case Attend():
@@ -358,6 +391,8 @@ class _Emitter:
             case Act():
                 x = self._buffer(op.x)
                 self._row(RowOpKind.ACTIVATE, out=self._written(op.out), x=x, n=ACTIVATION_KINDS[op.activation])
+                if op.activation in _WITH_ZERO:
+                    self._with_zero.add(op.out)
             case Add():
                 a, b = self._buffer(op.a), self._buffer(op.b)
                 self._row(RowOpKind.ADD, out=self._written(op.out), x=a, y=b, value=op.factor)
@@ -381,9 +416,9 @@ class _Emitter:
     def _emit_quantised_norm(self, op: RMSNorm) -> None:
         x, vector = self._buffer(op.x), self._weights.vector(op.weight)
         self._forget(op.out)
-        activation = self._new_activation(op.out, True, 0)
+        activation = self._new_activation(op.out, _Form.GROUPS, 0)
         self._row(RowOpKind.QUANTIZE, out=activation, x=x, weight=vector, value=op.eps)
-        self._converted[op.out] = {(True, None): activation}
+        self._converted[op.out] = {(_Form.GROUPS, None): activation}
 
     def _emit_embed(self, op: Embed) -> None:
         """Rows come from the packed matrix if products need it, too; else from the file, of which few rows are ever read."""
@@ -431,6 +466,15 @@ class _Emitter:
         inputs = [self._activation(op.x, op.weight) for op in ops]
         self.flush()
         self._engine.add_linear([self._linear(op, x) for op, x in zip(ops, inputs, strict=True)], self._on_samples)
+
+    def _emit_activated(self, group: ActivatedProduct) -> None:
+        op, act = group.op, group.act
+        x = self._activation(op.x, op.weight)
+        self.flush()
+        weight, bias = self._weights.matrix(op.weight), self._weights.vector_or_none(op.bias)
+        out = self._written(act.out)
+        self._engine.add_linear([(weight, x, out, bias, NONE)], self._on_samples, ACTIVATION_KINDS[act.activation])
+        self._with_zero.add(act.out)
 
     def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
         bias = self._weights.vector_or_none(op.bias)
@@ -562,23 +606,26 @@ class _Emitter:
 
     def _forget(self, name: str) -> None:
         self._converted.pop(name, None)
+        self._with_zero.discard(name)
 
     def _activation(self, name: str, weight: str) -> int:
         """The form of a value that a weight multiplies, converting it now if need be."""
-        is_quantised, order = form = self._weights.is_quantised(weight), self._weights.order(weight)
+        form, order = key = self._weights.form(weight), self._weights.order(weight)
         forms = self._converted.setdefault(name, {})
-        if form not in forms:
+        if key not in forms:
             x, number = self._buffer(name), 0
             if order is not None:
                 x, number = self._in_order(name, order), sum(other is not None for _, other in forms) + 1
-            forms[form] = self._new_activation(name, is_quantised, number)
-            self._row(RowOpKind.QUANTIZE if is_quantised else RowOpKind.TO_BF16, out=forms[form], x=x)
-        return forms[form]
+            forms[key] = self._new_activation(name, form, number)
+            self._row(_CONVERSIONS[form], out=forms[key], x=x, n=int(form is _Form.ROWS and name in self._with_zero))
+        return forms[key]
 
-    def _new_activation(self, name: str, is_quantised: bool, number: int) -> int:
-        key = (name, is_quantised, number)
+    def _new_activation(self, name: str, form: _Form, number: int) -> int:
+        key = (name, form, number)
         if key not in self._activations:
-            self._activations[key] = self._engine.add_activation(self._widths[name], is_quantised, self._on_samples)
+            width, is_quantised = self._widths[name], form is not _Form.BF16
+            by_row = {"by_row": True} if form is _Form.ROWS else {}
+            self._activations[key] = self._engine.add_activation(width, is_quantised, self._on_samples, **by_row)
         return self._activations[key]
 
     def _in_order(self, name: str, order: bytes) -> int:
@@ -593,6 +640,17 @@ class _Emitter:
 # Weights
 
 
+class _Form(Enum):
+    """A form of what weights multiply."""
+
+    GROUPS = "int8 with a scale per group of 32 columns"
+    ROWS = "int8 with a scale per row"
+    BF16 = "bf16"
+
+
+_CONVERSIONS = {_Form.GROUPS: RowOpKind.QUANTIZE, _Form.ROWS: RowOpKind.ROUND, _Form.BF16: RowOpKind.TO_BF16}
+
+
 class _Weights:
     """The program's weights: their formats, and their ids once the engine has them."""
 
@@ -602,11 +660,14 @@ class _Weights:
         weights: Mapping[str, WeightTensor],
         engine: Engine,
         on_packed: Callable[[int], object] | None,
+        rounds_floats: bool,
     ) -> None:
         self._weights = weights
         self._engine = engine
         self._on_packed = on_packed
         self._multiplied = {op.weight for op in program.ops if isinstance(op, Linear | Logits)}
+        self._rounded = {op.weight for op in program.ops if isinstance(op, Linear)} if rounds_floats else set()
+        self._rounded -= {op.weight for op in program.ops if isinstance(op, Embed | Logits)}
         self._matrices: dict[str, int] = {}
         self._vectors: dict[str, int] = {}
         self._orders: dict[bytes, int] = {}
@@ -617,7 +678,20 @@ class _Weights:
         return self._weights[name]
 
     def is_quantised(self, name: str) -> bool:
+        """Whether the file has it quantised."""
         return self.tensor(name).format not in FLOATS
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether it becomes int8 with a scale per row."""
+        tensor = self.tensor(name)
+        has_form = tensor.num_cols % 32 == 0 and tensor.num_cols <= MOST_ROUNDED_COLS
+        return name in self._rounded and tensor.format in FLOATS and has_form
+
+    def form(self, name: str) -> _Form:
+        """The form of what it multiplies."""
+        if self.is_rounded(name):
+            return _Form.ROWS
+        return _Form.GROUPS if self.is_quantised(name) else _Form.BF16
 
     def is_multiplied(self, name: str) -> bool:
         """Whether a product needs it."""
@@ -642,13 +716,14 @@ class _Weights:
                 remedy="Use a checkpoint without act-order (desc_act), or the bf16 original.",
             )
         if name not in self._matrices:
-            self._matrices[name] = self._packed(self.tensor(name))
+            self._matrices[name] = self._packed(self.tensor(name), by_row=self.is_rounded(name))
         return self._matrices[name]
 
-    def _packed(self, tensor: WeightTensor) -> int:
+    def _packed(self, tensor: WeightTensor, *, by_row: bool) -> int:
         """A part at a time, so that neither what is converted nor the file's pages are ever those of a whole model."""
         with _told_of(tensor):
-            matrix = self._engine.add_matrix(_source_format(tensor), tensor.num_rows, tensor.num_cols)
+            shape = (_source_format(tensor), tensor.num_rows, tensor.num_cols)
+            matrix = self._engine.add_matrix(*shape, by_row=True) if by_row else self._engine.add_matrix(*shape)
             for begin, end in tensor.parts(PANEL):
                 self._engine.pack_rows(matrix, begin, _bytes(tensor, begin, end, is_ordered=True))
                 self._taken_over(tensor, begin, end)

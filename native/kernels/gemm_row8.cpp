@@ -1,0 +1,220 @@
+// Products of weights with one scale for each output channel and rows with one scale each (kU8Row), and the rounding of such rows.
+//
+// A sum runs over all columns in integers, so its order counts for nothing, and it is scaled once, with the bias and the activation.
+// The weights of some panels stay in the first-level cache for all rows of a task. Models that read a text once have few outliers, in
+// a handful of columns: an outlier is an integer of more bits, whose upper part is multiplied by itself.
+
+#include "gemm_row8.h"
+
+#include "activation.h"
+#include "parts.h"
+#include "simd.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {
+
+constexpr int32_t kWeightZero = 128;
+constexpr float kSmallestLimit = 1e-15f;  // the squares of smaller numbers underflow: such rows are zeros
+
+// x Phi(x) within 6e-5, without the division that `gelu` needs: Phi(x) - 1/2 as an odd polynomial of degree 17 on [-4.5, 4.5], which is
+// 1/2 at the end. A row's numbers are rounded to 8 bits afterwards. NaN stays NaN.
+PENSTOCK_INLINE vf near_gelu(vf x) {
+    const vf y = min(set1(4.5f), max(set1(-4.5f), x)), t = mul(y, y);
+    vf p = fma(set1(3.000008574893798e-11f), t, set1(-3.2839138075502206e-09f));
+    p = fma(p, t, set1(1.5802577024714992e-07f));
+    p = fma(p, t, set1(-4.43168573838193e-06f));
+    p = fma(p, t, set1(8.12097277957946e-05f));
+    p = fma(p, t, set1(-0.0010362534085288644f));
+    p = fma(p, t, set1(0.009580654092133045f));
+    p = fma(p, t, set1(-0.06597726792097092f));
+    p = fma(p, t, set1(0.3987085819244385f));
+    return mul(x, fma(y, p, set1(0.5f)));
+}
+
+// Where the column of a panel is: the bytes of 16 rows, each in a lane of its own.
+PENSTOCK_INLINE vi weights_of_column(const uint8_t* quants, int32_t column) {
+    const vb lanes = shift_right(load64(quants + column / 4 * 64), column % 4 * 8);
+    return sub(low_bytes_of_lanes(lanes), set1_i(kWeightZero));
+}
+
+template <int kPanels, int kRows, typename F>
+PENSTOCK_INLINE void tile(const PackedMatrix& w, const Activation& a, int64_t row0, int panel, const Epilogue& e, F activate) {
+    const int64_t panel_bytes = int64_t{a.cols} * kPanel;
+    const uint8_t* const quants = w.quants + panel * panel_bytes;
+    const int8_t* const q = a.q + row0 * a.cols;
+    vi acc[kPanels][kRows];
+    for (int r = 0; r < kRows; ++r) {
+        const vi start = set1_i(a.row_start[row0 + r]);
+        for (int p = 0; p < kPanels; ++p) acc[p][r] = start;
+    }
+    const int steps = a.cols / 4;
+    if (steps < 1) __builtin_unreachable();
+    for (int k = 0; k < steps; ++k) {
+        vb weights[kPanels];
+        for (int p = 0; p < kPanels; ++p) weights[p] = load64(quants + p * panel_bytes + int64_t{k} * 64);
+        for (int r = 0; r < kRows; ++r) {
+            const vb four = set1_pair(q + int64_t{r} * a.cols + 4 * k);
+            for (int p = 0; p < kPanels; ++p) acc[p][r] = dot4_u8(acc[p][r], weights[p], four);
+        }
+    }
+    for (int r = 0; r < kRows; ++r) {
+        const int64_t row = row0 + r;
+        const int32_t* column = a.outlier + row * a.outliers_per_row;
+        const int32_t* rest = a.row_rest + row * a.outliers_per_row;
+        for (; *column != kNoColumn; ++column, ++rest) {
+            for (int p = 0; p < kPanels; ++p) {
+                acc[p][r] = add(acc[p][r], mul(weights_of_column(quants + p * panel_bytes, *column), set1_i(*rest)));
+            }
+        }
+    }
+    for (int p = 0; p < kPanels; ++p) {
+        const int first = (panel + p) * kPanel, count = w.rows - first < kPanel ? w.rows - first : kPanel;
+        const vf scales = load(w.row_scales + first), bias = e.bias ? load_some(e.bias + first, count) : set1(0.0f);
+        const vi sums = load(w.row_sums + first);
+        for (int r = 0; r < kRows; ++r) {
+            const int64_t row = row0 + r, at = row * e.ld + first;
+            vi total = acc[p][r];
+            if (a.row_zero[row] != 0) total = sub(total, mul(sums, set1_i(a.row_zero[row])));
+            vf value = activate(fma(to_float(total), mul(scales, set1(a.row_scale[row])), bias));
+            if (e.residual) value = add(value, load_some(e.residual + at, count));
+            store_some(e.out + at, value, count);
+        }
+    }
+}
+
+// Rows of a task, in as few tiles as there can be, all of about the same size.
+template <int kPanels, typename F>
+PENSTOCK_INLINE void panels_of_rows(const PackedMatrix& w, const Activation& a, int row0, int row1, int panel, const Epilogue& e, F activate) {
+    const int tiles = (row1 - row0 + kRow8Rows - 1) / kRow8Rows;
+    for (int i = 0, row = row0; i < tiles; ++i) {
+        const int rows = (row1 - row + tiles - i - 1) / (tiles - i);
+        const auto run = [&]<int kRows>() PENSTOCK_LAMBDA {
+            if constexpr (kRows <= kRow8Rows) tile<kPanels, kRows>(w, a, row, panel, e, activate);
+        };
+        switch (rows) {
+            case 1: run.template operator()<1>(); break;
+            case 2: run.template operator()<2>(); break;
+            case 3: run.template operator()<3>(); break;
+            case 4: run.template operator()<4>(); break;
+            case 5: run.template operator()<5>(); break;
+            default: run.template operator()<6>(); break;
+        }
+        row += rows;
+    }
+}
+
+template <typename F>
+void for_panels(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, F activate) {
+    int panel = range.begin;
+    for (; panel + kRow8Panels <= range.end; panel += kRow8Panels) panels_of_rows<kRow8Panels>(w, a, row0, row1, panel, e, activate);
+    for (; panel < range.end; ++panel) panels_of_rows<1>(w, a, row0, row1, panel, e, activate);
+}
+
+// The integers of a row, x * inverse + zero, and the start of its sums.
+PENSTOCK_INLINE void round_row(const Activation& a, int64_t row, const float* x, float inverse, float zero) {
+    int8_t* const q = a.q + row * a.cols;
+    const vf factor = set1(inverse), shift = set1(zero), none = set1(0.0f);
+    const auto values = [&](int column) PENSTOCK_LAMBDA { return fma(load(x + column), factor, shift); };
+    int32_t sums[4], total = 0;
+    int column = 0;
+    for (; column + 4 * kGroup <= a.cols; column += 4 * kGroup) {
+        vb bytes[2];
+        for (int i = 0; i < 2; ++i) {
+            const int at = column + i * 2 * kGroup;
+            bytes[i] = rounded_i8(values(at), values(at + kLanes), values(at + 2 * kLanes), values(at + 3 * kLanes));
+            store64(reinterpret_cast<uint8_t*>(q + at), bytes[i]);
+        }
+        store_sums_of_four(sums, bytes[0], bytes[1]);
+        for (const int32_t sum : sums) total += sum;
+    }
+    for (; column < a.cols; column += kGroup) {
+        const vb bytes = rounded_i8(values(column), values(column + kLanes), none, none);
+        alignas(64) uint8_t some[2 * kGroup];
+        store64(some, bytes);
+        memcpy(q + column, some, kGroup);
+        store_sums_of_four(sums, bytes, bytes);
+        total += sums[0];
+    }
+    a.row_start[row] = -kWeightZero * total;
+}
+
+// A row with a number that is none has no integers, and no result is a number.
+PENSTOCK_INLINE void spoil(const Activation& a, int64_t row) {
+    memset(a.q + row * a.cols, 0, static_cast<size_t>(a.cols));
+    a.row_start[row] = a.row_zero[row] = 0;
+    a.row_scale[row] = NAN;
+    a.outlier[row * a.outliers_per_row] = kNoColumn;
+}
+
+// The scale is that of the values within kOutlierRatio times the root mean square; but no outlier is more than 32767 times as large.
+void round_with_outliers(const Activation& a, int64_t row, const float* x) {
+    vf squares[2] = {set1(0.0f), set1(0.0f)}, largest = set1(0.0f);
+    for (int i = 0; i < a.cols; i += kGroup) {
+        const vf first = load(x + i), second = load(x + i + kLanes);
+        squares[0] = fma(first, first, squares[0]);
+        squares[1] = fma(second, second, squares[1]);
+        largest = max(largest, max(abs(first), abs(second)));
+    }
+    const float square = reduce_add(add(squares[0], squares[1]));
+    if (!(square < INFINITY)) return spoil(a, row);
+    const float limit = kOutlierRatio * sqrtf(square / static_cast<float>(a.cols)), most = reduce_max(largest);
+    const bool has_outliers = most > limit && limit > kSmallestLimit;
+    float bound = most;
+    if (has_outliers) {
+        vf below = set1(0.0f);
+        for (int i = 0; i < a.cols; i += kLanes) below = max(below, up_to(abs(load(x + i)), set1(limit)));
+        bound = reduce_max(below);
+    }
+    const float by_bound = bound / 127.0f, by_most = most / 32767.0f, scale = by_bound > by_most ? by_bound : by_most;
+    const float inverse = scale > kSmallestLimit ? 1.0f / scale : 0.0f;
+    a.row_scale[row] = inverse > 0.0f ? scale : 0.0f;
+    a.row_zero[row] = 0;
+    round_row(a, row, x, inverse, 0.0f);
+    int32_t *column = a.outlier + row * a.outliers_per_row, *rest = a.row_rest + row * a.outliers_per_row;
+    for (int i = 0; has_outliers && i < a.cols; i += kLanes) {
+        for (uint32_t above = lanes_above(abs(load(x + i)), set1(limit)); above != 0; above &= above - 1) {
+            const int at = i + __builtin_ctz(above);
+            *column++ = at;
+            *rest++ = static_cast<int32_t>(x[at] * inverse + kRoundingMagic - kRoundingMagic) - a.q[row * a.cols + at];
+        }
+    }
+    *column = kNoColumn;
+}
+
+void round_with_zero(const Activation& a, int64_t row, const float* x) {
+    vf high = set1(0.0f), low = set1(0.0f), sum = set1(0.0f);
+    for (int i = 0; i < a.cols; i += kLanes) {
+        const vf value = load(x + i);
+        high = max(high, value);
+        low = max(low, sub(set1(0.0f), value));
+        sum = add(sum, abs(value));
+    }
+    const float largest = reduce_max(high), smallest = reduce_max(low);
+    if (!(reduce_add(sum) < INFINITY)) return spoil(a, row);
+    const float scale = (largest + smallest) / 255.0f, inverse = scale > kSmallestLimit ? 1.0f / scale : 0.0f;
+    const float zero = inverse > 0.0f ? smallest * inverse + kRoundingMagic - kRoundingMagic - 128.0f : 0.0f;
+    a.row_scale[row] = inverse > 0.0f ? scale : 0.0f;
+    a.row_zero[row] = static_cast<int32_t>(zero);
+    a.outlier[row * a.outliers_per_row] = kNoColumn;
+    round_row(a, row, x, inverse, zero);
+}
+
+}  // namespace
+
+void round_rows(const Activation& a, int64_t row0, int64_t row1, const float* x, bool has_zero) {
+    for (int64_t row = row0; row < row1; ++row) {
+        if (has_zero) {
+            round_with_zero(a, row, x + row * a.cols);
+        } else {
+            round_with_outliers(a, row, x + row * a.cols);
+        }
+    }
+}
+
+void gemm_row8(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e) {
+    if (!e.activation) return for_panels(w, a, row0, row1, range, e, [](vf x) PENSTOCK_LAMBDA { return x; });
+    for_panels(w, a, row0, row1, range, e, [](vf x) PENSTOCK_LAMBDA { return near_gelu(x); });
+}
+
+}  // namespace penstock::PENSTOCK_ISA
