@@ -231,10 +231,16 @@ def test_calls_that_have_ended_are_forgotten() -> None:
         order.queued(request)
         order.unqueued(request)
         order.admitted(request)
-        assert len(order._turns[""].calls) <= MIN_IDLE_TO_SWEEP + 3
+        assert len(order._tenants[""].calls) <= MIN_IDLE_TO_SWEEP + 3
     order.unqueued(first)
-    assert not order._turns
+    assert not order._tenants[""].calls
     assert not order._due
+    for idx in range(1000):
+        request = make_text(f"r{idx}", 8, tenant=f"tenant {idx}")
+        order.queued(request)
+        order.unqueued(request)
+        order.admitted(request)
+        assert len(order._tenants) <= MIN_IDLE_TO_SWEEP + 3
 
 
 def test_the_default_lies_on_the_frontier_of_throughput_and_latency() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import Awaited, PrefixHit
+from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
 from penstock.sched.choosing.groups import Groups, num_rows_of
 from penstock.sched.draft import StepDraft
@@ -191,6 +191,24 @@ class Joining:
             self._admit(draft, request, hit, query_len, now_ns)
             if is_long:
                 budget.long_prefills.append(request)
+            draft.num_let_in += request is fresh
+
+    def admit_texts(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
+        """As `admit`, of texts: they share no prefix, none is long or grows, and none is paused, as each ends with its step."""
+        budget, counts, pool = draft.budget, draft.counts, self._kv.pool
+        while budget.has_tokens and not self._is_full(draft):
+            fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
+            request = self._next_waiting(fresh, draft, now_ns)
+            if request is None:
+                return
+            if not pool.num_available:
+                counts.waits_for = WaitReason.MEMORY
+                return
+            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
+            if not has_tokens or not budget.chunk(request.num_tokens):
+                counts.waits_for = WaitReason.TOKENS
+                return
+            self._admit(draft, request, NO_HIT, request.num_tokens, now_ns)
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:

@@ -188,8 +188,6 @@ class Running:
         `num_promised_blocks`: free blocks that running prefills will need for the tokens they have. All running beams of a
         search are among `without`, or none.
         """
-        if self._capacity.is_one_pass:  # it does not grow, so nothing is kept in reserve
-            return self._kv.pool.num_available > num_promised_blocks
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         staying: Collection[Request] = self.requests.values()
         if without:

@@ -278,7 +278,8 @@ class Scheduler:
                     budget.late.remove(request)
             budget.num_kept_tokens = 0
         if has_waiting:
-            self._joining.admit(draft, decision, now_ns)
+            admit = self._joining.admit_texts if self.capacity.is_one_pass else self._joining.admit
+            admit(draft, decision, now_ns)
         if len(self._waiting):  # those preempted just now, perhaps
             draft.counts.waits_for = self._joining.waits_for(draft)
 
