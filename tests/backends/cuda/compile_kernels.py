@@ -80,7 +80,7 @@ def mixture(num_experts: int, num_chosen: int) -> ModelSpec:
     mlp = ExpertsMlp(num_experts=num_experts, num_experts_per_token=num_chosen, intermediate_size=64)
     dense = small(1024, 8, 2, 128, False)
     attention = replace(dense.layers[0].attention, has_sinks=True)
-    return replace(dense, architecture="mixtral", layers=(LayerSpec(attention=attention, mlp=mlp),))
+    return replace(dense, architecture="mixtral", layers=(LayerSpec(mixer=attention, mlp=mlp),))
 
 
 def weights(spec: ModelSpec, fmt: WeightFormat) -> dict[str, WeightTensor]:

@@ -16,7 +16,6 @@ from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.reference.interpreter import attend
 from penstock.backends.reference.kv_cache import SMALLEST_SCALE, KvCache
-from penstock.models.program import Attention
 from penstock.types.kv_dtype import KEY_GROUP, KvDtype
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
@@ -173,7 +172,7 @@ class Scene:
 
     def expected(self, spans: Sequence[Span], *, window: int = 0, softcap: float = 0.0, sinks: F32 | None = None) -> list[F32]:
         """The reference's answers."""
-        op = Attention("", "", LAYER, self.num_heads, self.num_kv_heads, self.head_dim, self.scale, "causal", window, softcap)
+        kind: dict[str, Any] = {"softcap": softcap, "sinks": sinks}
         answers = []
         for span in spans:
             end = span.context_len + span.query_len
@@ -182,7 +181,7 @@ class Scene:
             answers.append(
                 np.stack(
                     [
-                        attend(self.queries[span.row][p], k[start : p + 1], v[start : p + 1], op, sinks)
+                        attend(self.queries[span.row][p], k[start : p + 1], v[start : p + 1], self.scale, **kind)
                         for start, p in zip(starts, range(span.context_len, end), strict=True)
                     ]
                 )

@@ -164,7 +164,7 @@ def test_pages_of_rows_follow_each_other(counts: list[int]) -> None:
         ({"shapes": [AttentionShape(8, 2, 64, 0.125, softcap=30.0)]}, "a soft cap"),
         ({"shapes": [AttentionShape(8, 2, 64, 0.125, has_sinks=True)]}, "or sinks"),
         ({"shapes": [AttentionShape(8, 2, 80, 0.125)]}, "heads have 80 columns"),
-        ({"shapes": []}, "layers differs"),
+        ({"shapes": []}, "reads texts"),
     ],
 )
 def test_what_does_not_suit_is_named(changes: dict[str, object], words: str) -> None:
