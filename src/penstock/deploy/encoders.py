@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.config.setting import settings_of
-from penstock.deploy.device import is_on_gpu
+from penstock.deploy.device import max_step_tokens
 from penstock.deploy.sizing import KvPlan
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 256
 """Texts of one step by default. They need no memory but that of their tokens."""
-MIN_STEP_TOKENS = 512
-"""Tokens of one step at most by default, or the longest text's if these are more."""
 _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
 """Settings of the KV cache that mean something to texts: equal ones are computed once for all who share prefixes."""
 _BLOCK_MULTIPLE = 16
@@ -36,7 +34,7 @@ def plan_encoder(config: Config, model: LoadedModel) -> tuple[Config, KvPlan]:
     _check_settings(config, model)
     max_len = _max_tokens(config, model)
     rows = config.scheduler.max_num_seqs or MAX_ROWS
-    step_tokens = config.scheduler.max_num_batched_tokens or max(MIN_STEP_TOKENS, max_len)
+    step_tokens = config.scheduler.max_num_batched_tokens or max(max_step_tokens(config), max_len)
     if step_tokens < max_len:
         raise ConfigError(
             f"max_num_batched_tokens is {step_tokens}, and a text of {model.name} may have {max_len} tokens, which one step "
@@ -79,8 +77,7 @@ def _check_settings(config: Config, model: LoadedModel) -> None:
         ("chat_template", config.model.chat_template is not None),
         ("experts_on_disk", config.model.experts_on_disk),
         ("record", config.server.record is not None),
+        ("cuda_graphs", config.backend.cuda_graphs is not None),
     ):
         if is_given:
             raise ConfigError(f"{key} is set, and {why}: it would change nothing.", remedy=f"Leave {key} out.")
-    if is_on_gpu(config):
-        raise ConfigError(f"{why}, which is not computed on a GPU yet.", remedy="Set --device cpu.")

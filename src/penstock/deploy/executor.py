@@ -22,6 +22,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.backends.cuda.executor import CudaExecutor
+    from penstock.backends.cuda.memory import Usage
     from penstock.backends.native._native import Team
     from penstock.engine.ports import Executor
     from penstock.models.weights import LoadedModel
@@ -109,23 +110,41 @@ def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
         )
 
 
-def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
+def open_encoder(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
+    """An encoder on a GPU, which has computed the largest step of texts. Raises ConfigError where that does not fit."""
+    _check_weight_dtype(config, model)
+    executor, _ = _profile(config, model, kv.capacity)
+    try:
+        _make_ready(executor, kv)
+    except BaseException:
+        executor.close()
+        raise
+    return executor
+
+
+def _profile(config: Config, model: LoadedModel, capacity: Capacity) -> tuple[CudaExecutor, Usage]:
+    """An executor with a small KV cache, and what it takes of the GPU's memory without that. Raises ConfigError."""
     from penstock.backends.cuda.memory import GpuMemory, no_blocks, profile
     from penstock.engine.transfers import num_staged_blocks
 
-    longest = _longest(config, model)
-    capacity = Capacity(MEASURED_BLOCKS, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
+    has_tier = config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes
+    moved = num_staged_blocks if has_tier else no_blocks
+    make = partial(_make_for_gpu, config, model, capacity.max_model_len)
     try:
-        has_tier = config.kv.kv_host_size_bytes or config.kv.kv_disk_size_bytes
-        moved = num_staged_blocks if has_tier else no_blocks
-        executor, usage = profile(partial(_make_for_gpu, config, model, longest), capacity, GpuMemory(), num_moved_blocks=moved)
+        return profile(make, capacity, GpuMemory(), num_moved_blocks=moved)
     except MemoryError as error:
         raise ConfigError(
-            f"The weights and a step of {max_step_tokens(config)} tokens do not fit the GPU: {error}",
+            f"The weights and a step of {capacity.max_step_tokens} tokens do not fit the GPU: {error}",
             remedy="Lower --max-num-batched-tokens, take a smaller model, or end what else uses the GPU.",
         ) from error
     except ValueError as error:  # more rows times tokens than the device's tables can address
         raise ConfigError(f"{error}.", remedy="Lower --max-model-len or --max-num-seqs.") from error
+
+
+def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
+    longest = _longest(config, model)
+    capacity = Capacity(MEASURED_BLOCKS, config.kv.block_size, max_rows(config), max_step_tokens(config), longest)
+    executor, usage = _profile(config, model, capacity)
     try:
         plan = plan_gpu_kv(
             model.spec,

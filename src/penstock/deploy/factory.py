@@ -25,7 +25,7 @@ from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.encoders import plan_encoder
-from penstock.deploy.executor import build_executor, plan_memory
+from penstock.deploy.executor import build_executor, open_encoder, plan_memory
 from penstock.deploy.experts import check_disk, disk_bytes, disk_words
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
@@ -174,7 +174,8 @@ def _plan(
     if model.encoder is not None:
         config, kv = plan_encoder(config, model)
         build_policies(config, is_one_pass=True).gate.max_running(kv.capacity)
-        return config, model, kv, None, available_bytes
+        executor = open_encoder(config, model, kv) if device.is_on_gpu(config) else None
+        return config, model, kv, executor, available_bytes
     device.check_state(config, model)
     check_disk(config, model)
     kv, executor = plan_memory(config, model, available_bytes)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from backends.cuda import fake_flashinfer
 from backends.cuda.emulated_gpu import GIB, emulate_gpu
 from fp8_models import write_fp8_hf
 from interpreted import HAS_DEVICE
+from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.backends import cuda
 from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
@@ -30,7 +32,7 @@ from penstock.engine.transfers import num_staged_blocks
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
-from penstock.testing.builders import make_request
+from penstock.testing.builders import make_request, make_text
 from penstock.types.errors import ConfigError
 from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf
@@ -99,6 +101,32 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
     assert answers[0] == answers[1]
     if not HAS_DEVICE:
         assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+def test_an_encoder_answers_as_the_reference_does(tmp_path: Path) -> None:
+    path = write_encoder(ENCODERS["bert_dense"], tmp_path / "model")
+    pair = make_text("r", [(7 * i) % 250 + 3 for i in range(19)], second_at=9)
+
+    async def answer(runtime: RunningModel) -> bytes:
+        chunks = [chunk async for chunk in chunks_of(runtime.bridge, pair)]
+        assert not chunks[-1].detail, chunks[-1].detail
+        return chunks[-1].states
+
+    answers = []
+    for backend in (BackendConfig(device="cpu", backend="reference"), BackendConfig(device="cuda", deterministic=True)):
+        runtime = start_model(Config(backend=backend, scheduler=SchedulerConfig(max_num_seqs=2)), resolve(str(path), path))
+        try:
+            answers.append(np.frombuffer(asyncio.run(answer(runtime)), np.float32))
+        finally:
+            assert runtime.close(30.0)
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-3, atol=1e-4)
+
+
+def test_graphs_mean_nothing_to_an_encoder(tmp_path: Path) -> None:
+    path = write_encoder(ENCODERS["bert_dense"], tmp_path / "model")
+    config = Config(backend=BackendConfig(device="cuda", cuda_graphs=True))
+    with pytest.raises(ConfigError, match="cuda_graphs is set, and model reads texts"):
+        start_model(config, resolve(str(path), path))
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="counts captures by those that just run")
