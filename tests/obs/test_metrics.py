@@ -193,6 +193,12 @@ def test_one_token_has_no_time_per_output_token(metrics):
     assert value(metrics, "time_per_output_token_seconds_count") == 0
 
 
+def test_texts_that_were_shared_are_told_of_a_model_that_reads_texts(metrics):
+    assert b"shared_texts" not in expose(metrics)
+    metrics.read_shared_texts = lambda: 7
+    assert b'penstock_shared_texts_total{model="m"} 7.0' in expose(metrics)
+
+
 def test_labels_are_escaped():
     assert value(Metrics('a"b\\c\nd'), "requests_running") == 0
 

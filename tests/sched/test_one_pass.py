@@ -72,12 +72,26 @@ def assert_answered(outcomes: dict[str, Outcome], requests: list[Request]) -> No
     ],
     ids=lambda policies: "-".join(policies.values()),
 )
-def test_each_text_is_answered_once_under_every_policy(policies: dict[str, str], depth: int) -> None:
-    """The hash executor refuses a text that is split, computed twice or not released."""
+def test_each_text_ends_once_under_every_policy(policies: dict[str, str], depth: int) -> None:
+    """The hash executor refuses a text that is split, computed twice or not released. Some are cancelled, some late."""
     requests = texts(60)
+    for idx, request in enumerate(requests):
+        request.parent_id = f"call {idx % 7}"
+        if idx % 10 == 3:
+            request.deadline_ns = 1 + idx * MS // 4
     adds = [Add(request) for request in requests]
-    outcomes = finish(make_driver(depth, **policies), *adds[:40], later={2: adds[40:]})
-    assert_answered(outcomes, requests)
+    cancelled = {request.request_id for request in requests[5:50:9]}
+    later: dict[int, list[Command]] = {2: [*adds[40:], *map(Abort, sorted(cancelled))]}
+    driver = make_driver(depth, **policies)
+    outcomes = finish(driver, *adds[:40], later=later)
+    ended = {request_id: outcome.finish_reason for request_id, outcome in outcomes.items()}
+    assert len(ended) == 60
+    for request in requests:
+        is_late = request.deadline_ns is not None
+        assert ended[request.request_id] is FinishReason.STOP or is_late or request.request_id in cancelled
+    assert FinishReason.ABORT in ended.values()
+    assert_answered(outcomes, [request for request in requests if ended[request.request_id] is FinishReason.STOP])
+    assert not driver.core.scheduler.kv.tables
 
 
 def test_texts_are_packed_into_steps_whole() -> None:

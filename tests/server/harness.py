@@ -137,7 +137,7 @@ def make_runtime(
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
     observer = ObserverGroup([metrics, admission, signals])
-    journal = Journal(max_explained) if max_explained else None
+    journal = Journal(max_explained, speaks_for_calls=executor.capacity.is_one_pass) if max_explained else None
     engine = Engine(
         make_core(
             executor.capacity, observer=observer, journal=journal, enable_prefix_caching=not executor.capacity.is_one_pass

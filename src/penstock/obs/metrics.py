@@ -150,6 +150,8 @@ class Metrics(RequestCounts):
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
+        self.read_shared_texts: Callable[[], int] | None = None
+        """Number of texts that were answered without being computed; None: the model reads no texts."""
 
     def connect(
         self,

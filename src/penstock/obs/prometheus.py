@@ -118,6 +118,8 @@ class _Snapshot:
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+        if metrics.read_shared_texts is not None:
+            yield self._counter("shared_texts", "Texts answered without being computed.", metrics.read_shared_texts())
 
     def _ends(self, metrics: Metrics) -> Iterator[Metric]:
         labels = ["model", *self._arm_label]

@@ -68,7 +68,7 @@ class Flight(Protocol):
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """Ids of `requests`; once it has ended, of those that are to be remembered."""
+        """Names under which the journal tells of it: the ids of `requests`, or that of a call that is told as one."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class InFlight:
         """Called by whoever has the call when it has ended."""
         if call.running.engine.state is not EngineState.READY:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
-            call.running.admission.forget(call.engine_ids)
+            call.running.admission.forget([request.request_id for request in call.requests])
         self._remember(call)
         self._log_slow(call)
         calls = self._calls[call.terms.request_id]

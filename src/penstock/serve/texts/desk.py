@@ -85,6 +85,10 @@ class Desk:
         self.num_shared = 0
         """Texts that were answered without being computed."""
 
+    def count_shared(self) -> int:
+        """Number of texts that were answered without being computed. For any thread."""
+        return self.num_shared
+
     def new_engine_id(self, request_id: str) -> str:
         """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
         self._num_calls += 1

@@ -73,6 +73,8 @@ class TextsEndpoint:
             for running in deployment.models
             if running.model.encoder is not None
         }
+        for desk in self._desks.values():
+            desk.running.metrics.read_shared_texts = desk.count_shared
 
     async def answer(self, data: bytes, http: HttpRequest, read: Read) -> Response:
         """Answer a body as `read` reads it. Raises `ApiError` and `Rejected`."""

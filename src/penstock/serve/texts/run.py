@@ -83,8 +83,6 @@ class _RunningTexts:
         self._waker: asyncio.Future[None] | None = None
         self._last: OutputChunk | None = None
         """The last chunk that brought numbers."""
-        self._slowest = ("", -1)
-        """The engine's id of the request that took longest so far, and its time in nanoseconds."""
 
     def fill(self) -> None:
         """Let in as many texts as the window has room for."""
@@ -148,11 +146,9 @@ class _RunningTexts:
     def take(self, text: TextTokens, states: bytes, chunk: OutputChunk | None) -> None:
         self._found[text] = states
         self._num_asked_tokens -= len(text.token_ids)
-        request = self._asked.pop(text)
+        del self._asked[text]
         if chunk is not None:
             self._last = chunk
-            if request is not None and chunk.at_ns - request.arrival_ns > self._slowest[1]:
-                self._slowest = (request.request_id, chunk.at_ns - request.arrival_ns)
 
     def fail(self, chunk: OutputChunk) -> None:
         self._error = self._error or error_of(self.terms, chunk)
@@ -174,8 +170,8 @@ class _RunningTexts:
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
-        """Those of its own requests at the engine, or that of the one that took longest: a list would make others forgotten."""
-        return tuple([request.request_id for request in self.requests]) or tuple(filter(None, self._slowest[:1]))
+        """The call's own id, under which the journal tells one text at a time: a list would make others forgotten."""
+        return (self._engine_id,)
 
     @property
     def index_of(self) -> dict[str, int]:
