@@ -157,7 +157,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMode
     return get
 
 
-DESCRIPTIONS = ("bert_first_token", "bert_dense", "bert_tokens", "xlm_roberta", "distilbert", "mpnet", "nomic_bert")
+DESCRIPTIONS = ("bert_first_token", "bert_dense", "bert_tokens", "xlm_roberta", "distilbert", "mpnet", "nomic_bert", "jina_bert")
 
 
 @pytest.mark.parametrize("name", [*DESCRIPTIONS, "mpnet_classes", "modernbert", "modernbert_classes", "qwen3_embedding"])
