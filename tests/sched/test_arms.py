@@ -15,6 +15,7 @@ from penstock.sched.queue import Lanes
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import Driver, run_to_completion
 from penstock.testing.hash_executor import HashExecutor
+from penstock.types.errors import ConfigError
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -183,3 +184,12 @@ def test_both_predictors_learn_from_all_and_each_answers_for_its_own() -> None:
     run_to_completion(make_core(CAPACITY, split), HashExecutor(CAPACITY), *map(Add, requests))
     assert {request.arm: request.predicted_new_tokens for request in requests} == {"A": 11, "B": 22, "": 11}
     assert (a.asked, a.told, b.asked, b.told) == (9, 9, 9, 9)
+
+
+@pytest.mark.parametrize("order", ["calls", "fair", "priority"])
+def test_orders_that_weigh_all_requests_are_not_split(order: str) -> None:
+    """Texts have such an order without asking for it."""
+    for a, b in (("fcfs", order), (order, "fcfs")):
+        with pytest.raises(ConfigError, match="weighs the requests of both against each other"):
+            policies_by_arm(make_policies(order=a), make_policies(order=b))
+    assert policies_by_arm(make_policies(order=order), make_policies(order=order)).order.has_ranks is (order != "calls")

@@ -20,6 +20,7 @@ from penstock.sched.policies.base import (
     Reserve,
     StepRecord,
 )
+from penstock.types.errors import ConfigError
 from penstock.types.plan import RowPlan
 from penstock.types.request import ARM_A, ARM_B, Request, RequestStatus
 
@@ -105,12 +106,22 @@ class OrderByArm(Order):
 
 
 def policies_by_arm(a: Policies, b: Policies) -> Policies:
-    """The policies of `a`, with those that decide about one request, and differ in `b`, split by arm."""
+    """The policies of `a`, with those that decide about one request, and differ in `b`, split by arm.
+
+    Raises ConfigError for two orders of which one can't be split.
+    """
     words = {seam: f"{words}; arm B: {b.words[seam]}" if b.words[seam] != words else words for seam, words in a.words.items()}
 
     def differs(seam: str) -> bool:
         return a.words[seam] != b.words[seam]
 
+    for order in (a.order, b.order):
+        if differs("order") and (order.has_ranks or type(order).lane is not Order.lane):
+            raise ConfigError(
+                f"The arms have the orders {a.words['order']} and {b.words['order']}, and {type(order).__name__} weighs the "
+                "requests of both against each other.",
+                remedy=f"Set --policy to one of {', '.join(ORDERS_BY_ARM)} in both arms.",
+            )
     return Policies(
         gate=a.gate,
         order=OrderByArm(a.order, b.order) if differs("order") else a.order,
