@@ -76,6 +76,12 @@ def test_pairs_of_gguf_vocabularies():
     assert load_tokenizer(unigram).encode_texts(pair)[0].token_ids == (2, 4, 3, 3, 5, 3)
 
 
+@pytest.mark.parametrize(("pre", "ids"), [("roberta-bpe", (2, 4, 3, 3, 5, 3)), ("modern-bert", (2, 4, 3, 5, 3))])
+def test_pairs_of_byte_level_vocabularies(pre, ids):
+    vocab = vocabulary(model="gpt2", pre=pre, tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b"])
+    assert load_tokenizer(vocab).encode_texts([("a", "b")])[0].token_ids == ids
+
+
 @pytest.mark.parametrize("pair", [["$A"], ["$B", "$A"], ["$A:1", "$B:0"]])
 def test_a_pair_in_another_order_is_refused(tmp_path, pair):
     pieces = [{"Sequence": {"id": piece[1], "type_id": int(piece[3:] or 0)}} for piece in pair]

@@ -42,7 +42,7 @@ def build_backend(vocab: GgufVocab) -> Backend:
         encoder,
         bos_token_id=vocab.bos_token_id if vocab.add_bos_token else None,
         eos_token_id=vocab.eos_token_id if vocab.add_eos_token else None,
-        between=("eos",) if vocab.model == "bert" else ("eos", "eos"),
+        between=("eos",) if vocab.model == "bert" or vocab.pre == "modern-bert" else ("eos", "eos"),  # the others: RoBERTa's
     )
     return Backend(
         encoder=encoder,
