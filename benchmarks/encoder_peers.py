@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from encoder_contenders import CONTENDERS, YARDSTICK, Setting, Vectors, prepared, running
-from encoder_rounds import MOST_OTHERS, Comparison, printed
+from encoder_rounds import Comparison, printed
 from encoder_texts import SETS, TextSet, read_sets
 from peaks import KINDS, PeakMeter, usable_threads
 from peer_setup import Environments, make_minilm
@@ -34,38 +34,22 @@ from peers import ENVIRONMENTS
 from printed import origin
 from processes import ContenderError
 from sessions import LoadError
-from usage import OtherLoad
 from workloads import DEFAULT_TRACES
 
 from penstock.backends.native._native import usable_variants
 
 NUM_SAMPLES = 200
-QUIET_S, QUIET_TIMEOUT_S = 1.0, 900.0
 
 
 @contextmanager
 def held(lock: Path | None, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """The block while nobody else measures who takes this lock (flock); with LOCK_SH others may load the machine as well.
-
-    For a measurement it waits until the machine is quiet, for a limited time: some take no lock.
-    """
+    """The block while nobody else measures who takes this lock (flock); with LOCK_SH others may load the machine as well."""
     if lock is None:
         yield
         return
     with lock.open() as file:
         fcntl.flock(file, how)
-        give_up_s = time.perf_counter() + QUIET_TIMEOUT_S
-        while how == fcntl.LOCK_EX and not is_quiet() and time.perf_counter() < give_up_s:
-            fcntl.flock(file, fcntl.LOCK_UN)
-            time.sleep(QUIET_S)
-            fcntl.flock(file, how)
         yield
-
-
-def is_quiet() -> bool:
-    load = OtherLoad()
-    time.sleep(QUIET_S)
-    return load.share() <= MOST_OTHERS
 
 
 def yardsticks(setting: Setting, folder: Path, sets: Sequence[TextSet]) -> dict[str, Vectors]:
@@ -89,7 +73,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="a file of JSON lines to which the figures are added")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) for as long as a round on one set takes")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) while one contender has one set")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders are stopped, too
     environments = Environments(ENVIRONMENTS)
@@ -111,10 +95,11 @@ def main() -> None:
                 print(f"{contender.name} failed: {error}", flush=True)
         for turn in range(args.repeat):
             for of in sets:
-                with held(args.lock):
-                    meter.sample(KINDS)
-                    comparison.turn(f"{time.time():.0f}", of, backwards=turn % 2 == 1)
-                    meter.sample(KINDS)
+                name = f"{time.time():.0f}"
+                for peer in list(comparison.sessions)[:: -1 if turn % 2 else 1]:
+                    with held(args.lock):
+                        comparison.measure(peer, name, of)
+                        meter.sample(KINDS, repeat=1)
     peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS] if args.repeat else []
     print(origin(*map(str, sets), f"GOP/s of the machine, best (median): {', '.join(peaks)}"))
     print(printed(comparison.rows, args.sets))

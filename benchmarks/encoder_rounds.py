@@ -23,7 +23,7 @@ from usage import OtherLoad
 NUM_SINGLE = 200
 MOST_OTHERS = 0.05
 """A figure that was measured while others had more of the processors counts for nothing."""
-ATTEMPTS = 3
+ATTEMPTS = 2
 ONE_TEXT = "one short text, ms"
 Row = Mapping[str, str | float]
 """A figure: of which contender, in which round, what it is of, and its value."""
@@ -47,19 +47,17 @@ class Comparison:
         self._note(name, "", "resident MB", session.resident_mb())
         self.sessions[name] = session
 
-    def turn(self, turn: str, of: TextSet, *, backwards: bool) -> None:
-        """One round on one set. A contender that fails is left out from then on, and it is said why."""
-        names = list(self.sessions)
-        for name in reversed(names) if backwards else names:
-            session = self.sessions[name]
-            try:
-                for load in session.loads:
-                    self._measure(name, turn, f"{of.name}, {load}", partial(_texts_per_s, session, of.texts, load))
-                if of.name == "short":
-                    self._measure(name, turn, ONE_TEXT, partial(_one_text_ms, session, of.texts[:NUM_SINGLE]))
-            except (ContenderError, LoadError, OSError, ValueError) as error:
-                del self.sessions[name]
-                print(f"{name} failed in round {turn}: {error}", flush=True)
+    def measure(self, name: str, turn: str, of: TextSet) -> None:
+        """One contender's part of a round. If it fails, it is left out from then on, and it is said why."""
+        session = self.sessions[name]
+        try:
+            for load in session.loads:
+                self._measure(name, turn, f"{of.name}, {load}", partial(_texts_per_s, session, of.texts, load))
+            if of.name == "short":
+                self._measure(name, turn, ONE_TEXT, partial(_one_text_ms, session, of.texts[:NUM_SINGLE]))
+        except (ContenderError, LoadError, OSError, ValueError) as error:
+            del self.sessions[name]
+            print(f"{name} failed in round {turn}: {error}", flush=True)
 
     def _measure(self, peer: str, turn: str, figure: str, measure: Callable[[], float]) -> None:
         """A figure, measured again if others have disturbed it."""

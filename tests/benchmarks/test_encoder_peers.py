@@ -114,8 +114,9 @@ def test_rounds_are_kept_and_a_contender_that_fails_is_left_out(embedder, tmp_pa
         comparison = Comparison([of], {"short": yardstick}, save)
         comparison.add("canned", session)
         comparison.sessions["broken"] = Broken()
-        for turn in "12":
-            comparison.turn(turn, of, backwards=turn == "2")
+        for turn, name in (("1", "canned"), ("1", "broken"), ("2", "canned")):
+            comparison.measure(name, turn, of)
+    assert list(comparison.sessions) == ["canned"]
     assert "broken failed in round 1: no memory" in capsys.readouterr().out
     again = Comparison([of], {}, save)
     assert again.rows == comparison.rows
@@ -129,7 +130,7 @@ def test_figure_that_others_disturb_each_time_is_left_out(embedder, tmp_path, ca
     with running(embedder, tmp_path / "log") as session:
         comparison = Comparison([], {}, None)
         comparison.sessions["canned"] = session
-        comparison.turn("1", TextSet("long", BOTH, (3, 5)), backwards=False)
+        comparison.measure("canned", "1", TextSet("long", BOTH, (3, 5)))
     assert comparison.rows == []
     assert "others had 50% of the processors" in capsys.readouterr().err
 

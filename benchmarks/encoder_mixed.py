@@ -1,0 +1,100 @@
+"""Does a bulk job hold up who asks beside it, and how much of the machine does it get? One server, two clients.
+
+The interactive client asks for one short text at a time, in an open loop (Poisson), alone and beside a job: so many texts in
+bodies of 2,048, one body after the other. Told are the client's latencies, counted from the instants at which its requests were
+due, and the job's share of the rest: its rate over that of the same job alone, less the time that the client's texts take.
+
+    python benchmarks/encoder_mixed.py
+    python benchmarks/encoder_mixed.py --bulk short --texts 20000 --rate 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from pathlib import Path
+
+from encoder_batching import jobs_of, sent_to
+from encoder_contenders import Server, Setting, penstock, running
+from encoder_contenders import jobs_of as bodies_of
+from encoder_peers import held
+from encoder_texts import SETS, read_sets
+from peer_setup import Environments, make_minilm
+from peers import ENVIRONMENTS
+from printed import origin, percent, table
+from workloads import DEFAULT_TRACES
+
+from penstock.lab.arrivals import poisson
+from penstock.lab.figures import Samples, make_figures
+from penstock.lab.pacing import Pace
+from penstock.lab.records import Sent
+
+BODY_TEXTS = 2048
+ONE_TEXT_RUNS = 50
+
+
+def bulk_texts(texts: Sequence[str], count: int) -> list[str]:
+    """As many different ones: each round through the texts has its number before them."""
+    return [f"{k // len(texts)}: {text}" for k, text in enumerate(islice(cycle(texts), count))]
+
+
+def do_job(url: str, texts: Sequence[str]) -> float:
+    """Texts per second of the whole job."""
+    sent = sent_to(url, bodies_of(texts, BODY_TEXTS), Pace(concurrency=1))
+    return 1e9 * len(texts) / sent.duration_ns
+
+
+def ask(url: str, texts: Sequence[str], rate: float, seconds: float) -> Sent:
+    """The interactive client, for so many seconds."""
+    return sent_to(url, jobs_of(texts, poisson(random.Random(0), round(rate * seconds), rate)), Pace())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="minilm", help="MODEL of Penstock (default: %(default)s)")
+    parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
+    parser.add_argument("--bulk", choices=SETS, default="short", help="the set whose texts the job has (default: %(default)s)")
+    parser.add_argument("--texts", type=int, default=20_000, help="of the job (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests/s of the client (default: %(default)s)")
+    parser.add_argument("--options", default="", help="more options of penstock serve, in one word")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) while it measures")
+    args = parser.parse_args()
+    environments = Environments(ENVIRONMENTS)
+    sets = read_sets(make_minilm(environments) / "tokenizer.json", args.traces)
+    short, bulk = sets["short"].texts, bulk_texts(sets[args.bulk].texts, args.texts)
+    setting = Setting(environments, args.model, ())
+    with held(args.lock), running(penstock(setting, args.options.split()), environments.log("mixed")) as server:
+        assert isinstance(server, Server)
+        do_job(server.url, bulk[:BODY_TEXTS])
+        job_alone = do_job(server.url, bulk)
+        print(f"the job alone: {job_alone:.0f} texts/s", file=sys.stderr, flush=True)
+        one_s = statistics.median(server.one_text_s(short[:ONE_TEXT_RUNS]) for _ in range(3))
+        seconds = args.texts / job_alone
+        client_alone = ask(server.url, short, args.rate, seconds)
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(do_job, server.url, bulk)
+            client_beside = ask(server.url, short, args.rate, 0.95 * seconds)  # ends before the job
+            job_beside = job.result()
+    rest = max(0.0, 1 - args.rate * one_s)
+    figures = [make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles for sent in (client_alone, client_beside)]
+    lines = [
+        [name, *(f"{of[share].value:.2f}" for share in ("p50", "p99")), job_rate]
+        for name, of, job_rate in zip(
+            ("alone", "beside the other"), figures, (f"{job_alone:.0f}", f"{job_beside:.0f}"), strict=True
+        )
+    ]
+    print(origin(f"{args.texts} {args.bulk} texts beside {args.rate:g} requests/s"))
+    print(table(["", "client p50, ms", "client p99, ms", "job, texts/s"], lines))
+    p99 = [of["p99"].value for of in figures]
+    print(
+        f"\np99 beside over alone: {p99[1] / p99[0]:.2f}; the job's share of the rest: {percent(job_beside / job_alone / rest)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
