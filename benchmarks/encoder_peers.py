@@ -4,7 +4,8 @@ All contenders run at once, each in a process of its own, and are loaded one aft
 servers with bodies of 64 texts, one at a time, and with 16 clients of one text each. Every second round goes backwards. Each
 has embedded a set once before the first round; the least cosine of that with sentence-transformers in float32 is the quality.
 Figures are medians of the rounds and their range; in bold Penstock's rate over the contender's, the median of the rounds'
-ratios: with bodies of 64 against a library, with the same load against a server.
+ratios: with bodies of 64 against a library, with the same load against a server. A figure during which others had more than 5 %
+of the processors is measured again, or left out.
 
     python benchmarks/encoder_peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/encoder_peers.py --sets short --peers penstock openvino "openvino streams=1 batch=8" --repeat 9
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from encoder_contenders import CONTENDERS, YARDSTICK, Setting, Vectors, prepared, running
-from encoder_rounds import Comparison, printed
+from encoder_rounds import MOST_OTHERS, Comparison, printed
 from encoder_texts import SETS, TextSet, read_sets
 from peaks import KINDS, PeakMeter, usable_threads
 from peer_setup import Environments, make_minilm
@@ -74,6 +75,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="a file of JSON lines to which the figures are added")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) while one contender has one set")
+    others = "of the processors, beside which a figure counts for nothing (default: %(default)s)"
+    parser.add_argument("--most-others", type=float, default=MOST_OTHERS, metavar="SHARE", help=others)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contenders are stopped, too
     environments = Environments(ENVIRONMENTS)
@@ -84,7 +87,8 @@ def main() -> None:
     sets = [found[name] for name in args.sets]
     setting = Setting(environments, args.model, found["mixed"].texts[:NUM_SAMPLES])
     meter = PeakMeter(usable_threads(), usable_variants()[0])
-    comparison = Comparison(sets, yardsticks(setting, folder, sets) if args.repeat else {}, args.save)
+    meter.sample(KINDS)
+    comparison = Comparison(sets, yardsticks(setting, folder, sets) if args.repeat else {}, args.save, args.most_others)
     with ExitStack() as stack:
         for contender in prepared(args.peers if args.repeat else [], setting, setup=args.setup):
             log = environments.log("-".join(contender.name.replace("/", "-").split()))
@@ -100,7 +104,7 @@ def main() -> None:
                     with held(args.lock):
                         comparison.measure(peer, name, of)
                         meter.sample(KINDS, repeat=1)
-    peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS] if args.repeat else []
+    peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS]
     print(origin(*map(str, sets), f"GOP/s of the machine, best (median): {', '.join(peaks)}"))
     print(printed(comparison.rows, args.sets))
 

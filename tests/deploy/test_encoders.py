@@ -64,6 +64,18 @@ def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(embedde
 
 
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])
+def test_a_text_may_be_longer_than_any_block_of_a_kv_cache(tmp_path: Path, backend: Backend) -> None:
+    short = ENCODERS["bert"]
+    shapes = {name: (520, shape[1]) if "position" in name else shape for name, shape in short.shapes.items()}
+    case = replace(short, config={**short.config, "max_position_embeddings": 520}, shapes=shapes)
+    path = write_encoder(case, tmp_path / "long")
+    running = start(path, Config(backend=BackendConfig(backend=backend)))
+    capacity = running.engine._engine._executor.capacity
+    assert (capacity.max_model_len, capacity.block_size, capacity.max_step_tokens) == (520, 528, 520)
+    running.close()
+
+
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])
 def test_a_vector_is_the_same_alone_and_in_a_list(embedder: Path, backend: Backend) -> None:
     texts = ["one two", "three", "a longer text of some words"]
     single = [("/v1/embeddings", {"input": text}) for text in texts]

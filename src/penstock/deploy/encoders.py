@@ -41,16 +41,20 @@ def plan_encoder(config: Config, model: LoadedModel) -> tuple[Config, KvPlan]:
             "computes.",
             remedy=f"Set --max-num-batched-tokens to {max_len} or more, or --max-model-len to {step_tokens} or less.",
         )
-    block_size = -(-max_len // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE
     config = replace(
         config,
         model=replace(config.model, max_model_len=max_len),
-        kv=replace(config.kv, block_size=block_size, prefix_caching=False),
+        kv=replace(config.kv, prefix_caching=False),
         scheduler=replace(config.scheduler, max_num_seqs=rows, max_num_batched_tokens=step_tokens),
     )
     # Two steps may be in flight, and block 0 is nobody's.
-    capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, max_len, is_one_pass=True)
+    capacity = Capacity(2 * rows + 1, block_size_of(max_len), rows, step_tokens, max_len, is_one_pass=True)
     return config, KvPlan(capacity, num_bytes=0, is_shortened=False)
+
+
+def block_size_of(max_len: int) -> int:
+    """Positions of a text's place in a step. The setting of that name has nothing to do with it: it is of the KV cache."""
+    return -(-max_len // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE
 
 
 def _max_tokens(config: Config, model: LoadedModel) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
 from penstock.deploy.device import is_on_gpu, kv_dtype, kv_window, max_rows, max_step_tokens, num_threads
+from penstock.deploy.encoders import block_size_of
 from penstock.deploy.experts import disk_bytes, expert_file
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
@@ -213,7 +214,7 @@ def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: in
         model,
         describe(model.spec),
         num_blocks=num_blocks,
-        block_size=config.kv.block_size,
+        block_size=block_size_of(max_model_len) if model.encoder else config.kv.block_size,
         max_rows=max_rows(config),
         max_step_tokens=max_step_tokens(config),
         max_model_len=max_model_len,
