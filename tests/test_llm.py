@@ -573,6 +573,14 @@ def test_a_classifier_names_its_labels(encoders: dict[str, Path]) -> None:
     assert answer.outputs.label in answer.outputs.labels
 
 
+def test_an_encoder_writes_nothing(encoders: dict[str, Path]) -> None:
+    with LLM(encoders["bert_gguf"]) as reader:
+        with pytest.raises(PenstockError, match="writes none"):
+            reader.generate("Once upon a time")
+        with pytest.raises(PenstockError, match="writes none"):
+            reader.chat([{"role": "user", "content": "hi"}])
+
+
 def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None:
     with LLM(encoders["bert_gguf"]) as reader:
         with pytest.raises(Rejected, match=r"'texts\[1\]' has \d+ tokens"):

@@ -686,6 +686,8 @@ class _Asked:
         from penstock.serve.openai.read import check_token_ids
         from penstock.serve.openai.run import check_encoded
 
+        if running.model.encoder is not None:
+            raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
         prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import Deployment
@@ -134,3 +135,21 @@ def test_another_pooling_makes_other_vectors(embedder: Path) -> None:
     [tokens] = ask(embedder, ("/pooling", {"input": "one two"}), config=replace(REFERENCE, model=ModelConfig(pooling="each")))
     rows = np.array(tokens["data"][0]["data"])
     assert rows.shape == (tokens["usage"]["prompt_tokens"], mean and len(mean["data"][0]["embedding"]))
+
+
+def test_forecasts_of_answers_are_refused_for_encoders(embedder: Path) -> None:
+    for command in (
+        ["plan", str(embedder), "--slo", "ttft=2s"],
+        ["simulate", str(embedder)],
+        ["profile", str(embedder), "--backend", "reference"],
+    ):
+        with pytest.raises(ConfigError, match="writes none"):
+            cli.main(command, standalone_mode=False)
+
+
+def test_show_tells_the_task(embedder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["show", str(embedder)], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert "embed: " in told
+    assert "nothing" in told.split("refused")[1]
+    assert "chat-template" not in told

@@ -51,6 +51,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
     """The model's numbers, from the headers of its files. Nothing is fetched. Raises PenstockError."""
+    from penstock.deploy.encoders import require_answers
     from penstock.deploy.forecast import read_outline
     from penstock.models.catalog import cache_dir, resolve
 
@@ -60,7 +61,9 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
             f"The files of {source.name} are not here, and their headers say how large it is.",
             remedy=f"Fetch them with `penstock pull {config.model.model}`, or name a folder with the model's config.json.",
         )
-    return read_outline(config, source, is_gpu=is_gpu)
+    outline = read_outline(config, source, is_gpu=is_gpu)
+    require_answers(outline.name, outline.spec, "a plan")
+    return outline
 
 
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:

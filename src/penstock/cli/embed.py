@@ -1,4 +1,4 @@
-"""`penstock embed`: a file of texts to a file of vectors, by a model in this process. A run that was stopped goes on where it was.
+"""`penstock embed`: a file of texts to a file of vectors, by a model in this process. A stopped run goes on where it was.
 
 Vectors go to OUT.part as they come, and OUT.part.json says of which input, model and settings. A later run with the same goes
 on behind the last whole vector. In the end OUT is made of it, and both are removed.

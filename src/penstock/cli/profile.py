@@ -109,6 +109,7 @@ def _check(recording: Recording) -> None:
 
 def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.deploy.device import is_on_gpu, kv_dtype, settled
+    from penstock.deploy.encoders import require_answers
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import read_outline
     from penstock.lab.plots import INSTALL, draw, is_installed
@@ -121,6 +122,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
         raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}")
     source = locate(config)
     outline = read_outline(config, source, is_gpu=is_on_gpu(settled(config)))
+    require_answers(outline.name, outline.spec, "a profile")
     config, model, executor = open_executor(config, source)
     size = size_of(
         describe(model.spec),
@@ -168,6 +170,7 @@ def _peaks(config: Config, executor: Executor, *, is_quantised: bool) -> Peaks |
 
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.clock import WallClock
+    from penstock.deploy.encoders import require_answers
     from penstock.deploy.factory import locate, open_executor
     from penstock.lab.fitting import fit
     from penstock.lab.steps import StepRunner, design, measure, measure_with_host
@@ -177,6 +180,7 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     source = locate(config)
     config, model, executor = open_executor(config, source)
     try:
+        require_answers(model.name, model.spec, "a profile")
         tokenizer = load_tokenizer(
             model.tokenizer_source,
             bos_token_id=model.bos_token_id,

@@ -82,13 +82,13 @@ def _find(config: Config) -> ModelSource:
 
 
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
-    """The model in numbers; None if its files are refused."""
+    """The model in numbers; None if its files are refused, and for an encoder, whose steps are no decodes."""
     from penstock.deploy.device import kv_dtype, settled_elsewhere
     from penstock.lab.sizing import size_of
     from penstock.models.architectures import describe
 
     outline = appraisal.outline
-    if outline is None:
+    if outline is None or outline.spec.ending is not None:
         return None
     return size_of(
         describe(outline.spec),
@@ -121,8 +121,16 @@ def _rows(
     yield "context", "the files do not say" if facts.max_model_len is None else counted(facts.max_model_len, "token")
     tokens = "" if facts.num_tokens is None else f", {counted(facts.num_tokens, 'token')}"
     yield "vocabulary", f"{facts.vocabulary or 'none'}{tokens}"
-    yield "templates", ", ".join(facts.chat_templates) or "none: chats are refused without --chat-template"
-    if appraisal.model is not None:
+    encoder = None if appraisal.model is None else appraisal.model.encoder
+    if encoder is None:
+        yield "templates", ", ".join(facts.chat_templates) or "none: chats are refused without --chat-template"
+    else:
+        yield (
+            "task",
+            f"{encoder.task}: {counted(encoder.width, 'number')} for each {'token' if encoder.is_per_token else 'text'}",
+        )
+        yield "longest text", counted(encoder.max_tokens, "token")
+    if appraisal.model is not None and encoder is None:
         yield "sampling", appraisal.model.sampling.words() or "the files name no defaults"
     if size is not None:
         yield "memory", _memory(appraisal, size)

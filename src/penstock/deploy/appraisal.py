@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.deploy import device
+from penstock.deploy.encoders import plan_encoder
 from penstock.deploy.experts import check_disk
 from penstock.deploy.forecast import Forecast, Outline, forecast, outline_of
 from penstock.machine import available_memory_bytes
@@ -47,7 +48,8 @@ class Appraisal:
     """None if the weights or the settings are refused: then nothing below is known."""
     outline: Outline | None
     forecast: Forecast | None
-    """The memory plan of a server on this machine's processors; None if it does not fit, too."""
+    """The memory plan of a server on this machine's processors; None if it does not fit, too, and for an encoder, which keeps
+    no keys and values."""
     num_free_bytes: int
     """Memory that is available now."""
 
@@ -71,7 +73,10 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
         with _check("disk", refusals):
             check_disk(device.settled_elsewhere(config, is_gpu=False), model)
         with _check("memory", refusals):
-            expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
+            if model.encoder is None:
+                expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
+            else:
+                plan_encoder(device.settled_elsewhere(config, is_gpu=False), model)
     return Appraisal(
         facts=facts,
         refusals=tuple(refusals),

@@ -18,6 +18,7 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.models.weights import LoadedModel
+    from penstock.types.model_spec import ModelSpec
 
 MAX_ROWS = 256
 """Texts of one step by default. They need no memory but that of their tokens."""
@@ -55,6 +56,15 @@ def plan_encoder(config: Config, model: LoadedModel) -> tuple[Config, KvPlan]:
 def block_size_of(max_len: int) -> int:
     """Positions of a text's place in a step. The setting of that name has nothing to do with it: it is of the KV cache."""
     return -(-max_len // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE
+
+
+def require_answers(name: str, spec: ModelSpec, what: str) -> None:
+    """Raise ConfigError for an encoder, where only models that write text are known: `what` forecasts or measures them."""
+    if spec.ending is not None:
+        raise ConfigError(
+            f"{name} reads texts and writes none, and {what} knows only models that write.",
+            remedy="Name a model that writes text, or measure a server of this one (penstock bench --endpoint embeddings).",
+        )
 
 
 def _max_tokens(config: Config, model: LoadedModel) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Backend, Config, Device
 from penstock.deploy import device
+from penstock.deploy.encoders import require_answers
 from penstock.deploy.policies import admission_limits, build_policies
 from penstock.types.errors import ConfigError, ModelError
 from penstock.types.plan import Capacity
@@ -100,10 +101,12 @@ def _load(config: Config) -> LoadedModel:
     from penstock.models.load import load_model
 
     try:
-        return load_model(resolve(config.model.model, cache_dir(config.model.cache_dir)))
+        model = load_model(resolve(config.model.model, cache_dir(config.model.cache_dir)))
     except ModelError as error:
         remedy = f"{error.remedy} Or simulate without its files: --blocks says how many KV blocks there are."
         raise ModelError(error.message, remedy=remedy.strip()) from error
+    require_answers(model.name, model.spec, "a simulation")
+    return model
 
 
 def _capacity_here(config: Config, model: LoadedModel) -> Capacity:
