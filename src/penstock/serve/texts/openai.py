@@ -21,8 +21,7 @@ from penstock.serve.texts.read import (
     TextsReader,
     check_dimensions,
     name_in,
-    prompt_text,
-    read_texts,
+    read_prompted,
     read_truncation,
     require_embeddings,
 )
@@ -68,8 +67,7 @@ class EmbeddingsFace:
         require_embeddings(asked)
         encoder, running = asked.encoder, asked.running
         check_dimensions(body.dimensions, encoder)
-        prompt = prompt_text(encoder, body.prompt_name)
-        texts = read_texts(body.input, "input", vocab_size=running.model.vocab_size, prefix=prompt)
+        texts = read_prompted(body.input, "input", asked, body.prompt_name)
         truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, running)
 
         def write(results: TextResults) -> dict[str, Any]:

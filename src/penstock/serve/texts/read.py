@@ -177,6 +177,15 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
     return texts
 
 
+def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None) -> list[TextInput]:
+    """As `read_texts`, with token ids, and with a prompt of the model before each text. Raises 400."""
+    prompt = prompt_text(asked.encoder, prompt_name)
+    texts = read_texts(value, param, vocab_size=asked.running.model.vocab_size, prefix=prompt)
+    if prompt_name is not None and isinstance(texts[0], TokenIds):
+        raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
+    return texts
+
+
 def read_documents(value: Any, param: str) -> list[str]:
     """Strings, or objects with a `text`. Raises 400."""
     if not isinstance(value, list):

@@ -33,6 +33,7 @@ from penstock.serve.texts.read import (
     check_length,
     name_in,
     prompt_text,
+    read_prompted,
     read_text,
     read_texts,
     require_embeddings,
@@ -136,8 +137,7 @@ class TeiFace:
         check_dimensions(body.dimensions, encoder)
         if body.normalize is False and encoder.is_normalised:
             raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
-        prompt = prompt_text(encoder, body.prompt_name)
-        texts = read_texts(body.inputs, "inputs", vocab_size=asked.running.model.vocab_size, prefix=prompt)
+        texts = read_prompted(body.inputs, "inputs", asked, body.prompt_name)
         is_unit = body.normalize is not False
 
         def write(results: TextResults) -> list[Any]:

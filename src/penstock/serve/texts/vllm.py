@@ -23,7 +23,7 @@ from penstock.serve.texts.read import (
     TextsOrIds,
     TextsReader,
     name_in,
-    prompt_text,
+    read_prompted,
     read_texts,
     read_truncation,
     require_labels,
@@ -125,8 +125,7 @@ class VllmFace:
     def _read_pooling(self, value: Any, data: bytes, scope: Scope) -> Answer:
         body = self._reader.body(value, PoolingBody)
         asked = self._open(body, data, scope)
-        prompt = prompt_text(asked.encoder, body.prompt_name)
-        texts = read_texts(body.input, "input", vocab_size=asked.running.model.vocab_size, prefix=prompt)
+        texts = read_prompted(body.input, "input", asked, body.prompt_name)
 
         def write(results: TextResults) -> dict[str, Any]:
             items = []
