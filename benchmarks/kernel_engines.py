@@ -21,6 +21,7 @@ OUTLIER_SHARE = 0.05
 """Share of the groups of 32 columns that hold one: docs/decisions/int8-activations.md."""
 NONE = -1
 SILU = 0
+GELU = 2
 SETTLING_S = 60.0
 
 
@@ -34,10 +35,12 @@ class WeightKind:
     """Bytes of 32 weights of one row, in the file; the scale comes first, as f16, then the offset if there is one."""
     packed_bytes: int
     has_offset: bool = False
+    by_row: bool = False
+    """Floats that become int8 with a scale for each row, as in models that read texts."""
 
     @property
     def is_quantised(self) -> bool:
-        return self.source != SourceFormat.BF16
+        return self.by_row or self.source != SourceFormat.BF16
 
 
 WEIGHT_KINDS = {
@@ -48,6 +51,7 @@ WEIGHT_KINDS = {
         WeightKind("iq4_nl", SourceFormat.IQ4_NL, 18, 18),
         WeightKind("q5_1", SourceFormat.Q5_1, 24, 36, has_offset=True),
         WeightKind("q8_0", SourceFormat.Q8_0, 34, 34),
+        WeightKind("row8", SourceFormat.BF16, 64, 32, by_row=True),
         WeightKind("bf16", SourceFormat.BF16, 64, 64),
     )
 }
@@ -64,6 +68,8 @@ class Product:
     is_gated: bool = False
     """The two matrices are gate and up: one result, after the activation."""
     has_residual: bool = False
+    has_gelu: bool = False
+    """Weights with a scale for each row compute it of the result."""
 
     @property
     def num_weights(self) -> int:
@@ -90,7 +96,7 @@ class AttentionCase:
 def _finite_weights(rng: np.random.Generator, kind: WeightKind, rows: int, cols: int) -> NDArray[np.uint8]:
     """Random weights as a file's bytes, about 0.02 in size. [rows, bytes per row]"""
     groups = rng.integers(0, 256, (cols // 32, kind.file_bytes), np.uint8)
-    if not kind.is_quantised:
+    if kind.source == SourceFormat.BF16:
         values = rng.normal(0.0, 0.02, cols).astype(np.float32).view(np.uint32) >> 16
         return np.tile(values.astype(np.uint16).view(np.uint8), (rows, 1))
     groups[:, 0:2] = np.array([0.004 if kind.packed_bytes <= 20 else 0.0002], np.float16).view(np.uint8)
@@ -187,8 +193,9 @@ class ProductEngine(_Runner):
         table = engine.add_matrix(
             SourceFormat.BF16, max_rows, product.cols, _bf16_rows(rng, max_rows, product.cols, OUTLIER_SHARE)
         )
-        activation = engine.add_activation(product.cols, kind.is_quantised, per_sample=False)
-        convert = RowOpKind.QUANTIZE if kind.is_quantised else RowOpKind.TO_BF16
+        activation = engine.add_activation(product.cols, kind.is_quantised, per_sample=False, by_row=kind.by_row)
+        rounded = RowOpKind.ROUND if kind.by_row else RowOpKind.QUANTIZE
+        convert = rounded if kind.is_quantised else RowOpKind.TO_BF16
         engine.add_rows(
             [RowOp(RowOpKind.EMBED, out=x, weight=table, value=1.0), RowOp(convert, out=activation, x=x)], samples=False
         )
@@ -196,14 +203,17 @@ class ProductEngine(_Runner):
         outs = [engine.add_buffer(width, per_sample=False) for width in outputs]
         data = [_finite_weights(rng, kind, rows, product.cols) for rows in product.outputs]
         for _ in range(num_copies):
-            ids = [engine.add_matrix(kind.source, rows, product.cols, d) for rows, d in zip(product.outputs, data, strict=True)]
+            ids = [
+                engine.add_matrix(kind.source, rows, product.cols, d, by_row=kind.by_row)
+                for rows, d in zip(product.outputs, data, strict=True)
+            ]
             if product.is_gated:
                 engine.add_gated(ids[0], ids[1], activation, outs[0], SILU, False)
             else:
                 ops = [
                     (i, activation, out, NONE, out if product.has_residual else NONE) for i, out in zip(ids, outs, strict=True)
                 ]
-                engine.add_linear(ops, samples=False)
+                engine.add_linear(ops, samples=False, kind=GELU if product.has_gelu and kind.by_row else NONE)
         engine.settle()
         wait_for_huge_pages(engine)
 

@@ -1,8 +1,9 @@
 """How near do the products of the native backend come to what the machine can do, for every shape of a model and row count?
 
-Every product of two models, with weights of every kind, each on an engine of its own whose weights exceed the caches. The bound
-of a product is the larger of its operations at the peak of multiply-adds and its weights at the speed of memory, both measured
-between the products themselves; the figures are that bound over the time, of the fastest of several runs against the best peak.
+Every product of three models, with weights of every kind, each on an engine of its own whose weights exceed the caches. The
+bound of a product is the larger of its operations at the peak of multiply-adds and its weights at the speed of memory, both
+measured between the products themselves; the figures are that bound over the time, of the fastest of several runs against the
+best peak.
 One row is bound by memory, many rows by the multiply-adds. "Worst neighbours" is where more rows cost most: how many rows a
 second are computed, over those of the next smaller row count. Below 1 is a cliff.
 
@@ -51,7 +52,15 @@ MODELS = {
         Product("down", 8960, (1536,), has_residual=True),
         Product("logits", 1536, (151_936,)),
     ),
+    "minilm": (
+        Product("qkv", 384, (384, 384, 384)),
+        Product("o", 384, (384,), has_residual=True),
+        Product("up", 384, (1536,), has_gelu=True),
+        Product("down", 1536, (384,), has_residual=True),
+    ),
 }
+ENCODERS = ("minilm",)
+"""The others have no weights with a scale for each row."""
 
 
 def product_work(product: Product, kind: WeightKind, rows: int) -> Work:
@@ -108,7 +117,7 @@ def add_choices(parser: argparse.ArgumentParser, option: str, values: Iterable[s
 def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_choices(parser, "--models", MODELS)
-    add_choices(parser, "--shapes", [product.name for product in MODELS["smollm2"]])
+    add_choices(parser, "--shapes", dict.fromkeys(product.name for products in MODELS.values() for product in products))
     add_choices(parser, "--kinds", WEIGHT_KINDS)
     parser.add_argument("--variant", choices=usable_variants(), default=usable_variants()[0])
     parser.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help=f"such as 1,2,8-12; default {ROWS}")
@@ -127,6 +136,7 @@ def main() -> None:
             for product in MODELS[model]
             if product.name in args.shapes
             for kind in args.kinds
+            if model in ENCODERS or not WEIGHT_KINDS[kind].by_row
         ]
         print(origin(model, args.variant, f"{args.threads} threads"))
         head = ["% of the bound", *SHOWN_ROWS, "us (fewest rows)", "GOP/s (most rows)", "worst neighbours"]

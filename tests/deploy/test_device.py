@@ -133,7 +133,8 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
             lambda: settle("cpu", steps_in_flight=1),
             "--steps-in-flight has no meaning on the CPU",
         ),
-        (lambda: settle("cpu", weight_dtype="fp8"), "--weight-dtype has no meaning on the CPU"),
+        (lambda: settle("cpu", weight_dtype="fp8"), "--weight-dtype fp8 has no meaning on the CPU"),
+        (lambda: settle("cuda", weight_dtype="int8"), "weight_dtype int8 is a setting of the CPU"),
         (lambda: settle("cpu", attention="triton"), "--attention has no meaning on the CPU"),
         (
             lambda: settle("cpu", cuda_graphs=False),

@@ -14,6 +14,7 @@ import pytest
 from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.deploy import executor
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import Deployment
 from penstock.models.catalog import resolve
@@ -125,6 +126,25 @@ def test_a_task_that_the_files_do_not_have_is_refused(embedder: Path) -> None:
         start(embedder, replace(REFERENCE, model=ModelConfig(task="generate")))
     with pytest.raises(ModelError, match="no head"):
         start(embedder, replace(REFERENCE, model=ModelConfig(task="rerank")))
+
+
+def test_floats_are_int8_on_the_cpu_or_bf16_if_wanted(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[bool | None] = []
+    make = executor._make
+
+    def recorded(*args: Any, **extras: Any) -> Any:
+        wanted.append(extras["rounds_floats"])
+        return make(*args, **extras)
+
+    monkeypatch.setattr(executor, "_make", recorded)
+    for weight_dtype in (None, "int8", "bf16"):
+        config = Config(backend=BackendConfig(backend=Backend.NATIVE, weight_dtype=weight_dtype))
+        ask(embedder, ("/v1/embeddings", {"input": [5, 6]}), config=config)
+    assert wanted == [None, True, False]
+    with pytest.raises(
+        ConfigError, match="weight_dtype is bf16: on the CPU it is for models that read texts, which the native"
+    ):
+        start(embedder, replace(REFERENCE, backend=replace(REFERENCE.backend, weight_dtype="bf16")))
 
 
 def test_another_pooling_makes_other_vectors(embedder: Path) -> None:

@@ -90,7 +90,7 @@ def recall(vectors: F32) -> float:
     return float(((scores > own).sum(axis=1) < NUM_FOUND).mean())
 
 
-def embed(model_name: str, texts: Sequence[str], max_tokens: int, variant: str) -> tuple[list[list[int]], F32]:
+def embed(model_name: str, texts: Sequence[str], max_tokens: int, dtype: str, variant: str) -> tuple[list[list[int]], F32]:
     """Tokens of the texts, and their vectors on the native backend. [num_texts, width]"""
     from penstock.backends.native.executor import NativeExecutor
     from penstock.models import architectures
@@ -105,7 +105,9 @@ def embed(model_name: str, texts: Sequence[str], max_tokens: int, variant: str) 
     model = load_model(source, served_len=max_tokens)
     tokens = load_tokenizer(source.path / "tokenizer.json").encode_texts(texts, max_tokens=max_tokens)
     sizes = sizes_of(text_capacity(max_tokens, max_rows=64, max_step_tokens=max(512, max_tokens)))
-    with closing(NativeExecutor(model, architectures.describe(model.spec), variant=variant, **sizes)) as executor:
+    with closing(
+        NativeExecutor(model, architectures.describe(model.spec), variant=variant, rounds_floats=dtype == "int8", **sizes)
+    ) as executor:
         core = make_core(executor.capacity, enable_prefix_caching=False)
         requests = [make_text(str(i), one.token_ids) for i, one in enumerate(tokens)]
         outcomes = run_to_completion(core, executor, *map(Add, requests))
@@ -116,7 +118,7 @@ def embed(model_name: str, texts: Sequence[str], max_tokens: int, variant: str) 
 def compare(model_name: str, path: Path, dtype: str, variant: str) -> bool:
     """Prints the figures. Returns whether the bounds hold."""
     answers = np.load(path)
-    token_ids, vectors = embed(model_name, json.loads(str(answers["texts"])), int(answers["max_tokens"]), variant)
+    token_ids, vectors = embed(model_name, json.loads(str(answers["texts"])), int(answers["max_tokens"]), dtype, variant)
     expected: F32 = answers["f32"]
     found = np.sort(cosines(vectors, expected))
     own, theirs = recall(vectors), recall(expected)
@@ -140,7 +142,7 @@ def main() -> int:
     comparer = commands.add_parser("compare")
     comparer.add_argument("model", help="catalogue name or path")
     comparer.add_argument("answers", type=Path)
-    comparer.add_argument("--weight-dtype", choices=sorted(MIN_COSINE), default="bf16")
+    comparer.add_argument("--weight-dtype", choices=sorted(MIN_COSINE), default="int8")
     comparer.add_argument("--variant", default="", help="instruction set (default: the best one)")
     args = parser.parse_args()
     if args.command == "make":

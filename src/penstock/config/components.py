@@ -341,9 +341,10 @@ class BackendConfig(Component):
     )
     weight_dtype: str | None = choice(
         None,
-        "fp8: weights that are floats are rounded to 8 bits on a GPU; those of embeddings and logits are not.",
-        choices=("fp8",),
-        default_doc="the file's; floats of 16 and 32 bits become bf16",
+        "The type of weights that are floats, but of embeddings and logits. fp8: of a GPU. int8, bf16: on the CPU, of models "
+        "that read texts.",
+        choices=("fp8", "int8", "bf16"),
+        default_doc="the file's, floats of 16 and 32 bits as bf16; on the CPU int8 for models that read texts",
     )
     deterministic: bool | None = flag(
         None,

@@ -110,6 +110,11 @@ def _check_gpu_settings(config: Config) -> None:
             "experts_on_disk is a setting of the CPU, and a GPU is to be used.",
             remedy="Leave out --experts-on-disk, or set --device cpu.",
         )
+    if config.backend.weight_dtype not in (None, "fp8"):
+        raise ConfigError(
+            f"weight_dtype {config.backend.weight_dtype} is a setting of the CPU, and a GPU is to be used.",
+            remedy="Leave out --weight-dtype, or set --device cpu.",
+        )
     _check_attention(config)
     if config.kv.gpu_memory_utilization is not None and config.kv.kv_cache_memory_bytes is not None:
         raise ConfigError(
@@ -144,7 +149,7 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
     of_a_gpu = "it is a GPU's setting"
     for flag, is_given, why in (
         ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
-        ("--weight-dtype", config.backend.weight_dtype is not None, of_a_gpu),
+        ("--weight-dtype fp8", config.backend.weight_dtype == "fp8", of_a_gpu),
         ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
         ("--attention", config.backend.attention is not None, of_a_gpu),
         ("--steps-in-flight", config.backend.steps_in_flight is not None, of_a_gpu),

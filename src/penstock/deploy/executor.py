@@ -54,8 +54,10 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Call
     if config.backend.backend == Backend.REFERENCE:
         return _make(config, model, kv.max_model_len, kv.num_blocks)
     with loading_bar(model) as on_packed, expert_file(config, model) as file:
-        team = team_of(num_threads(config.backend))
-        return _make(config, model, kv.max_model_len, kv.num_blocks, team=team, on_packed=on_packed, expert_file=file)
+        dtype = config.backend.weight_dtype
+        extras = {"team": team_of(num_threads(config.backend)), "on_packed": on_packed, "expert_file": file}
+        rounds_floats = None if dtype is None else dtype == "int8"
+        return _make(config, model, kv.max_model_len, kv.num_blocks, rounds_floats=rounds_floats, **extras)
 
 
 @contextmanager
@@ -82,7 +84,6 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
     `available_bytes`: of the machine's memory. Raises ConfigError where what was asked for does not fit.
     """
     if is_on_gpu(config):
-        _check_weight_dtype(config, model)
         return _measure(config, model)
     plan = plan_kv(
         model.spec,
@@ -98,22 +99,27 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
     return plan, None
 
 
-def _check_weight_dtype(config: Config, model: LoadedModel) -> None:
-    """Refuse --weight-dtype for weights that it would not change. Raises ConfigError."""
+def check_weight_dtype(config: Config, model: LoadedModel) -> None:
+    """Refuse --weight-dtype where it would change no weight. Raises ConfigError."""
     from penstock.models.formats import BLOCKS, WeightFormat
 
+    dtype = config.backend.weight_dtype
+    if dtype is not None and not is_on_gpu(config) and (model.encoder is None or config.backend.backend == Backend.REFERENCE):
+        raise ConfigError(
+            f"weight_dtype is {dtype}: on the CPU it is for models that read texts, which the native backend computes.",
+            remedy="Leave out --weight-dtype.",
+        )
     quantised = {*BLOCKS, WeightFormat.F8_E4M3}
     of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
-    if config.backend.weight_dtype is not None and all(tensor.format in quantised for tensor in of_products):
+    if dtype is not None and all(tensor.format in quantised for tensor in of_products):
         raise ConfigError(
-            f"weight_dtype is {config.backend.weight_dtype}, and the weights of {model.name} are quantised already.",
+            f"weight_dtype is {dtype}, and the weights of {model.name} are quantised already.",
             remedy="Leave out --weight-dtype, or take the model in 16 bits.",
         )
 
 
 def open_encoder(config: Config, model: LoadedModel, kv: KvPlan) -> Executor:
     """An encoder on a GPU, which has computed the largest step of texts. Raises ConfigError where that does not fit."""
-    _check_weight_dtype(config, model)
     executor, _ = _profile(config, model, kv.capacity)
     try:
         _make_ready(executor, kv)

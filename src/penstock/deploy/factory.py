@@ -25,7 +25,7 @@ from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.encoders import plan_encoder
-from penstock.deploy.executor import build_executor, open_encoder, plan_memory
+from penstock.deploy.executor import build_executor, check_weight_dtype, open_encoder, plan_memory
 from penstock.deploy.experts import check_disk, disk_bytes, disk_words
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
@@ -171,6 +171,7 @@ def _plan(
         pooling=cast("Pooling | None", config.model.pooling),
     )
     device.check_head_dim(config, model)
+    check_weight_dtype(config, model)
     if model.encoder is not None:
         config, kv = plan_encoder(config, model)
         build_policies(config, is_one_pass=True).gate.max_running(kv.capacity)

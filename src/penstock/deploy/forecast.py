@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.deploy import device
+from penstock.deploy.executor import check_weight_dtype
 from penstock.deploy.experts import check_experts, disk_bytes
 from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
@@ -114,6 +115,7 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
     settled = device.settled_elsewhere(config, is_gpu=is_gpu)
     model = load_model(source, floats=device.held_floats(settled))
     check_experts(settled, model)
+    check_weight_dtype(settled, model)
     return outline_of(config, model, is_gpu=is_gpu)
 
 
