@@ -43,6 +43,8 @@ from penstock.lab.workload import Job, Workload
 LOADS = (0.3, 0.6, 0.9)
 BATCH = 16
 CLIENTS = 64
+GRACE_S = 5.0
+COLUMNS = ("texts/s", "p50, ms", "p99, ms", "late")
 _DYNAMIC = ("--batching", "dynamic", "--max-batch-size", str(BATCH))
 _NO_BUCKETS = ("--length-buckets", "1")
 """All texts are longer, and padded to the longest of their batch."""
@@ -85,10 +87,10 @@ def num_padding_tokens(url: str) -> float:
 
 
 def measured(server: Server, texts: Sequence[str], rate: float, seconds: float, seed: int) -> Figures:
-    """An open loop for so many seconds; requests that have no answer a second later have none."""
+    """An open loop for so many seconds; texts without an answer `GRACE_S` later are late, and in no latency."""
     before = num_padding_tokens(server.url)
     arrivals_ns = poisson(random.Random(seed), round(rate * seconds), rate)
-    sent = sent_to(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + 1)
+    sent = sent_to(server.url, jobs_of(texts, arrivals_ns), Pace(), max_s=seconds + GRACE_S)
     padding = num_padding_tokens(server.url) - before
     quantiles = make_figures(Samples.of(sent.records)).latencies["e2e"].quantiles
     return {
@@ -146,10 +148,10 @@ def main() -> None:
                     print(way, load, found[way, load][-1], file=sys.stderr, flush=True)
     print(origin(str(texts), f"capacity {rate:.0f} texts/s", "medians of the rounds and their range"))
     lines = [
-        [way, load, *(cell(of, name, 0) for name in ("texts/s", "p50, ms", "p99, ms")), percent(middle(of, "padding"))]
+        [way, load, *(cell(of, name, 0) for name in COLUMNS), percent(middle(of, "padding"))]
         for (way, load), of in found.items()
     ]
-    print(table(["batching", "load", "texts/s", "p50, ms", "p99, ms", "padding"], lines))
+    print(table(["batching", "load", *COLUMNS, "padding"], lines))
     if args.plot:
         plot(found, args.plot)
 
