@@ -18,7 +18,7 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS, loading_bar
-from penstock.deploy.factory import build_core, start_model
+from penstock.deploy.factory import _check_batch_size, build_core, start_model
 from penstock.deploy.policies import SETTING_FLAGS, build_policies
 from penstock.engine.ports import NullObserver
 from penstock.engine.thread import EngineState
@@ -287,6 +287,16 @@ def test_texts_have_policies_of_their_own_unless_others_are_named() -> None:
     assert words(preset="vllm")["budget"] == "decode-first"
     batch = words(batching="dynamic", length_buckets=(64, 256))  # as it is known, and not in short steps
     assert (batch["gate"], batch["order"], batch["budget"]) == ("dynamic", "fcfs", "decode-first")
+
+
+def test_arguments_of_the_policies_of_texts_are_taken_before_the_model_is_known() -> None:
+    config = Config(scheduler=SchedulerConfig(budget_args={"step_ns": 5_000_000}))
+    _check_batch_size(config)
+    with pytest.raises(ConfigError, match="budget 'itl' takes no argument step_ns"):
+        build_policies(config)
+    assert "step_ns = 5000000" in build_policies(config, is_one_pass=True).words["budget"]
+    with pytest.raises(ConfigError, match="budget 'itl' takes no argument nothing"):
+        _check_batch_size(Config(scheduler=SchedulerConfig(budget_args={"nothing": 5})))
 
 
 @pytest.mark.parametrize("setting", ["reserve", "victim", "preemption", "length_predictor"])

@@ -233,9 +233,19 @@ def _check_cache(kv: KvConfig) -> None:
 
 
 def _check_batch_size(config: Config) -> None:
-    """Refuse batches that do not fit the rows and tokens of a step, before anything is loaded. Raises ConfigError."""
+    """Refuse batches that do not fit the rows and tokens of a step, before anything is loaded. Raises ConfigError.
+
+    It is not known yet whether the model writes, so the settings may suit either kind.
+    """
     capacity = Capacity(2, 1, device.max_rows(config), device.max_step_tokens(config), 1)
-    build_policies(config).gate.max_running(capacity)
+    try:
+        policies = build_policies(config)
+    except ConfigError as error:
+        try:
+            policies = build_policies(config, is_one_pass=True)
+        except ConfigError:
+            raise error from None
+    policies.gate.max_running(capacity)
 
 
 def _policies(config: Config, arms: Arms | None, capacity: Capacity) -> Policies:

@@ -46,7 +46,7 @@ def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
             why = "The model reads texts and writes none: a text is read in one step, and no answer grows."
             raise ConfigError(f"{why} {flag} would change nothing.", remedy=f"Leave {flag} out.")
     try:
-        policies = _choose_policies(config, _preset(config, is_one_pass=is_one_pass))
+        policies = _choose_policies(config, preset_of(config, is_one_pass=is_one_pass))
     except LacksSetting as lack:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
@@ -70,7 +70,7 @@ def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
     return policies
 
 
-def _preset(config: Config, *, is_one_pass: bool) -> str:
+def preset_of(config: Config, *, is_one_pass: bool) -> str:
     """The name of the preset. Without another word, a static or dynamic batch of texts is one as its preset has it, which is
     not divided into short steps."""
     from penstock.sched.policies.presets import TEXTS_PRESET, USUAL_PRESET

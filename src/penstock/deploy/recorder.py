@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock import __version__, machine
 from penstock.config import Config
 from penstock.config.setting import Component, Kind, settings_of
-from penstock.deploy.policies import build_policies
+from penstock.deploy.policies import build_policies, preset_of
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
 
 def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
     """Model, machine and settings, as JSON: all that steps and plans depend on."""
+    if executor.capacity.is_one_pass:  # whoever replays it does not know what the model does
+        preset = preset_of(config, is_one_pass=True)
+        config = replace(config, scheduler=replace(config.scheduler, preset=preset))
     settings = _settings(config)
     return {
         "penstock": __version__,
