@@ -116,26 +116,26 @@ PENSTOCK_INLINE void round_row(const Activation& a, int64_t row, const float* x,
     int8_t* const q = a.q + row * a.cols;
     const vf factor = set1(inverse), shift = set1(zero), none = set1(0.0f);
     const auto values = [&](int column) PENSTOCK_LAMBDA { return fma(load(x + column), factor, shift); };
-    int32_t sums[4], total = 0;
+    const vb ones = set1_pair("\1\1\1\1");
+    vi sums = set1_i(0);
     int column = 0;
-    for (; column + 4 * kGroup <= a.cols; column += 4 * kGroup) {
-        vb bytes[2];
-        for (int i = 0; i < 2; ++i) {
-            const int at = column + i * 2 * kGroup;
-            bytes[i] = rounded_i8(values(at), values(at + kLanes), values(at + 2 * kLanes), values(at + 3 * kLanes));
-            store64(reinterpret_cast<uint8_t*>(q + at), bytes[i]);
-        }
-        store_sums_of_four(sums, bytes[0], bytes[1]);
-        for (const int32_t sum : sums) total += sum;
+    for (; column + 2 * kGroup <= a.cols; column += 2 * kGroup) {
+        const vb bytes =
+            rounded_i8(values(column), values(column + kLanes), values(column + 2 * kLanes), values(column + 3 * kLanes));
+        store64(reinterpret_cast<uint8_t*>(q + column), bytes);
+        sums = dot4_u8(sums, ones, bytes);
     }
-    for (; column < a.cols; column += kGroup) {
+    if (column < a.cols) {
         const vb bytes = rounded_i8(values(column), values(column + kLanes), none, none);
         alignas(64) uint8_t some[2 * kGroup];
         store64(some, bytes);
         memcpy(q + column, some, kGroup);
-        store_sums_of_four(sums, bytes, bytes);
-        total += sums[0];
+        sums = dot4_u8(sums, ones, bytes);
     }
+    alignas(64) int32_t lanes[kLanes];
+    store(lanes, sums);
+    int32_t total = 0;
+    for (const int32_t lane : lanes) total += lane;
     a.row_start[row] = -kWeightZero * total;
 }
 
@@ -183,15 +183,18 @@ void round_with_outliers(const Activation& a, int64_t row, const float* x) {
 }
 
 void round_with_zero(const Activation& a, int64_t row, const float* x) {
-    vf high = set1(0.0f), low = set1(0.0f), sum = set1(0.0f);
-    for (int i = 0; i < a.cols; i += kLanes) {
-        const vf value = load(x + i);
-        high = max(high, value);
-        low = max(low, sub(set1(0.0f), value));
-        sum = add(sum, abs(value));
+    vf high[2], low[2], sums[2];
+    for (int h = 0; h < 2; ++h) high[h] = low[h] = sums[h] = set1(0.0f);
+    for (int i = 0; i < a.cols; i += kGroup) {
+        for (int h = 0; h < 2; ++h) {
+            const vf value = load(x + i + h * kLanes);
+            high[h] = max(high[h], value);
+            low[h] = min(low[h], value);
+            sums[h] = add(sums[h], abs(value));
+        }
     }
-    const float largest = reduce_max(high), smallest = reduce_max(low);
-    if (!(reduce_add(sum) < INFINITY)) return spoil(a, row);
+    const float largest = reduce_max(max(high[0], high[1])), smallest = reduce_max(sub(set1(0.0f), min(low[0], low[1])));
+    if (!(reduce_add(add(sums[0], sums[1])) < INFINITY)) return spoil(a, row);
     const float scale = (largest + smallest) / 255.0f, inverse = scale > kSmallestLimit ? 1.0f / scale : 0.0f;
     const float zero = inverse > 0.0f ? smallest * inverse + kRoundingMagic - kRoundingMagic - 128.0f : 0.0f;
     a.row_scale[row] = inverse > 0.0f ? scale : 0.0f;
