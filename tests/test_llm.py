@@ -26,6 +26,7 @@ from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
 from penstock.deploy.running import Deployment
+from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.serve.app import create_app
@@ -299,7 +300,8 @@ async def test_what_an_answer_said_before_it_failed_is_told_first(path: Path) ->
     async with AsyncLLM(path, **SETTINGS) as model:
         outputs = model.generate("in the", ENDLESS)
         await anext(outputs)
-        [stream] = model._running.bridge._streams.values()
+        [stream] = model._running.bridge._readers.values()
+        assert isinstance(stream, Stream)
         request_id = next(iter(stream._unfinished))
         failure = OutputChunk(request_id, "the end", (5,), (), at_ns=0, finish_reason=FinishReason.ERROR, detail="It broke.")
         stream._chunks = [failure]

@@ -157,7 +157,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedMode
     return get
 
 
-DESCRIPTIONS = ("bert_first_token", "bert_dense", "bert_tokens", "xlm_roberta", "distilbert", "mpnet", "nomic_bert", "jina_bert")
+ENDINGS = ("bert_first_token", "bert_dense", "bert_tokens")
+DESCRIPTIONS = (*ENDINGS, "xlm_roberta", "distilbert", "mpnet", "nomic_bert", "jina_bert")
 
 
 @pytest.mark.parametrize("name", [*DESCRIPTIONS, "mpnet_classes", "modernbert", "modernbert_classes", "qwen3_embedding"])
