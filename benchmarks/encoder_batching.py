@@ -22,7 +22,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from encoder_contenders import AS_BYTES, Server, Setting, penstock, running
-from encoder_peers import held
 from encoder_texts import TextSet, read_sets
 from peer_setup import Environments, make_minilm
 from peers import ENVIRONMENTS
@@ -127,20 +126,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) for as long as a strategy is measured")
     args = parser.parse_args()
     environments = Environments(ENVIRONMENTS)
     texts: TextSet = read_sets(make_minilm(environments) / "tokenizer.json", args.traces)["mixed"]
     setting = Setting(environments, args.model, ())
     log, rate = environments.log("batching"), 0.0
     found: dict[tuple[str, float], list[Figures]] = {(way, load): [] for way in STRATEGIES for load in LOADS}
-    with held(args.lock), running(penstock(setting, ()), log) as server:
+    with running(penstock(setting, ()), log) as server:
         assert isinstance(server, Server)
         capacity_per_s(server, texts.texts[:CLIENTS])
         rate = capacity_per_s(server, texts.texts)
     for turn in range(args.repeat):
         for way in list(STRATEGIES)[:: -1 if turn % 2 else 1]:
-            with held(args.lock), running(penstock(setting, STRATEGIES[way]), log) as server:
+            with running(penstock(setting, STRATEGIES[way]), log) as server:
                 assert isinstance(server, Server)
                 capacity_per_s(server, texts.texts[:CLIENTS])
                 for load in LOADS:

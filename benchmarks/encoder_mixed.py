@@ -22,7 +22,6 @@ from pathlib import Path
 from encoder_batching import jobs_of, sent_to
 from encoder_contenders import Server, Setting, penstock, running
 from encoder_contenders import jobs_of as bodies_of
-from encoder_peers import held
 from encoder_texts import SETS, read_sets
 from peer_setup import Environments, make_minilm
 from peers import ENVIRONMENTS
@@ -62,13 +61,12 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=20_000, help="of the job (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests/s of the client (default: %(default)s)")
     parser.add_argument("--options", default="", help="more options of penstock serve, in one word")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) while it measures")
     args = parser.parse_args()
     environments = Environments(ENVIRONMENTS)
     sets = read_sets(make_minilm(environments) / "tokenizer.json", args.traces)
     short, bulk = sets["short"].texts, bulk_texts(sets[args.bulk].texts, args.texts)
     setting = Setting(environments, args.model, ())
-    with held(args.lock), running(penstock(setting, args.options.split()), environments.log("mixed")) as server:
+    with running(penstock(setting, args.options.split()), environments.log("mixed")) as server:
         assert isinstance(server, Server)
         do_job(server.url, bulk[:BODY_TEXTS])
         job_alone = do_job(server.url, bulk)

@@ -17,12 +17,11 @@ Needs the ShareGPT trace (`workloads.py`), and what `peers.py` needs for llama.c
 from __future__ import annotations
 
 import argparse
-import fcntl
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +39,6 @@ from workloads import DEFAULT_TRACES
 from penstock.backends.native._native import usable_variants
 
 NUM_SAMPLES = 200
-
-
-@contextmanager
-def held(lock: Path | None, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """The block while nobody else measures who takes this lock (flock); with LOCK_SH others may load the machine as well."""
-    if lock is None:
-        yield
-        return
-    with lock.open() as file:
-        fcntl.flock(file, how)
-        yield
 
 
 def yardsticks(setting: Setting, folder: Path, sets: Sequence[TextSet]) -> dict[str, Vectors]:
@@ -74,7 +62,6 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="a file of JSON lines to which the figures are added")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="held (flock) while one contender has one set")
     others = "of the processors, beside which a figure counts for nothing (default: %(default)s)"
     parser.add_argument("--most-others", type=float, default=MOST_OTHERS, metavar="SHARE", help=others)
     args = parser.parse_args()
@@ -93,17 +80,15 @@ def main() -> None:
         for contender in prepared(args.peers if args.repeat else [], setting, setup=args.setup):
             log = environments.log("-".join(contender.name.replace("/", "-").split()))
             try:
-                with held(args.lock, fcntl.LOCK_SH):
-                    comparison.add(contender.name, stack.enter_context(running(contender, log)))
+                comparison.add(contender.name, stack.enter_context(running(contender, log)))
             except (ContenderError, LoadError, OSError, ValueError) as error:
                 print(f"{contender.name} failed: {error}", flush=True)
         for turn in range(args.repeat):
             for of in sets:
                 name = f"{time.time():.0f}"
                 for peer in list(comparison.sessions)[:: -1 if turn % 2 else 1]:
-                    with held(args.lock):
-                        comparison.measure(peer, name, of)
-                        meter.sample(KINDS, repeat=1)
+                    comparison.measure(peer, name, of)
+                    meter.sample(KINDS, repeat=1)
     peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS]
     print(origin(*map(str, sets), f"GOP/s of the machine, best (median): {', '.join(peaks)}"))
     print(printed(comparison.rows, args.sets))

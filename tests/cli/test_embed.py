@@ -82,8 +82,9 @@ def test_what_was_stopped_goes_on(embed: Embed, tmp_path: Path, vectors: np.ndar
     assert np.array_equal(np.load(tmp_path / "in.txt.npy"), vectors)
 
 
-def test_a_part_of_another_run_is_not_mixed_in(embed: Embed, tmp_path: Path) -> None:
-    (tmp_path / "in.txt.npy.part.json").write_text(json.dumps({"input_sha256": "other", "width": 72}))
+@pytest.mark.parametrize("about", ['{"input_sha256": "other", "width": 72}', "{", "[]", "{}"])
+def test_a_part_of_another_run_is_not_mixed_in(embed: Embed, tmp_path: Path, about: str) -> None:
+    (tmp_path / "in.txt.npy.part.json").write_text(about)
     (tmp_path / "in.txt.npy.part").write_bytes(b"\0" * 288)
     assert "of another input, model or setting" in str(embed("in.txt").exception)
 

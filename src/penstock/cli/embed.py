@@ -122,9 +122,12 @@ class _Part:
         if not self._about_path.exists():
             self._path.unlink(missing_ok=True)
             return
-        left = json.loads(self._about_path.read_text())
-        self._width = left.pop("width")
-        if left != about:
+        try:
+            left = json.loads(self._about_path.read_text())
+            self._width = left.pop("width")
+        except (ValueError, AttributeError, KeyError, TypeError):
+            left = None
+        if left != about or not isinstance(self._width, int) or self._width < 1 or not self._path.exists():
             remedy = f"Remove it and {self._path.name}, or name another output."
             raise PenstockError(f"{self._about_path} is of another input, model or setting.", remedy=remedy)
         self.num_rows = self._path.stat().st_size // (4 * self._width)
