@@ -61,7 +61,7 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-clients: $(INSTALLED)  ## the clients that people have, by URL, in an environment of their own (downloads them; minutes)
 	@tests/clients/run.sh

@@ -1,5 +1,5 @@
-"""Every combination of the policies that have a name: the same answers, one end for each request, all memory back, and every
-position accounted for.
+"""Combinations of the policies that have a name, in which any two of them meet: the same answers, one end for each request, all
+memory back, and every position accounted for.
 
 One workload in which everything happens: prompts that share prefixes, more memory asked for than there is, requests that are
 cancelled and others that come late. Which policies there are is read from the tables of the seams.
@@ -89,7 +89,8 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
     names = [name for name in TABLES["budget"] if (name == "hold-step") == (order == "calls")]
     budgets: list[tuple[str, dict[str, int]]] = [*((name, {}) for name in names), ("itl", LONG)]
     evictions = cycle(TABLES["eviction"])  # each with some of the others: who runs does not depend on what it names
-    combinations = product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"])
+    every = list(product(budgets, [*TABLES["reserve"], EAGER], TABLES["victim"]))
+    combinations = every[list(TABLES["order"]).index(order) % 2 :: 2]  # the next order has the others
     for seed, ((budget, settings), reserve, victim) in enumerate(combinations):
         eviction = next(evictions)
         account = Account()
