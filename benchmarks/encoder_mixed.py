@@ -38,7 +38,7 @@ ONE_TEXT_RUNS = 50
 
 
 def bulk_texts(texts: Sequence[str], count: int) -> list[str]:
-    """As many different ones: each round through the texts has its number before them."""
+    """Texts that are all different, `count` of them: each round through the given ones has its number in front."""
     return [f"{k // len(texts)}: {text}" for k, text in enumerate(islice(cycle(texts), count))]
 
 

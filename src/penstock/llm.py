@@ -34,7 +34,6 @@ from penstock.deploy.factory import locate, start_model
 from penstock.types.encoder import EncoderInfo, Task, TextTokens
 from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
-from penstock.types.sampling import SamplingParams as Sampling
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -323,7 +322,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
-        """As `LLM.embed`."""
+        """The vectors of texts; `LLM.embed` says what the arguments mean."""
         from penstock.serve.texts.numbers import embedding
         from penstock.serve.texts.read import check_dimensions, prompt_text
 
@@ -345,7 +344,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ClassificationRequestOutput]:
-        """As `LLM.classify`."""
+        """The scores of labels; `LLM.classify` says what the arguments mean."""
         from penstock.serve.texts.numbers import scores
 
         encoder = self._encoder(Task.CLASSIFY, Task.RERANK)
@@ -365,7 +364,7 @@ class AsyncLLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
-        """As `LLM.score`."""
+        """The scores of pairs; `LLM.score` says what the arguments mean."""
         from penstock.serve.texts.numbers import cosine, embedding, scores
 
         encoder = self._encoder(Task.RERANK, Task.EMBED)
@@ -446,6 +445,7 @@ class AsyncLLM:
     ) -> list[tuple[str, TextTokens, TextResult]]:
         """The id, the tokens and the numbers of each text. The engine has some of a long list at a time."""
         from penstock.serve.texts.call import TextResult
+        from penstock.serve.texts.desk import SAMPLING
 
         if not self._closer.alive:
             raise _closed()
@@ -459,7 +459,7 @@ class AsyncLLM:
             for start in starts:
                 arrival_ns = self._running.clock.now_ns()
                 requests = [
-                    Request(name, text.token_ids, _OF_TEXTS, arrival_ns, parent_id=parent_id, second_at=text.second_at)
+                    Request(name, text.token_ids, SAMPLING, arrival_ns, parent_id=parent_id, second_at=text.second_at)
                     for name, text in zip(names[start : start + _TEXTS_AT_ONCE], tokens[start:], strict=False)
                 ]
                 with self._running.bridge.open(requests) as stream:
@@ -834,7 +834,6 @@ def _several(asked: Sequence[Any], part: type) -> Sequence[Any]:
 
 
 _TEXTS_AT_ONCE = 256
-_OF_TEXTS = Sampling(temperature=0.0, max_tokens=1)
 
 
 def _text_tokens(texts: Sequence[Prompt | _Pair], keep: int | None, running: RunningModel) -> list[TextTokens]:

@@ -72,8 +72,15 @@ class Case:
     ) -> NativeExecutor:
         capacity = text_capacity(MAX_LEN, max_rows=24, max_step_tokens=1024)
         sizes = sizes_of(capacity)
-        options = {"variant": variant, "num_threads": num_threads, "poison": poison, "rounds_floats": rounds_floats}
-        executor = NativeExecutor(self.model, self.program, **sizes, **options)  # type: ignore[arg-type]
+        executor = NativeExecutor(
+            self.model,
+            self.program,
+            variant=variant,
+            num_threads=num_threads,
+            poison=poison,
+            rounds_floats=rounds_floats,
+            **sizes,
+        )
         assert executor.capacity == capacity
         return executor
 

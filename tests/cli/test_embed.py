@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,11 +66,11 @@ def test_what_was_stopped_goes_on(embed: Embed, tmp_path: Path, vectors: np.ndar
     asked: list[str] = []
     own = LLM.embed
 
-    def fail_later(llm: LLM, texts: list[str], **options: object) -> object:
+    def fail_later(llm: LLM, texts: list[str], **options: Any) -> object:
         if len(asked) == 4:
             raise PenstockError("the power is gone", remedy="")
         asked.extend(texts)
-        return own(llm, texts, **options)  # type: ignore[arg-type]
+        return own(llm, texts, **options)
 
     monkeypatch.setattr(LLM, "embed", fail_later)
     assert isinstance(embed("in.txt").exception, PenstockError)

@@ -169,7 +169,7 @@ class Admission:
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """As `enter`, for a part of the call's requests. The lengths of its texts are told by `lengths.on_prompt`."""
+        """Count a part of the call's requests as entered. `lengths.on_prompt` is told the lengths of its texts apart."""
         view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)

@@ -22,7 +22,7 @@ class CatalogFile:
     """A file of a model, as it lies in the cache."""
 
     name: str
-    """With the folder in front, of a model that is a directory."""
+    """The file's name in the cache; in a model that is a directory, the folder is in front."""
     size_bytes: int
     sha256: str
 

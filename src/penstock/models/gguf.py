@@ -163,7 +163,7 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """As `endings.choose_ending`, by what the file says of pooling, and of the labels of a head.
+    """The ending that `endings.choose_ending` chooses by what the file says of pooling, and of the labels of a head.
 
     The file has no word on the length of embeddings: they are divided by it, as by llama.cpp's server.
     """

@@ -165,7 +165,7 @@ class TextAttention:
     scale: float
     mask: Mask = "all"
     window: int = 0
-    """With mask `causal` as in `Attention`; with mask `all`, token i sees token j if abs(i - j) < window; 0 is all."""
+    """Token i sees token j only if abs(i - j) < window; 0 is all. The mask `causal` hides what comes behind i, too."""
     distances: str | None = None
     """Weight of what is added to the score of query i and key j in head h: column D + min(max(j - i, -D), D) of row h, where D
     is `num_distances`. [num_heads, 2 D + 1]"""

@@ -194,7 +194,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def admit_texts(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
-        """As `admit`, of texts: they share no prefix, none is long or grows, and none is paused, as each ends with its step."""
+        """Admit texts while the step has tokens. A text shares no prefix and ends with its step: none grows or pauses."""
         budget, counts, pool = draft.budget, draft.counts, self._kv.pool
         while budget.has_tokens and not self._is_full(draft):
             fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None

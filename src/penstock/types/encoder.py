@@ -39,7 +39,7 @@ class EncoderInfo:
     width: int
     """Numbers of one row of a result."""
     pooling: str
-    """As in `Ending`: `first`, `last`, `mean`, or `each` for a row for each token, where a text has one row otherwise."""
+    """The pooling of `TextEnding`: `first`, `last`, `mean`, or `each` for a row for each token of a text."""
     max_tokens: int
     """Longest text in tokens, special ones included: the files' `max_seq_length`, or else the model's positions."""
     is_normalised: bool = False

@@ -240,5 +240,5 @@ def move_blocks(executor: Executor, count: int) -> None:
 
 
 def _num_blocks(length: int, capacity: Capacity) -> int:
-    """For a prompt and the token after it, or for a text."""
+    """The number of blocks of a prompt and the token after it, or of a text."""
     return 1 if capacity.is_one_pass else -(-(length + 1) // capacity.block_size)

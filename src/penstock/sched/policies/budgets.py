@@ -292,7 +292,7 @@ class HoldStep(Budget):
     """Tokens of the first step, of which nothing is known."""
     cost: StepCost = field(default_factory=StepCost)
     pairs_per_token: float = 0.0
-    """As the steps of late had them."""
+    """Pairs of tokens within a text, for each token: the mean of the last steps."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _held_tokens: int = 0

@@ -465,7 +465,7 @@ def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters |
 
 
 def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """As `parse_body`, of what `load_json` gave."""
+    """The body of a JSON value that `load_json` gave; `parse_body` does both."""
     if ignored is not None and isinstance(value, dict):
         unknown = [name for name in value if name not in body_type.field_names]
         for name in unknown:

@@ -178,7 +178,7 @@ def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix:
 
 
 def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None) -> list[TextInput]:
-    """As `read_texts`, with token ids, and with a prompt of the model before each text. Raises 400."""
+    """Texts or token ids of a field, checked as by `read_texts`, with a prompt of the model before each text. Raises 400."""
     prompt = prompt_text(asked.encoder, prompt_name)
     texts = read_texts(value, param, vocab_size=asked.running.model.vocab_size, prefix=prompt)
     if prompt_name is not None and isinstance(texts[0], TokenIds):
