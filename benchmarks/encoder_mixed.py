@@ -15,8 +15,9 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 
 from encoder_batching import jobs_of, sent_to
@@ -74,7 +75,8 @@ def main() -> None:
         one_s = statistics.median(server.one_text_s(short[:ONE_TEXT_RUNS]) for _ in range(3))
         seconds = args.texts / job_alone
         client_alone = ask(server.url, short, args.rate, seconds)
-        with ThreadPoolExecutor(1) as pool:
+        # In a process of its own: to read a long answer would hold up the other client.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             job = pool.submit(do_job, server.url, bulk)
             client_beside = ask(server.url, short, args.rate, 0.95 * seconds)  # ends before the job
             job_beside = job.result()

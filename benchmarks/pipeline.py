@@ -28,6 +28,7 @@ from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import Engine
 from penstock.testing import make_core, make_request
+from penstock.types.adapter import NoAdapters
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
 from penstock.types.result import StepResult, StepTiming
@@ -39,7 +40,7 @@ WARM_UP_STEPS = 20
 TIMEOUT_S = 120.0
 
 
-class Timer:
+class Timer(NoAdapters):
     """An executor that says `7` when the time of a step is over."""
 
     def __init__(self, capacity: Capacity, depth: int, step_ns: int) -> None:
@@ -140,10 +141,9 @@ def main() -> None:
     lines = []
     for num_rows, depth in ((num_rows, depth) for num_rows in args.rows for depth in (1, 2)):
         found = Crowd(num_rows, depth, int(args.step_ms * 1e6), args.steps).run()
-        ahead = percent(found.pop("ahead"))
-        lines.append([num_rows, depth, *(f"{figure:.0f}" for figure in found.values()), ahead])
+        lines.append([num_rows, depth, percent(found.pop("ahead")), *(f"{figure:.0f}" for figure in found.values())])
     print(origin())
-    print(table(["rows", "steps in flight", "gap, us", "its p90", "host, us a step", "steps/s", "ahead"], lines))
+    print(table(["rows", "steps in flight", "ahead", "gap, us", "its p90", "host, us a step", "steps/s"], lines))
 
 
 if __name__ == "__main__":

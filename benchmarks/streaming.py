@@ -26,7 +26,7 @@ from sessions import SERVED_NAME, ServerSession, running
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import factory
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.sizing import KvPlan
 from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -34,6 +34,7 @@ from penstock.models.weights import LoadedModel
 from penstock.serve.server import run_server
 from penstock.testing import sizes_of
 from penstock.text.tokenizer import load_tokenizer
+from penstock.types.adapter import NoAdapters
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
@@ -42,7 +43,7 @@ PROMPT = "Shall I compare thee to a summer's day? Thou art more lovely and more 
 PARTS = {"rows": 0, "linear": 0, "attention": 0, "sampling": 0}
 
 
-class Sleeper:
+class Sleeper(NoAdapters):
     """An executor with the native one's books and without its kernels."""
 
     def __init__(self, capacity: Capacity, words: list[int], vocab_size: int, step_s: float) -> None:
@@ -95,7 +96,7 @@ def serve(port: int, step_s: float) -> None:
     runtime = factory.start_model(config, resolve(DEFAULT_MODEL, default_cache_dir()))
     engine = next(thread for thread in threading.enumerate() if thread.name == "penstock-engine")
     print(engine.native_id, flush=True)
-    run_server(Deployment([runtime]), config.server)
+    run_server(Deployment.of(runtime), config.server)
 
 
 def thread_cpu_s(pid: int, thread: int) -> float:

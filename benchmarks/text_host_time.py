@@ -35,6 +35,7 @@ from penstock.obs.signals import Signals
 from penstock.sched.policies.base import Budget, BudgetView, StepLimits
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import make_core, text_capacity
+from penstock.types.adapter import NoAdapters
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request
@@ -46,7 +47,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 CALL_TEXTS = 64
 
 
-class Nothing:
+class Nothing(NoAdapters):
     """An executor that answers at once, always the same."""
 
     depth = 1

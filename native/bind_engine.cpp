@@ -75,20 +75,23 @@ Instruction rows_instruction(const std::vector<RowOp>& ops, bool samples) {
     return instruction;
 }
 
-void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, int kind) {
+void add_linear(Engine& self, const std::vector<std::tuple<int, int, int, int, int>>& ops, bool samples, int kind,
+                const std::vector<int>& sites) {
     Instruction instruction{InstructionKind::kLinear, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     if (kind >= 0 && kind != static_cast<int>(ActivationKind::kGelu)) throw std::invalid_argument("products lack this activation");
+    if (!sites.empty() && sites.size() != ops.size()) throw std::invalid_argument("there is a site for each product, or none");
     for (const auto& [weight, activation, out, bias, residual] : ops) {
         if (kind >= 0 && self.weights().packed(weight).matrix.kind != WeightKind::kU8Row) throw std::invalid_argument("products of this kind lack activations");
-        instruction.linears.push_back({weight, activation, out, bias, residual, kind >= 0, static_cast<ActivationKind>(std::max(kind, 0))});
+        const int site = sites.empty() ? -1 : sites[instruction.linears.size()];
+        instruction.linears.push_back({weight, activation, out, bias, residual, kind >= 0, static_cast<ActivationKind>(std::max(kind, 0)), site});
     }
     self.add_instruction(std::move(instruction));
 }
 
-void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples) {
+void add_gated(Engine& self, int gate, int up, int activation, int out, int kind, bool samples, int gate_site, int up_site) {
     Instruction instruction{InstructionKind::kGated, samples ? Domain::kSamples : Domain::kTokens, {}, {}, {}, {}};
     if (kind > static_cast<int>(ActivationKind::kGeluTanh)) throw std::invalid_argument("products with a gate lack this activation");
-    instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind)};
+    instruction.gated = {gate, up, activation, out, static_cast<ActivationKind>(kind), gate_site, up_site};
     self.add_instruction(std::move(instruction));
 }
 
@@ -113,6 +116,28 @@ int add_experts(Engine& self, int num_experts, int num_chosen, int width, int x,
                              router,      router_bias, selection_bias, inner, outer,
                              inner_bias,  outer_bias,  static_cast<ActivationKind>(activation), is_sigmoid, is_renormalised, share_factor};
     return self.add_experts(layer, samples ? Domain::kSamples : Domain::kTokens);
+}
+
+Adapters& adapters_of(Engine& self) {
+    if (self.adapters() == nullptr) throw std::invalid_argument("the engine computes no adapters");
+    return *self.adapters();
+}
+
+int add_adapter_site(Engine& self, int matrix, int order, bool samples, int slot) {
+    const PackedMatrix& w = self.weights().packed(matrix).matrix;
+    if (w.kind == WeightKind::kU8Row) throw std::invalid_argument("adapters change no matrix with a scale for each row");
+    AdapterSite site{w.rows, w.cols, w.kind != WeightKind::kBf16, false, {}};
+    if (order >= 0) site.order.assign(self.weights().order(order), self.weights().order(order) + w.cols);
+    return adapters_of(self).add_site(std::move(site), samples ? Domain::kSamples : Domain::kTokens, slot);
+}
+
+void place_adapter(Engine& self, int64_t number, const AdapterImage& image, const std::vector<int32_t>& blocks) {
+    for (const int32_t block : blocks) {
+        if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
+    }
+    Adapters& adapters = adapters_of(self);
+    nb::gil_scoped_release release;
+    adapters.place(number, image, blocks);
 }
 
 struct Arrays {
@@ -228,13 +253,16 @@ void step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>&
 void logits_step(Engine& self, const Vector<int32_t>& row_slots, const Vector<int32_t>& query_start_loc,
                  const Vector<int32_t>& context_lens, const Vector<int32_t>& token_ids, const Vector<int32_t>& positions,
                  const Vector<int64_t>& slot_mapping, const Matrix<int32_t>& block_tables, const Vector<int32_t>& logit_tokens,
-                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+                 nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out, int64_t adapter) {
     const Arrays arrays{row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, block_tables};
     check_step(self, arrays, logit_tokens);
     if (out.shape(0) != logit_tokens.size() || static_cast<int64_t>(out.shape(1)) != self.logits_width()) {
         throw std::invalid_argument("`out` has not the shape of the logits");
     }
-    const StepInput in = make_input(arrays, logit_tokens);
+    if (adapter != 0 && self.adapters() == nullptr) throw std::invalid_argument("the engine computes no adapters");
+    StepInput in = make_input(arrays, logit_tokens);
+    const std::vector<int64_t> adapters(block_tables.shape(0), adapter);
+    in.adapter_of_slot = adapters.data();
     nb::gil_scoped_release release;
     self.run_step(in);
     std::memcpy(out.data(), self.logits(), out.size() * sizeof(float));
@@ -339,7 +367,9 @@ void bind_engine(nb::module_& m) {
         .value("GATHER_FIRST", RowOpKind::kGatherFirst)
         .value("MEAN", RowOpKind::kMean)
         .value("NORMALISE", RowOpKind::kNormalise)
-        .value("ROUND", RowOpKind::kRound);
+        .value("ROUND", RowOpKind::kRound)
+        .value("SHRINK", RowOpKind::kShrink)
+        .value("ADAPT_EMBEDDING", RowOpKind::kAdaptEmbedding);
 
     nb::class_<RowOp>(m, "RowOp", "One operation on one row; the fields that a kind uses are in instructions.h.")
         .def("__init__",
@@ -351,20 +381,39 @@ void bind_engine(nb::module_& m) {
 
     nb::class_<Team>(m, "Team", "Threads that compute together, of one engine or of several, whose steps then take turns.")
         .def("__init__", [](Team* self, int num_threads) { new (self) Team(num_threads); }, "num_threads"_a)
-        .def_prop_ro("num_threads", &Team::size);
+        .def_prop_ro("num_threads", &Team::size)
+        .def("is_contested", &Team::is_contested, "account"_a, "window_ns"_a,
+             "Whether another account had or wanted a turn within so many nanoseconds.");
+
+    nb::class_<Account>(m, "Account", "One who takes turns on one team, with a share of its time relative to those of others.")
+        .def(nb::init<double>(), "share"_a = 1.0, "ValueError for a share below 0.001 or above 1000.")
+        .def_prop_ro("used_ns", &Account::used_ns, "The time that it had in all.");
+
+    nb::class_<Turns>(m, "Turns", "The choice of who is next, with instants of the caller's: for tests. A team has its own.")
+        .def(nb::init<>())
+        .def("ask", &Turns::ask, "account"_a, "now_ns"_a, nb::keep_alive<1, 2>(), "The number of the claim.")
+        .def("call", &Turns::call, "now_ns"_a, "Gives the turn to the claim that is next, unless somebody has it or it is kept.")
+        .def("leave", [](Turns& self, int64_t now_ns) {
+            if (self.holder() == 0) throw std::invalid_argument("nobody has the turn");
+            self.leave(now_ns);
+        }, "now_ns"_a)
+        .def("is_contested", &Turns::is_contested, "account"_a, "since_ns"_a)
+        .def_prop_ro("holder", &Turns::holder, "The claim that has the turn; 0: none.")
+        .def_prop_ro("kept_until_ns", &Turns::kept_until_ns, "When to call again, if nobody has the turn.");
 
     nb::class_<Engine>(m, "Engine", "Packed weights, KV cache and instructions of one model; runs a step in one call.")
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
-                int num_states, int state_columns, int state_width) {
+                int num_states, int state_columns, int state_width, std::shared_ptr<Account> account) {
                  const EngineShape shape{num_layers, num_kv_heads,    head_dim,  vocab_size, num_blocks,    block_size,
                                          max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width};
-                 new (self) Engine(shape, std::move(team), variant);
+                 new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
              "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
-             "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0)
+             "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(),
+             "It takes turns on the team as `account`, by default as one of its own.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
@@ -390,9 +439,10 @@ void bind_engine(nb::module_& m) {
         .def("add_rows",
              [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },
              "ops"_a, "samples"_a)
-        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1,
-             "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.")
-        .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a)
+        .def("add_linear", &add_linear, "ops"_a, "samples"_a, "kind"_a = -1, "sites"_a = std::vector<int>{},
+             "(weight, activation, out, bias, residual) each; -1 is none. `kind`: what is computed of the sums, of matrices `by_row` alone.\n"
+             "`sites`: one for each, where adapters change them, after SHRINK of it.")
+        .def("add_gated", &add_gated, "gate"_a, "up"_a, "activation"_a, "out"_a, "kind"_a, "samples"_a, "gate_site"_a = -1, "up_site"_a = -1)
         .def("add_attention", &add_attention, "q"_a, "out"_a, "layer"_a, "num_heads"_a, "scale"_a, "window"_a, "softcap"_a,
              "sinks"_a = -1, "of_samples"_a = false, "`of_samples`: what comes out for other tokens has no meaning.")
         .def("add_text_attention", &add_text_attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a,
@@ -406,6 +456,16 @@ void bind_engine(nb::module_& m) {
              "After the last weight: small pages that hold weights become huge ones, in the background. OSError if the disk fails.")
         .def("use_small_pages", [](Engine& self) { self.weights().use_small_pages(); }, "From now on, as if huge pages were dear: for tests.")
         .def_prop_ro("small_page_bytes", [](const Engine& self) { return self.weights().small_page_bytes(); }, "Memory for weights that `settle` has not seen to.")
+        .def("enable_adapters", &Engine::enable_adapters, "max_rank"_a, "Rows may have adapters; before anything else.")
+        .def("add_adapter_site", &add_adapter_site, "matrix"_a, "order"_a, "samples"_a, "slot"_a,
+             "What adapters may change: a product with this matrix, of columns in this order (-1: as they are). Returns the id of the site.\n"
+             "`slot` tells apart products of one instruction.")
+        .def("add_embedding_site",
+             [](Engine& self, int width, int vocab_size) { return adapters_of(self).add_site({width, vocab_size, false, true, {}}, Domain::kTokens, 0); },
+             "width"_a, "vocab_size"_a, "The same for an embedding, which ADAPT_EMBEDDING of it follows.")
+        .def_prop_ro("adapter_format", [](Engine& self) { return adapters_of(self).format(); }, "What packs adapters.")
+        .def("place_adapter", &place_adapter, "number"_a, "image"_a, "blocks"_a, "Puts an adapter into blocks; rows may have it from now on.")
+        .def("drop_adapter", [](Engine& self, int64_t number) { adapters_of(self).drop(number); }, "number"_a)
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
              "Logits are multiplied by `scale`, then capped; `cap` 0 is none.")
         .def("set_states", &Engine::set_states, "buffer"_a, "per_sample"_a, "The buffer with the answers to texts.")
@@ -415,8 +475,8 @@ void bind_engine(nb::module_& m) {
              "block_tables"_a, "logit_tokens"_a, "logit_slots"_a, "tokens"_a, "num_tokens"_a, "num_prompt_tokens"_a,
              nb::arg("out").noconvert(), "Runs one step and writes the sampled tokens into `out`; -1 for a row without a finite logit.")
         .def("logits_step", &logits_step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a,
-             "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(),
-             "Runs one step without sampling and copies the logits of `logit_tokens` into `out`.")
+             "slot_mapping"_a, "block_tables"_a, "logit_tokens"_a, nb::arg("out").noconvert(), "adapter"_a = 0,
+             "Runs one step without sampling, of rows with one adapter, and copies the logits of `logit_tokens` into `out`.")
         .def("logprobs", &logprobs, "index"_a, "(token, logprob, rank, [(id, logprob), ...]) of the last step's sample.")
         .def("copy_block",
              [](Engine& self, int from, int to) {
@@ -439,6 +499,7 @@ void bind_engine(nb::module_& m) {
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
              "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over all threads. For the rest of it they waited.")
+        .def_prop_ro("waited_ns", &Engine::waited_ns, "For how long the last step waited for its turn on the team.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
         .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")

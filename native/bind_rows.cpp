@@ -62,7 +62,7 @@ class NamedRows {
             to_ints(row.attr("block_ids"), scratch_);
             const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
                                           to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
-                                          to_int(row.attr("second_at")));
+                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")));
             slots_[name] = slot;
             return slot;
         });

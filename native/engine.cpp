@@ -19,6 +19,8 @@ namespace penstock {
 
 namespace {
 
+constexpr int kGatePanels = 24;  // whose sums wait for those of the gate, of a block of rows
+
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -47,16 +49,18 @@ const EngineShape& checked(const EngineShape& s) {
 
 }  // namespace
 
-Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::string& variant)
+Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared_ptr<Account> account, const std::string& variant)
     : shape_(checked(shape)),
       kernels_(choose_variant(variant)),
       team_(std::move(team)),
+      account_(account ? std::move(account) : std::make_shared<Account>(1.0)),
       kv_(shape, kernels_),
       planner_(shape, kernels_, program_, weights_, kv_.layer_block_bytes(), team_->size()),
       experts_(kernels_, weights_, team_->size()),
       logits_(shape, kernels_, team_->size()),
       member_times_(team_->size()),
-      attention_scratch_(team_->size()) {
+      attention_scratch_(team_->size()),
+      gate_scratch_(team_->size()) {
     for (auto& scratch : attention_scratch_) scratch.resize(kernels_.attention_scratch_floats(shape.head_dim));
 }
 
@@ -86,6 +90,9 @@ void Engine::add_instruction(Instruction instruction) {
     widest_text_head_ = std::max(widest_text_head_, instruction.text_attention.head_dim);
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
+    if (program_.back().gated.gate_site >= 0) {
+        for (Floats& scratch : gate_scratch_) scratch.resize(size_t{kRowBlock} * kGatePanels * kPanel);
+    }
 }
 
 int Engine::add_experts(const ExpertsLayer& layer, Domain domain) {
@@ -153,6 +160,7 @@ void Engine::run_step(const StepInput& input) {
     kv_.reach(last_slot);
     std::fill(member_times_.begin(), member_times_.end(), MemberTimes{});
     reserve_for_texts();
+    if (adapters_) adapters_->begin_step(input);
     const StepPlan& plan = planner_.plan(input);
     pieces_done_.assign(plan.splits.size(), 0);
     if (static_cast<int64_t>(partials_.size()) < plan.num_partials) partials_.resize(plan.num_partials);
@@ -164,7 +172,7 @@ void Engine::run_step(const StepInput& input) {
     }
     logits_.begin_step(input, logits_buffer_ < 0 ? nullptr : buffers_[logits_buffer_].data(), logits_width(), product, panels);
     const int64_t began_ns = now_ns(), began = ticks();
-    team_->run(*this, plan.num_tasks, planner_.strands_of_run());
+    waited_ns_ = team_->run(*account_, *this, plan.num_tasks, planner_.strands_of_run());
     ns_per_tick_ = static_cast<double>(now_ns() - began_ns) / static_cast<double>(std::max<int64_t>(1, ticks() - began));
     logits_.end_step();
 }
@@ -178,10 +186,11 @@ void Engine::run_task(int index, int task, int member) {
         case InstructionKind::kLinear:
             if (planner_.is_joint(index)) {
                 const LinearOp& op = instruction->linears[0];
-                return logits_.multiply(weights_.matrix(op.weight), activations_[op.activation].view, epilogue_of(op), stage, task, member);
+                return logits_.multiply(weights_.matrix(op.weight), activations_[op.activation].view, epilogue_of(op), stage, task, member,
+                                        op.site < 0 ? nullptr : adapters_.get(), op.site);
             }
             return run_linear(*instruction, index, task);
-        case InstructionKind::kGated: return run_gated(instruction->gated, index, task);
+        case InstructionKind::kGated: return run_gated(instruction->gated, index, task, member);
         case InstructionKind::kAttention: return run_attention(instruction->attention, stage, task, member);
         case InstructionKind::kTextAttention: return run_text_attention(instruction->text_attention, stage, task, member);
         case InstructionKind::kExperts: {
@@ -254,6 +263,10 @@ void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
         case RowOpKind::kKvWrite:
             return kernels_.kv_write_rows(kv_.layer(op.n), input_.slot_mapping + row, end - row, buffers_[op.x].row(row),
                                           buffers_[op.y].row(row), weights_.vector(op.weight));
+        case RowOpKind::kShrink:
+            return adapters_->shrink(op.weight, activations_[op.x].view, static_cast<int>(row), static_cast<int>(end));
+        case RowOpKind::kAdaptEmbedding:
+            return adapters_->embed(op.weight, input_.token_ids, op.value, static_cast<int>(row), static_cast<int>(end), buffers_[op.out].data());
         default:
             for (; row < end; ++row) run_row_op(op, row);
     }
@@ -348,6 +361,8 @@ void Engine::run_row_op(const RowOp& op, int64_t row) {
         case RowOpKind::kKeepState: return keep_state(shape_, kv_, input_, {op.n, buffers_[op.x].data(), nullptr, nullptr}, row);
         case RowOpKind::kQuantize:
         case RowOpKind::kRound:
+        case RowOpKind::kShrink:
+        case RowOpKind::kAdaptEmbedding:
         case RowOpKind::kKvWrite: return run_row_op(op, row, row + 1);
     }
 }
@@ -386,17 +401,50 @@ void Engine::run_linear(const Instruction& instruction, int index, int task) {
             task -= tasks;
             continue;
         }
-        return kernels_.gemm(w, activations_[op.activation].view, stage.first_row(task), stage.end_row(task), stage.panels(task, w.panels),
-                             epilogue_of(op), upcoming);
+        const int row0 = stage.first_row(task), row1 = stage.end_row(task);
+        const PanelRange range = stage.panels(task, w.panels);
+        const Epilogue epilogue = epilogue_of(op);
+        kernels_.gemm(w, activations_[op.activation].view, row0, row1, range, epilogue, upcoming);
+        if (op.site >= 0) adapters_->expand(op.site, row0, row1, range.begin, range.end, epilogue.out, epilogue.ld);
+        return;
     }
 }
 
-void Engine::run_gated(const GatedOp& op, int index, int task) {
+void Engine::run_gated(const GatedOp& op, int index, int task, int member) {
     const Stage& stage = planner_.last().stages[index];
     const PackedMatrix &gate = weights_.matrix(op.gate), &up = weights_.matrix(op.up);
+    const int row0 = stage.first_row(task), row1 = stage.end_row(task);
+    const PanelRange range = stage.panels(task, gate.panels);
+    const UpcomingKv upcoming = upcoming_of(index, task);
+    if (op.gate_site >= 0 && (adapters_->changes(op.gate_site, row0, row1) || adapters_->changes(op.up_site, row0, row1))) {
+        return run_changed_gated(op, row0, row1, range, upcoming, gate_scratch_[member].data());
+    }
     const Epilogue epilogue{buffers_[op.out].data(), buffers_[op.out].width, nullptr, nullptr, nullptr};
-    kernels_.gemm_gated(gate, up, activations_[op.activation].view, stage.first_row(task), stage.end_row(task),
-                        stage.panels(task, gate.panels), op.kind, epilogue, upcoming_of(index, task));
+    kernels_.gemm_gated(gate, up, activations_[op.activation].view, row0, row1, range, op.kind, epilogue, upcoming);
+}
+
+// Both sums are whole before the activation, some panels at a time. Rows without an adapter get the same bits as from `gemm_gated`.
+void Engine::run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange range, const UpcomingKv& upcoming, float* scratch) {
+    const PackedMatrix &gate = weights_.matrix(op.gate), &up = weights_.matrix(op.up);
+    const Activation& x = activations_[op.activation].view;
+    const Buffer& out = buffers_[op.out];
+    constexpr int kWidth = kGatePanels * kPanel;
+    UpcomingKv fetched = upcoming;
+    for (int panel = range.begin; panel < range.end; panel += kGatePanels) {
+        const int stop = std::min(panel + kGatePanels, range.end), column = panel * kPanel;
+        const PanelRange some{panel, stop, stop < range.end ? stop : range.next};
+        float* const ups = scratch - (int64_t{row0} * kWidth + column);  // of row 0 and column 0
+        kernels_.gemm(gate, x, row0, row1, some, {out.data(), out.width, nullptr, nullptr, nullptr}, fetched);
+        kernels_.gemm(up, x, row0, row1, some, {ups, kWidth, nullptr, nullptr, nullptr}, {});
+        fetched = {};
+        adapters_->expand(op.gate_site, row0, row1, panel, stop, out.data(), out.width);
+        adapters_->expand(op.up_site, row0, row1, panel, stop, ups, kWidth);
+        const int count = std::min(stop * kPanel, gate.rows) - column;
+        for (int64_t row = row0; row < row1; ++row) {
+            float* const gates = out.row(row) + column;
+            kernels_.gated_row(gates, gates, ups + row * kWidth + column, count, op.kind);
+        }
+    }
 }
 
 AttentionTask Engine::attention_task(const AttentionOp& op, const AttentionTile& tile) {

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "experts.h"
 #include "floats.h"
 #include "instructions.h"
@@ -33,7 +34,8 @@ struct StepTimes {
 class Engine final : private Work {
   public:
     // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
-    Engine(const EngineShape& shape, std::shared_ptr<Team> team, const std::string& variant);
+    // It takes turns on the team as `account`; null: as one of its own.
+    Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared_ptr<Account> account, const std::string& variant);
 
     Weights& weights() { return weights_; }
     const Weights& weights() const { return weights_; }
@@ -41,7 +43,7 @@ class Engine final : private Work {
     const KvCache& kv() const { return kv_; }
     const Experts& experts() const { return experts_; }
     void pack_rows(int matrix, int first_row, int num_rows, const uint8_t* source) {
-        weights_.pack_rows(*team_, matrix, first_row, num_rows, source);
+        weights_.pack_rows(*team_, *account_, matrix, first_row, num_rows, source);
     }
 
     // Each returns the id of what it adds.
@@ -61,6 +63,11 @@ class Engine final : private Work {
     // The weights are complete: threads of low priority see to their pages, and to those of the KV cache.
     void settle();
 
+    // Rows may have adapters of a rank up to this one; before anything is added. std::invalid_argument for a rank that can't be.
+    void enable_adapters(int max_rank) { adapters_ = std::make_unique<Adapters>(shape_, kernels_, kv_, max_rank); }
+    // Null unless they were enabled.
+    Adapters* adapters() { return adapters_.get(); }
+
     void set_sampling(int slot, RowSampling sampling) { logits_.set_sampling(slot, std::move(sampling)); }
     // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
     void run_step(const StepInput& input);
@@ -79,6 +86,7 @@ class Engine final : private Work {
     int32_t num_positions() const { return num_positions_; }
     int64_t logits_width() const { return logits_buffer_ < 0 ? 0 : buffers_[logits_buffer_].width; }
     StepTimes times() const;  // of the last step
+    int64_t waited_ns() const { return waited_ns_; }  // for how long the last step waited for its turn on the team
 
     const EngineShape& shape() const { return shape_; }
     const char* variant() const { return kernels_.name; }
@@ -118,7 +126,8 @@ class Engine final : private Work {
     Epilogue epilogue_of(const LinearOp& op) const;
     UpcomingKv upcoming_of(int index, int task) const;
     void run_linear(const Instruction& instruction, int index, int task);
-    void run_gated(const GatedOp& op, int index, int task);
+    void run_gated(const GatedOp& op, int index, int task, int member);
+    void run_changed_gated(const GatedOp& op, int row0, int row1, PanelRange range, const UpcomingKv& upcoming, float* scratch);
     AttentionTask attention_task(const AttentionOp& op, const AttentionTile& tile);
     void run_attention(const AttentionOp& op, const Stage& stage, int task, int member);
     void run_text_attention(const TextAttentionOp& op, const Stage& stage, int task, int member);
@@ -127,6 +136,7 @@ class Engine final : private Work {
     EngineShape shape_;
     const KernelTable& kernels_;
     std::shared_ptr<Team> team_;  // other engines may have it, too
+    std::shared_ptr<Account> account_;
     KvCache kv_;
     Weights weights_;
     std::deque<Rope> ropes_;
@@ -136,6 +146,7 @@ class Engine final : private Work {
     StepPlanner planner_;
     Experts experts_;
     Logits logits_;
+    std::unique_ptr<Adapters> adapters_;  // null: no instruction has a site
     int logits_buffer_ = -1;
     int states_buffer_ = -1;
     bool states_are_of_samples_ = false;
@@ -150,9 +161,11 @@ class Engine final : private Work {
     };
     std::vector<MemberTimes> member_times_;
     double ns_per_tick_ = 0.0;
+    int64_t waited_ns_ = 0;
     std::vector<int32_t> pieces_done_;  // of each split tile, through std::atomic_ref
     std::vector<float> partials_;
     std::vector<Floats> attention_scratch_;  // per member
+    std::vector<Floats> gate_scratch_;       // per member, of products with a gate that adapters change
 };
 
 }  // namespace penstock

@@ -20,17 +20,17 @@ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 enum class RowOpKind : int32_t {
     kEmbed, kAngles, kRmsNorm, kQuantize, kToBf16, kRope, kKvWrite, kGated, kAdd, kGather, kLookup, kResizeHeads, kGatherColumns,
     kChooseExperts, kSumExperts, kLayerNorm, kActivate, kLookupPosition, kShortConv, kKeepState,
-    kAddType, kGatherFirst, kMean, kNormalise, kRound,
+    kAddType, kGatherFirst, kMean, kNormalise, kRound, kShrink, kAdaptEmbedding,
 };
 
 // One operation on one row; ids index the engine's buffers, activations, matrices, tables, vectors, orders, ropes. -1 is none.
 struct RowOp {
     RowOpKind kind;
     int32_t out = -1;      // buffer, or activation for kQuantize, kToBf16 and kRound
-    int32_t x = -1;        // buffer
+    int32_t x = -1;        // buffer, or activation for kShrink
     int32_t y = -1;        // second buffer; kLayerNorm, kShortConv: vector of the bias, or -1
     // matrix (kEmbed), table (kLookup, kLookupPosition), vector (kRmsNorm, kLayerNorm; kQuantize: of the norm before, or -1; kKvWrite: what
-    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts)
+    // keys share, or -1; kShortConv; kAddType: [types, columns]), rope (kAngles, kRope), order (kGatherColumns), layer of experts (kChooseExperts, kSumExperts), site of adapters (kShrink, kAdaptEmbedding)
     int32_t weight = -1;
     // group (kRmsNorm), heads (kRope, kResizeHeads), layer (kKvWrite), layer of those with a state (kShortConv, kKeepState), activation
     // kind (kGated, kActivate), row of the first position (kLookupPosition), number of types (kAddType), whether rows have a zero of
@@ -48,6 +48,7 @@ struct LinearOp {
     int32_t residual = -1;  // buffer
     bool has_kind = false;  // an activation, of kind `kind`: weights of kU8Row alone
     ActivationKind kind = ActivationKind::kGelu;
+    int32_t site = -1;      // of adapters
 };
 
 struct GatedOp {
@@ -55,6 +56,7 @@ struct GatedOp {
     int32_t activation = -1;     // input
     int32_t out = -1;            // buffer
     ActivationKind kind = ActivationKind::kSilu;
+    int32_t gate_site = -1, up_site = -1;  // of adapters
 };
 
 struct AttentionOp {
@@ -141,6 +143,7 @@ struct StepInput {
     const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
 
     const int32_t* second_at_of_slot = nullptr;  // [max_rows], position of a pair's second text, or 0; null: 0 of all
+    const int64_t* adapter_of_slot = nullptr;    // [max_rows], number of a row's adapter, or 0; null: 0 of all
 
     // The row of a token, as its index among those of the step.
     int row_of(int64_t token) const {

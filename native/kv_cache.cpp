@@ -47,6 +47,14 @@ void KvCache::read_block(int block, uint8_t* out) const { std::memcpy(out, at(bl
 
 void KvCache::write_block(int block, const uint8_t* content) { std::memcpy(at(block), content, static_cast<size_t>(block_bytes_)); }
 
+const uint8_t* KvCache::write_page(int block, const uint8_t* content, int64_t bytes) {
+    reach(int64_t{block} * shape_.block_size);
+    uint8_t* const begin = at(block);
+    uint8_t* const page = begin + (64 - reinterpret_cast<uintptr_t>(begin) % 64) % 64;
+    std::memcpy(page, content, static_cast<size_t>(bytes));
+    return page;
+}
+
 void KvCache::poison_block(int block, int first) {
     if (first == 0 && shape_.num_states > 0) {
         std::fill_n(state(block, 0, 0), int64_t{shape_.num_states} * shape_.state_columns * shape_.state_width, to_bf16(std::nanf("")));

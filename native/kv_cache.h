@@ -32,6 +32,8 @@ class KvCache {
     // A block of all layers, one after the other, in the layout of the cache. [block_bytes]
     void read_block(int block, uint8_t* out) const;
     void write_block(int block, const uint8_t* content);
+    // Puts something else into a block, from the first line of the cache on that begins in it; where it lies then.
+    const uint8_t* write_page(int block, const uint8_t* content, int64_t bytes);
     // Fills a block's positions from `first` on with NaN, so that a test sees any use of them; its state as well if all are.
     void poison_block(int block, int first);
 

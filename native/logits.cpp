@@ -48,12 +48,14 @@ void Logits::change(float* logits, int64_t ld, int num_rows, int count) const {
     for (int row = 0; row < num_rows; ++row) kernels_.cap_row(logits + row * ld, count, scale_, cap_);
 }
 
-void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member) {
+void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member,
+                      const Adapters* adapters, int site) {
     const int first = stage.first_row(task), last = stage.end_row(task);
     const PanelRange range = stage.panels(task, w.panels);
     const auto begin = wants_best_.begin() + first, end = wants_best_.begin() + last;
     if (std::find(begin, end, 1) == end) {
         kernels_.gemm(w, x, first, last, range, epilogue, {});
+        if (adapters) adapters->expand(site, first, last, range.begin, range.end, epilogue.out, epilogue.ld);
         const int id = range.begin * kPanel;
         return change(epilogue.out + first * epilogue.ld + id, epilogue.ld, last - first, std::min(range.end * kPanel, w.rows) - id);
     }
@@ -64,6 +66,7 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
         const int stop = std::min(panel + kPanelsTogether, range.end), id = panel * kPanel, count = std::min(stop * kPanel, w.rows) - id;
         epilogue.out = scratch - (int64_t{first} * kTogether + id);
         kernels_.gemm(w, x, first, last, {panel, stop, stop < range.end ? stop : range.next}, epilogue, {});
+        if (adapters) adapters->expand(site, first, last, panel, stop, epilogue.out, epilogue.ld);
         change(scratch, kTogether, last - first, count);
         for (int row = first; row < last; ++row) {
             float* const logits = scratch + (row - first) * kTogether;

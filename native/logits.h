@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "adapters.h"
 #include "floats.h"
 #include "instructions.h"
 #include "sampler.h"
@@ -28,8 +29,9 @@ class Logits {
     // `logits` [num_logits, width] are where rows are kept that need them. `product` is the stage of the product, and `panels` those of its
     // matrix; null if another instruction makes the logits.
     void begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels);
-    // A task of the product. `epilogue` is that of an ordinary product into the logits.
-    void multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member);
+    // A task of the product. `epilogue` is that of an ordinary product into the logits. Null adapters: none changes it.
+    void multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member,
+                  const Adapters* adapters, int site);
     void draw(int row, int member);
     // Throws std::bad_alloc if the sampler found no memory; the samples then have no meaning.
     void end_step() const;

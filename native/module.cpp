@@ -4,6 +4,7 @@
 
 namespace nb = nanobind;
 
+void bind_adapters(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_probe(nb::module_& m);
 void bind_rows(nb::module_& m);
@@ -12,6 +13,7 @@ void bind_sampler(nb::module_& m);
 NB_MODULE(_native, m) {
     m.doc() = "CPU kernels of Penstock.";
     bind_sampler(m);
+    bind_adapters(m);
     bind_engine(m);
     bind_probe(m);
     bind_rows(m);

@@ -39,6 +39,7 @@ RowTable::RowTable(const RowTableShape& shape)
     num_tokens_.resize(rows_.size());
     num_prompt_.resize(rows_.size());
     second_at_.resize(rows_.size());
+    adapters_.resize(rows_.size());
     for (int32_t slot = shape.max_rows - 1; slot >= 0; --slot) free_slots_.push_back(slot);
     begin_step();
 }
@@ -49,7 +50,7 @@ RowTable::Row& RowTable::known(int slot) {
 }
 
 int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
-                    int64_t num_computed, bool is_padding, int64_t second_at) {
+                    int64_t num_computed, bool is_padding, int64_t second_at, int64_t adapter) {
     const auto num_tokens = static_cast<int64_t>(tokens.size());
     require(!free_slots_.empty(), "is one more than max_rows");
     require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
@@ -66,6 +67,7 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
     second_at_[static_cast<size_t>(slot)] = static_cast<int32_t>(second_at);
+    adapters_[static_cast<size_t>(slot)] = adapter;
     const int64_t num_unread = shape_.window > 0 ? std::max<int64_t>(0, num_computed + 1 - shape_.window) / shape_.block_size : 0;
     append_blocks(slot, blocks, num_unread);
     return slot;
@@ -158,6 +160,7 @@ StepInput RowTable::input() const {
     in.logit_tokens = logit_tokens_.data();
     in.logit_slots = logit_slots_.data();
     in.second_at_of_slot = second_at_.data();
+    in.adapter_of_slot = adapters_.data();
     if (shape_.is_one_pass) return in;
     in.tokens = tokens_.get();
     in.tokens_stride = token_stride_;

@@ -29,8 +29,9 @@ class RowTable {
     // Null blocks may stand for the first blocks if the row reads no position of theirs. Padding has null blocks and no others.
     // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
     // answers nobody. `second_at`: the position of a pair's second text; 0: it is one text.
+    // `adapter`: the number of its adapter; 0: none.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
-              bool is_padding, int64_t second_at = 0);
+              bool is_padding, int64_t second_at = 0, int64_t adapter = 0);
     void release(int slot);
 
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
@@ -76,6 +77,7 @@ class RowTable {
     std::vector<int32_t> free_slots_;
     std::vector<int32_t> num_tokens_, num_prompt_;  // [max_rows], for the sampler
     std::vector<int32_t> second_at_;                // [max_rows]
+    std::vector<int64_t> adapters_;                 // [max_rows]
     // The step.
     int64_t num_steps_ = 0;
     std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_;

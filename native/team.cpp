@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 #if defined(__x86_64__)
@@ -25,6 +26,10 @@ constexpr int kSpinsBeforeYield = 2000;  // while a task runs elsewhere; after t
 constexpr int kSpinsBeforeSleep = 4000;  // so that the short gap between two steps of a busy engine costs no wake-up
 
 constexpr uint32_t kMaxTasks = 0xFFFF;
+
+using Clock = std::chrono::steady_clock;
+
+int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
 uint64_t make_claim(uint32_t epoch, uint32_t total) { return static_cast<uint64_t>(epoch) << 32 | total << 16; }
 uint32_t epoch_of(uint64_t claim) { return static_cast<uint32_t>(claim >> 32); }
@@ -67,15 +72,35 @@ void Team::stop() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-// First come, first served: a mutex would mostly be taken again by the thread that has just released it, as that one is awake.
-Team::Turn::Turn(Team& team) : team_(team) {
-    const uint32_t own = team.next_turn_.fetch_add(1, std::memory_order_relaxed);
-    for (uint32_t turn; (turn = team.turn_.load(std::memory_order_acquire)) != own;) team.turn_.wait(turn, std::memory_order_acquire);
+Team::Turn::Turn(Team& team, Account& account) : team_(team), waited_ns_(0) {
+    const int64_t asked_ns = now_ns();
+    std::unique_lock lock(team.turns_mutex_);
+    const uint64_t own = team.turns_.ask(account, asked_ns);
+    if (team.turns_.call(asked_ns) && team.turns_.holder() == own) return;
+    team.turns_changed_.notify_all();
+    while (team.turns_.holder() != own) {
+        if (team.turns_.holder() != 0) {
+            team.turns_changed_.wait(lock);
+        } else {
+            team.turns_changed_.wait_until(lock, Clock::time_point(std::chrono::nanoseconds(team.turns_.kept_until_ns())));
+            if (team.turns_.call(now_ns())) team.turns_changed_.notify_all();
+        }
+    }
+    waited_ns_ = now_ns() - asked_ns;
 }
 
 Team::Turn::~Turn() {
-    team_.turn_.fetch_add(1, std::memory_order_seq_cst);  // as `epoch_` in `run`
-    team_.turn_.notify_all();
+    const std::lock_guard lock(team_.turns_mutex_);
+    const int64_t ended_ns = now_ns();
+    team_.turns_.leave(ended_ns);
+    if (!team_.turns_.has_claims()) return;
+    team_.turns_.call(ended_ns);
+    team_.turns_changed_.notify_all();  // also if the turn is kept: those who wait watch until when
+}
+
+bool Team::is_contested(const Account& account, int64_t window_ns) {
+    const std::lock_guard lock(turns_mutex_);
+    return turns_.is_contested(account, now_ns() - window_ns);
 }
 
 Team::Stages& Team::reserve(int num_stages) {
@@ -86,11 +111,11 @@ Team::Stages& Team::reserve(int num_stages) {
     return *storage_.back();
 }
 
-void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
+int64_t Team::run(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
-    const Turn turn(*this);
+    const Turn turn(*this, account);
     const int num_stages = static_cast<int>(num_tasks.size());
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
@@ -105,6 +130,7 @@ void Team::run(Work& work, const std::vector<int32_t>& num_tasks, Strands strand
     epoch_.store(epoch, std::memory_order_seq_cst);
     if (size_ > 1) epoch_.notify_all();
     run_strands(stages, epoch, 0);
+    return turn.waited_ns();
 }
 
 // Whether the run goes on: false if another has begun.

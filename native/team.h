@@ -6,16 +6,20 @@
 // whose core was taken away delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything
 // alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
 //
-// Runs take turns: engines that share a team may call it from several threads, and the one that asked first is served first. Two models
-// on one machine then never have more threads at work than cores, whatever they do at the same time.
+// Runs take turns: engines that share a team may call it from several threads, and `Turns` (turns.h) says who is next. Two models on one
+// machine then never have more threads at work than cores, whatever they do at the same time.
 
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "turns.h"
 
 namespace penstock {
 
@@ -54,10 +58,13 @@ class Team {
     };
 
     // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and
-    // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Waits for the runs of other threads that asked
-    // before. Not reentrant: a task must not call it. At most 65,535 tasks a stage (std::length_error).
-    void run(Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
-    void run(Work& work, const std::vector<int32_t>& num_tasks) { run(work, num_tasks, Strands{}); }
+    // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Waits for its turn before, and returns for how long.
+    // The account is one of this team alone. Not reentrant: a task must not call it. At most 65,535 tasks a stage (std::length_error).
+    int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
+    int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks) { return run(account, work, num_tasks, Strands{}); }
+
+    // Whether another account had or wanted a turn within so many nanoseconds.
+    bool is_contested(const Account& account, int64_t window_ns);
 
   private:
     // Members take the tasks of a stage from `claim`, which is one word:
@@ -92,13 +99,16 @@ class Team {
     // The right to begin a run, held while it goes on.
     class Turn {
       public:
-        explicit Turn(Team& team);
+        Turn(Team& team, Account& account);
         ~Turn();
         Turn(const Turn&) = delete;
         Turn& operator=(const Turn&) = delete;
 
+        int64_t waited_ns() const { return waited_ns_; }
+
       private:
         Team& team_;
+        int64_t waited_ns_;
     };
 
     void stop();
@@ -114,8 +124,9 @@ class Team {
     std::atomic<Stages*> stages_{nullptr};  // the newest
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<bool> stopping_{false};
-    alignas(64) std::atomic<uint32_t> next_turn_{0};  // of the thread that asks next
-    std::atomic<uint32_t> turn_{0};                   // of the thread that may run
+    std::mutex turns_mutex_;
+    std::condition_variable turns_changed_;
+    Turns turns_;
     std::vector<std::unique_ptr<Stages>> storage_;  // all that ever were: a late member may still look at an old one
     std::vector<std::thread> threads_;
 };

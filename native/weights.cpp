@@ -15,6 +15,13 @@ namespace {
 
 constexpr int kSettlerNice = 10;          // a tenth of a core that others want
 constexpr int kPackingTasksPerMember = 8;  // a member that loses its core delays the others by one of them
+constexpr int64_t kValuesPerTurn = 1 << 20;  // for each member: some milliseconds, for which other models wait
+constexpr int64_t kSmallestPage = 4096;
+
+// Have the system read what is not in memory yet.
+void fetch(const uint8_t* source, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kSmallestPage) static_cast<void>(*const_cast<const volatile uint8_t*>(source + at));
+}
 
 // Panels [first, first + panels) of a matrix, in about equal parts.
 struct Packing final : Work {
@@ -45,11 +52,18 @@ int Weights::add_matrix(SourceFormat format, int rows, int cols, bool is_partly_
     return static_cast<int>(matrices_.size()) - 1;
 }
 
-void Weights::pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source) {
-    const int panels = (num_rows + kPanel - 1) / kPanel;
-    Packing packing(matrices_.at(matrix), source, first_row / kPanel, panels, kPackingTasksPerMember * team.size());
-    team.run(packing, {packing.num_parts});
-    if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
+void Weights::pack_rows(Team& team, Account& account, int matrix, int first_row, int num_rows, const uint8_t* source) {
+    PackedStorage& packed = matrices_.at(matrix);
+    const int64_t panel_values = int64_t{kPanel} * packed.matrix.cols;
+    const int rows_per_turn = kPanel * static_cast<int>(std::max<int64_t>(1, kValuesPerTurn * team.size() / panel_values));
+    for (int row = 0, rows; row < num_rows; row += rows) {
+        rows = std::min(rows_per_turn, num_rows - row);
+        const uint8_t* const part = source + row * source_bytes(packed.format, 1, packed.matrix.cols);
+        fetch(part, source_bytes(packed.format, rows, packed.matrix.cols));  // not in the turn: others would wait for the disk
+        Packing packing(packed, part, (first_row + row) / kPanel, (rows + kPanel - 1) / kPanel, kPackingTasksPerMember * team.size());
+        team.run(account, packing, {packing.num_parts});
+        if (!packing.finite.load(std::memory_order_relaxed)) throw std::invalid_argument("a scale is no finite number: the file is damaged");
+    }
 }
 
 int Weights::add_table(SourceFormat format, int rows, int cols, const uint8_t* source) {

@@ -30,8 +30,9 @@ class Weights {
     // Memory for a matrix, whose rows are packed by `pack_rows`: all of them, before the first step. DiskError, see above.
     // `by_row`: floats become kU8Row.
     int add_matrix(SourceFormat format, int rows, int cols, bool is_partly_read = false, bool by_row = false);
-    // Rows as in the file, packed by the whole team. `first_row` begins a panel, and the last one ends one or is the matrix's last.
-    void pack_rows(Team& team, int matrix, int first_row, int num_rows, const uint8_t* source);
+    // Rows as in the file, packed by the whole team in turns of the account. `first_row` begins a panel, and the last one ends one or is the
+    // matrix's last.
+    void pack_rows(Team& team, Account& account, int matrix, int first_row, int num_rows, const uint8_t* source);
     // A matrix of which a step reads single rows: it stays where and as it is, and must outlive this. It is not read now,
     // so damage shows when a row is looked up: a group whose scale is no finite number is NaN, and so are that request's logits.
     int add_table(SourceFormat format, int rows, int cols, const uint8_t* source);

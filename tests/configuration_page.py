@@ -12,7 +12,8 @@ Written by `make docs` from `src/penstock/config`; do not edit.
 Every setting can be given as a flag, as an environment variable or as a key of a TOML file that `--config FILE.toml`
 (or `PENSTOCK_CONFIG`) names. A flag goes before the environment, that before the file, that before the default.
 An unknown key, a wrong type and a value that is not available are errors, never ignored; an environment variable that begins
-with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file.
+with `PENSTOCK_` and is none of these is warned of. All keys stand at the top level of the file, but for what is said
+of one model of several: [how-to/several-models.md](how-to/several-models.md).
 
 Counts may be written `4k` (4,000) or `2Mi` (2,097,152), sizes `512MB` or `4GiB`, durations `250ms`, `30s` or `2m`
 (a bare number is seconds), shares `1%` or `0.01`; several counts `128,512`, or as a list in the file. What may be repeated
@@ -53,7 +54,7 @@ def _section(title: str, settings: tuple[Setting, ...]) -> str:
 
 def _flag(item: Setting) -> str:
     if item.key == "model":
-        return "`MODEL` (first argument), `-m`, `--model`"
+        return "`MODEL` (an argument; `serve` takes several), `-m`, `--model`"
     return f"`{item.flag}`, `--no-{item.flag[2:]}`" if item.kind is Kind.FLAG else f"`{item.flag}`"
 
 

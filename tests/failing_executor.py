@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.engine.ports import Executor, Ready
+from penstock.types.adapter import NoAdapters
 from penstock.types.errors import ExecutorFailure
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
 
 
-class FailingExecutor:
+class FailingExecutor(NoAdapters):
     """Fails in the `fail_at_step`-th step (from 0) and in all after it: in `collect`, or already in `submit`."""
 
     def __init__(self, inner: Executor, *, fail_at_step: int, is_in_submit: bool = False) -> None:

@@ -23,9 +23,11 @@ from penstock.sched.policies.budgets import DecodeFirst, HoldLatency
 from penstock.sched.policies.gates import Continuous, Dynamic, Static
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
+from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, LateWorker, Outcome
 from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_tokens
+from penstock.types.adapter import BASE, AdapterSource
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -37,6 +39,8 @@ MAX_GROWTH_TOKENS = 6
 MAX_SHARE = 0.3
 """The most that drawn watermarks keep back: a share of the pool, and tokens for each running request."""
 NO_FAULTS = Faults()
+MAX_ADAPTERS = 4
+"""Adapters of requests have numbers up to this."""
 MAX_TURN = 25
 """Requests and aborts arrive in turns [0, MAX_TURN]."""
 
@@ -53,6 +57,29 @@ class LowerTier:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Where adapters come from: how many run, how slowly they come, how many stay in memory, and which never come."""
+
+    max_running: int
+    max_in_memory: int
+    max_pages: int
+    """Adapter k has k pages, at most so many."""
+    promptness: float = 1.0
+    failing: tuple[int, ...] = ()
+    seed: int = 0
+
+    def make(self) -> tuple[FakeAdapters, LateWorker]:
+        worker = LateWorker(self.promptness, self.seed)
+        source = FakeAdapters(
+            worker=worker,
+            num_pages=lambda number: min(number, self.max_pages),
+            max_in_memory=self.max_in_memory,
+            failing=self.failing,
+        )
+        return source, worker
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A configuration, from which any number of equal engines can be made."""
@@ -65,6 +92,7 @@ class Engine:
     """Steps in flight."""
     seed: int = 0
     """When the executor computes a step, with a depth of 2."""
+    lora: Lora | None = None
 
     @property
     def fills_steps(self) -> bool:
@@ -76,10 +104,18 @@ class Engine:
     def is_continuous(self) -> bool:
         return isinstance(self.policies.gate, Continuous)
 
-    def make(self) -> tuple[EngineCore, HashExecutor]:
+    def make(self, adapters: AdapterSource | None = None) -> tuple[EngineCore, HashExecutor]:
+        """`adapters`: those of its `lora`."""
         policies = deepcopy(self.policies)  # some keep accounts
         tier = None if self.lower is None else Tier(self.lower.num_slots, max_load_blocks=self.lower.max_load_blocks)
-        core = make_core(self.capacity, policies, enable_prefix_caching=self.enable_prefix_caching, tier=tier)
+        core = make_core(
+            self.capacity,
+            policies,
+            enable_prefix_caching=self.enable_prefix_caching,
+            tier=tier,
+            adapters=adapters,
+            max_adapters=1 if self.lora is None else self.lora.max_running,
+        )
         return core, HashExecutor(self.capacity, model=MODEL, depth=self.depth, seed=self.seed)
 
     def make_transfers(
@@ -107,9 +143,12 @@ class Workload:
     arrival_turns: tuple[int, ...]
     early_ends: tuple[tuple[int, int, bool], ...]
     """(turn, request index, is a Stop rather than an Abort); may come before the request, or after its end."""
+    adapters: tuple[int, ...] = ()
+    """Numbers of the requests' adapters, 0 for none; nothing: none has one."""
 
     def requests(self) -> list[Request]:
-        parts = zip(self.prompts, self.samplings, self.salts, self.ranks, self.arrival_turns, strict=True)
+        numbers = self.adapters or (BASE,) * len(self.prompts)
+        parts = zip(self.prompts, self.samplings, self.salts, self.ranks, self.arrival_turns, numbers, strict=True)
         return [
             make_request(
                 f"r{idx}",
@@ -121,8 +160,9 @@ class Workload:
                 cache_salt=salt,
                 predicted_new_tokens=predicted,
                 matcher=matcher_of(sampling),
+                adapter=make_adapter(number) if number else None,
             )
-            for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn) in enumerate(parts)
+            for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn, number) in enumerate(parts)
         ]
 
     def script(self, requests: list[Request]) -> dict[int, list[Command]]:
@@ -164,9 +204,22 @@ def lower_tiers() -> st.SearchStrategy[LowerTier]:
     )
 
 
+def loras() -> st.SearchStrategy[Lora]:
+    """From adapters that are always there to ones that come late, fail, and are forgotten at once."""
+    return st.builds(
+        Lora,
+        max_running=st.sampled_from([1, 2, 32]),
+        max_in_memory=st.sampled_from([1, 2, 64]),
+        max_pages=st.sampled_from([1, 2, MAX_ADAPTERS]),
+        promptness=st.sampled_from([0.1, 0.5, 1.0]),
+        failing=st.sampled_from([(), (), (2,)]),
+        seed=st.integers(0, 3),
+    )
+
+
 @st.composite
-def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = False) -> Engine:
-    """Any request of up to `max_model_len` tokens fits alone. Every policy that has a name is drawn."""
+def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = False, has_adapters: bool = False) -> Engine:
+    """Any request of up to `max_model_len` tokens fits alone, beside its adapter. Every policy that has a name is drawn."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     max_rows = draw(st.integers(1, 6))
     max_batch_size = max_rows // 2
@@ -179,7 +232,8 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         has_state=draw(st.booleans()),
         window=draw(st.sampled_from([0, 0, 2, 5, 9, 20])),
     )
-    num_needed = unlimited.most_blocks(max_model_len - 1)
+    lora = draw(loras()) if has_adapters else None
+    num_needed = unlimited.most_blocks(max_model_len - 1) + (0 if lora is None else lora.max_pages)
     capacity = replace(unlimited, num_blocks=1 + num_needed + draw(st.integers(0, num_needed)))
     policies = make_policies(
         gate=draw(gates(max_batch_size)) if max_batch_size else "continuous",
@@ -191,7 +245,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
     )
     is_caching = draw(st.sampled_from([True, True, False]))
     lower = draw(lower_tiers()) if has_lower_tier else None
-    return Engine(capacity, policies, is_caching, lower, draw(st.sampled_from([1, 2, 2])), draw(st.integers(0, 3)))
+    return Engine(capacity, policies, is_caching, lower, draw(st.sampled_from([1, 2, 2])), draw(st.integers(0, 3)), lora)
 
 
 def budgets() -> st.SearchStrategy[Budget | str]:
@@ -254,7 +308,14 @@ def ranks() -> st.SearchStrategy[tuple[int, str, int | None]]:
 
 
 @st.composite
-def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *, has_early_ends: bool = True) -> Workload:
+def workloads(
+    draw: st.DrawFn,
+    max_model_len: int = 40,
+    max_requests: int = 8,
+    *,
+    has_early_ends: bool = True,
+    has_adapters: bool = False,
+) -> Workload:
     """Some requests reach `max_model_len` before their own limit."""
     num_requests = draw(st.integers(1, max_requests))
 
@@ -269,6 +330,7 @@ def workloads(draw: st.DrawFn, max_model_len: int = 40, max_requests: int = 8, *
         ranks=each(ranks()),  # type: ignore[arg-type]
         arrival_turns=each(st.one_of(st.just(0), st.integers(0, MAX_TURN))),  # type: ignore[arg-type]
         early_ends=tuple(draw(st.lists(early_end, max_size=4))) if has_early_ends else (),
+        adapters=each(st.integers(BASE, MAX_ADAPTERS)) if has_adapters else (),  # type: ignore[arg-type]
     )
 
 
@@ -283,8 +345,13 @@ def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping
             model=MODEL,
             max_model_len=engine.capacity.max_model_len,
             matcher=matcher_of(request.sampling),
+            adapter=request.adapter,
         )
-        if outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
+        is_failing = engine.lora is not None and request.adapter_number in engine.lora.failing
+        if is_failing and outcome.finish_reason is FinishReason.REJECTED:
+            assert "is broken" in outcome.last.detail
+            assert not outcome.token_ids
+        elif outcome.finish_reason is FinishReason.ABORT or outcome.last.stop_reason == "stop string":
             assert tuple(outcome.token_ids) == expected.token_ids[: len(outcome.token_ids)]
         else:
             answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)

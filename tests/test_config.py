@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from configuration_page import render
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import Kind, settings_of
+from penstock.config.several import configs_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
@@ -132,7 +135,7 @@ def test_file_values_are_parsed_as_flags_are(tmp_path: Path) -> None:
         'max_num_batched_tokens = "1k"\nkv_cache_memory = "1GiB"\nshutdown_timeout = "250ms"\nkv_headroom = 0.05\n'
         'prefix_caching = false\nport = 8080\napi_key = ["a", "b"]\nserved_model_name = "x"\n',
     )
-    assert read_config_file(path) == {
+    assert read_config_file(path).values == {
         "max_num_batched_tokens": 1000,
         "kv_cache_memory": 1 << 30,
         "shutdown_timeout": 0.25,
@@ -163,6 +166,14 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
         ("port = 99999", "port: 99999 is more than 65535"),
         ("request_timeout = inf", "request_timeout: inf is not a finite number"),
         ("kv_headroom = nan", "kv_headroom: nan is not a finite number"),
+        ("[[models]]", r"\[\[models\]\] 1: there is no key 'model'\. Say which model"),
+        ("[models]\nmodel = 'a'", r"models are tables\. Begin each with a line \[\[models\]\]"),
+        ("models = ['a']", r"models are tables\. Begin each"),
+        ("[[models]]\nmodel='a'\n[[models]]\nport = 1", r"\[\[models\]\] 2: port is set for all models, not for one"),
+        ("[[models]]\nmodel='a'\nthreads = 1", "threads is set for all models, not for one"),
+        ("[[models]]\nmodel='a'\nblok_size = 1", r"\[\[models\]\] 1: unknown key 'blok_size'\. Did you mean block_size\?"),
+        ("[[models]]\nmodel='a'\nblock_size = 0", r"\[\[models\]\] 1: block_size: 0 is less than 1"),
+        ("[[models]]\nmodel='a'\n[models.server]\nport = 1", "unknown key 'server'"),
         ("[server]\nport = 1", r"no tables such as \[server\]\. Put all keys at the top level"),
         ("host = ''", "host: '' is empty"),
         ("port = ", "is not TOML"),
@@ -171,6 +182,100 @@ def test_an_unknown_key_names_the_nearest_and_all_valid_ones(tmp_path: Path) -> 
 def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, line: str, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause):
         read_config_file(_write(tmp_path, line + "\n"))
+
+
+def test_a_file_has_tables_for_models_that_set_what_models_have_for_themselves(tmp_path: Path) -> None:
+    file = read_config_file(
+        _write(
+            tmp_path,
+            "port = 1\n[[models]]\nmodel = 'a'\nserved_model_name = 'x'\nidle_unload = '2m'\nkv_cache_memory = '1GiB'\n"
+            "policy = 'edf'\n[models.policy_args]\nweight = 2\n[[models]]\nmodel = 'b'\nmachine_share = 2\n",
+        )
+    )
+    first = {"model": "a", "served_model_name": ("x",), "idle_unload": 120.0, "kv_cache_memory": 1 << 30, "policy": "edf"}
+    assert file.values == {"port": 1}
+    assert file.models == (first | {"policy_args": {"weight": 2}}, {"model": "b", "machine_share": 2})
+
+
+def _models(**parts: Any) -> list[tuple[str, tuple[str, ...], str]]:
+    """(model, names, when it is loaded) of each."""
+    return [
+        (one.model.model, one.model.served_model_names, one.sharing.load_on)
+        for one in configs_of(parts.pop("values", {}), **parts)
+    ]
+
+
+def test_nothing_named_is_the_default_model() -> None:
+    assert configs_of({}) == [Config()]
+
+
+def test_words_are_first_and_one_that_names_a_table_or_a_file_stands_for_it() -> None:
+    tables = [{"model": "m1", "served_model_name": ("one", "eins")}, {"model": "m2", "load_on": "request"}]
+    folder = [("three", "/models/three.gguf"), ("two", "m2")]
+    assert _models(tables=tables, folder=folder) == [
+        ("m1", ("one", "eins"), "start"),
+        ("m2", (), "request"),
+        ("/models/three.gguf", ("three",), "request"),
+    ]
+    assert _models(words=["m2", "three", "other", "eins"], tables=tables, folder=folder) == [
+        ("m2", (), "request"),
+        ("/models/three.gguf", ("three",), "start"),
+        ("other", (), "start"),
+        ("m1", ("one", "eins"), "start"),
+    ]
+
+
+def test_a_file_is_one_model_however_its_path_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tables = [{"model": "~/notes.gguf", "max_num_seqs": 2}]
+    folder = [("notes", f"{tmp_path}/notes.gguf"), ("other", f"{tmp_path}/other.gguf")]
+    assert [one.model.model for one in configs_of({}, tables=tables, folder=folder)] == [
+        "~/notes.gguf",
+        f"{tmp_path}/other.gguf",
+    ]
+    (first, _) = configs_of({}, words=["./notes.gguf"], tables=tables, folder=folder)
+    assert first.scheduler.max_num_seqs == 2
+
+
+def test_what_a_table_says_of_a_model_goes_before_what_is_said_of_all() -> None:
+    values = {"block_size": 8, "max_num_seqs": 3, "idle_unload": 60.0, "port": 7, "load_on": "request"}
+    one, two = configs_of(values, words=["a"], tables=[{"model": "b", "block_size": 32, "load_on": "start"}])
+    assert (one.kv.block_size, two.kv.block_size) == (8, 32)
+    assert (one.sharing.load_on, two.sharing.load_on) == ("request", "start")
+    assert one.scheduler == two.scheduler
+    assert one.server == two.server
+
+
+def test_a_policy_of_a_table_has_no_arguments_of_another() -> None:
+    values = {"policy": "fair", "policy_args": {"x": 1}, "budget_args": {"y": 2}}
+    tables = [{"model": "b", "policy": "edf"}, {"model": "c", "policy": "fair", "policy_args": {"x": 3}}]
+    told = [one.scheduler for one in configs_of(values, words=["a"], tables=tables)]
+    assert [one.policy_args for one in told] == [{"x": 1}, None, {"x": 3}]
+    assert [one.budget_args for one in told] == [{"y": 2}] * 3
+
+
+@pytest.mark.parametrize("key", ["served_model_name", "alias", "ab_tenant"])
+def test_several_models_have_no_name_in_common_and_no_test(key: str) -> None:
+    values = {key: ("x",)}
+    assert len(configs_of(values, words=["a"])) == 1
+    with pytest.raises(ConfigError, match=f"--{key.replace('_', '-')} is .*of one model, and 2 are served"):
+        configs_of(values, words=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("chat_template", "[[models]]"),
+        ("kv_disk_path", "[[models]]"),
+        ("lora_dir", "[[models]]"),
+        ("record", "alone"),
+        ("ab", "alone"),
+    ],
+)
+def test_what_is_of_one_model_is_refused_for_several_with_the_remedy(key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        configs_of({key: "x"}, words=["a"], folder=[("b", "b.gguf")])
 
 
 def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:

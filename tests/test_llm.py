@@ -25,7 +25,7 @@ from parity.encoder_cases import ENCODERS, write_encoder
 from penstock import LLM, AsyncLLM, PenstockError, RequestOutput, SamplingParams, StructuredOutputsParams, llm
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
 from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
@@ -35,7 +35,8 @@ from penstock.types.errors import Rejected
 from penstock.types.plan import Ticket
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
-from tiny_models import TinyLlama, write_gguf
+from tiny_adapters import factors_of_llama, write_adapter
+from tiny_models import TinyLlama, write_gguf, write_hf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -74,7 +75,7 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
     code = (
         "import penstock, sys; assert not [name for name in sys.modules if name.startswith('penstock.')], sys.modules;"
         "assert 'LLM' in dir(penstock); from penstock import LLM; assert 'penstock.llm' in sys.modules;"
-        "assert 'fastapi' not in sys.modules and 'tqdm' not in sys.modules"
+        "assert 'starlette' not in sys.modules and 'tqdm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -222,7 +223,7 @@ def test_an_answer_is_what_the_server_says(model: LLM) -> None:
     }
 
     async def ask() -> tuple[list[str], list[str]]:
-        transport = httpx.ASGITransport(create_app(Deployment([running]), ServerConfig()), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(Deployment.of(running), ServerConfig()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
             text = await client.post("/v1/completions", json={"prompt": "in the", "logit_bias": {"5": 2.0}, **fields})
             chat = await client.post("/v1/chat/completions", json={"messages": CONVERSATION, **fields})
@@ -565,6 +566,22 @@ def test_texts_become_vectors_in_their_order(encoders: dict[str, Path]) -> None:
     assert np.isclose(score.outputs.score, first @ second)
 
 
+def test_texts_have_the_models_own_prompt_wherever_they_are_asked_for(
+    encoders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["a first text", "another one"]
+    with LLM(encoders["bert_gguf"]) as reader:
+        encoder = reader._async._running.model.encoder
+        assert encoder is not None
+        told = replace(encoder, prompts={"document": "of a book: "}, default_prompt="document")
+        monkeypatch.setattr(reader._async._running, "model", replace(reader._async._running.model, encoder=told))
+        first, second = (np.array(answer.outputs.embedding) for answer in reader.embed(texts))
+        [score] = reader.score(*texts)
+        with pytest.raises(Rejected, match=r"'texts\[0\]' is empty"):
+            reader.embed("")
+    assert np.isclose(score.outputs.score, first @ second)
+
+
 def test_a_classifier_names_its_labels(encoders: dict[str, Path]) -> None:
     with LLM(encoders["roberta_classes_gguf"]) as reader:
         [answer] = reader.classify("some text")
@@ -593,9 +610,40 @@ def test_texts_that_can_not_be_read_are_named(encoders: dict[str, Path]) -> None
             reader.embed([[1, 10**6]])
         with pytest.raises(PenstockError, match="2 of text_1 and 3 of text_2"):
             reader.score(["a", "b"], ["a", "b", "c"])
+        with pytest.raises(Rejected, match=r"'text_1\[0\]' is empty"):
+            reader.score("", "x")
         assert len(reader.embed("long " * 400, truncate_prompt_tokens=-1)) == 1
 
 
 def test_a_model_that_writes_text_embeds_none(model: LLM) -> None:
     with pytest.raises(PenstockError, match="writes text"):
         model.embed("some text")
+
+
+def test_prompts_have_adapters_by_name(tmp_path: Path) -> None:
+    tiny = TinyLlama(max_model_len=512)
+    write_hf(tmp_path / "tiny", tiny)
+    for seed, name in enumerate(("red", "green"), 1):
+        write_adapter(tmp_path / "adapters" / name, factors_of_llama(tiny, seed=seed), lora_alpha=24)
+    write_adapter(tmp_path / "adapters" / "wide", factors_of_llama(tiny, rank=9))
+    settings = SETTINGS | {"lora_dir": tmp_path / "adapters", "max_lora_rank": 8}
+    with LLM(tmp_path / "tiny", **settings) as model:
+        names = [None, "red", "green", "red"]
+        answers = [answer.outputs[0].token_ids for answer in model.generate(["in the"] * 4, GREEDY, adapter=names)]
+        assert answers[1] == answers[3]
+        assert len({tuple(answer) for answer in answers}) == 3
+        assert model.generate("in the", GREEDY, adapter="green")[0].outputs[0].token_ids == answers[2]
+        *_, streamed = model.stream("in the", GREEDY, adapter="green")
+        assert streamed.outputs[0].token_ids == answers[2]
+        chats = [model.chat(CONVERSATION, GREEDY, adapter=name)[0].outputs[0].token_ids for name in (None, "red")]
+        assert chats[0] != chats[1]
+        *_, told = model.stream_chat(CONVERSATION, GREEDY, adapter="red")
+        assert told.outputs[0].token_ids == chats[1]
+        for name, cause in (("mauve", "no adapter 'mauve'"), ("wide", "--max-lora-rank"), (["red", "red"], "1 prompts and 2")):
+            with pytest.raises(PenstockError, match=cause):
+                model.generate("in the", GREEDY, adapter=name)
+
+
+def test_a_model_without_adapters_says_how_to_name_some(model: LLM) -> None:
+    with pytest.raises(PenstockError, match="lora_modules"):
+        model.generate("in the", GREEDY, adapter="red")

@@ -31,7 +31,7 @@ SET = Config(
 def test_a_file_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "tuned.toml"
     path.write_text(write_config_file(SET, ["a note\n policy = 'sjf'"]), "utf-8")
-    read = config_from(read_config_file(path))
+    read = config_from(read_config_file(path).values)
     assert read == replace(SET, model=replace(SET.model, cache_dir=None), server=ServerConfig())
     assert "secret" not in path.read_text("utf-8")
     found = re.match(r"# penstock settings, format 1, hash ([0-9a-f]{12})\n# a note policy = 'sjf'\n", path.read_text("utf-8"))

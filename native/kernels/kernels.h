@@ -174,6 +174,44 @@ struct TextAttentionTask {
     int32_t num_distances;    // the same for all farther away
 };
 
+constexpr int kRanks = 8;            // of a panel of A
+constexpr int kScaledCols = 64;      // of A that share one scale
+constexpr int kMostRank = 256;       // of an adapter
+
+// What one adapter changes of one matrix [rows, cols]: y = x W^T becomes y + (x A^T) B^T, with A [rank, cols] and B [rows, rank]. The
+// factors lie in units anywhere in memory; null: the adapter leaves this matrix alone.
+//
+// A unit of A is a panel of eight ranks by `unit_cols` columns (of a panel's last unit: the rest), a multiple of 64. A unit of B is
+// `unit_panels` panels of 16 rows (the last one: the rest). Ranks, columns and rows that are missing are zero. Beside a quantised matrix
+// numbers are w = d * (q - 128), q of 8 bits:
+//   A  [cols / 8][8 ranks][8 cols] q, then [cols / 64][8 ranks][2] bf16 d, each twice
+//   B  [panels][rank / 4][16 rows][4 ranks] q, then [panels][16] bf16 d
+// Beside one of bf16 they are bf16:
+//   A  [cols / 4][8 ranks][4 cols]
+//   B  [panels][rank][16 rows]
+// Of an embedding, of which A's column of a token is looked up, they are bf16 too, and so is B; a unit of A is of `unit_cols` tokens:
+//   A  [tokens][rank]
+struct LoraFactors {
+    bool is_quantised = true;
+    int32_t rank = 0;
+    int32_t unit_cols = 0, unit_panels = 0;
+    const uint8_t* const* a = nullptr;  // [ceil(rank / 8)][ceil(cols / unit_cols)]
+    const uint8_t* const* b = nullptr;  // [ceil(panels / unit_panels)]
+
+    // Always inlined, see KvLayer.
+    __attribute__((always_inline)) int panels_of_a() const { return (rank + kRanks - 1) / kRanks; }
+    __attribute__((always_inline)) int panel_bytes_of_b() const { return is_quantised ? (rank + 3) / 4 * 4 * kPanel : 2 * rank * kPanel; }
+};
+
+// x A^T of some rows, on its way from the one product to the other.
+struct LoraHidden {
+    int32_t ld = 0;           // from a row to the next one, a multiple of 8
+    int8_t* q = nullptr;      // beside quantised matrices [rows, ld]: x A^T = scale * q
+    float* scale = nullptr;   // [rows]
+    int32_t* start = nullptr; // [rows]: -128 * sum of q
+    float* values = nullptr;  // beside those of bf16 [rows, ld]
+};
+
 struct KernelTable {
     const char* name;
     int32_t attention_queries;  // most (query, head) pairs of one attention task
@@ -217,6 +255,10 @@ struct KernelTable {
     // out = activation(a @ gate.T) * (a @ up.T); weights of equal kind and shape, no bias, no residual
     void (*gemm_gated)(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                        ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming);
+    // h's rows [row0, row1) = x A^T; meanwhile the units of `next`, unless that is null, are fetched into the cache.
+    void (*lora_shrink)(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
+    // out[r, panels] += h[r] B^T for rows [row0, row1) and panels [begin, end); out is [., ld] and has `channels` columns.
+    void (*lora_expand)(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
     // `scratch` is at least attention_scratch_floats(head_dim) floats
     void (*attention)(const KvLayer& kv, const AttentionTask& task, float* scratch);
     // Merges the segments of a task that was computed in pieces. Pieces are all of the same first query and num_queries; their

@@ -25,6 +25,8 @@ void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelR
           const UpcomingKv& upcoming);
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,
                 ActivationKind kind, const Epilogue& e, const UpcomingKv& upcoming);
+void lora_shrink(const LoraFactors& f, const Activation& x, int row0, int row1, const LoraHidden& h, const LoraFactors* next);
+void lora_expand(const LoraFactors& f, const LoraHidden& h, int row0, int row1, int begin, int end, int channels, float* out, int64_t ld);
 void attention(const KvLayer& kv, const AttentionTask& task, float* scratch);
 void attention_merge(const KvLayer& kv, const AttentionTask& task, float* scratch);
 int64_t attention_scratch_floats(int head_dim);

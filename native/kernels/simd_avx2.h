@@ -223,6 +223,15 @@ PENSTOCK_INLINE vb set1_pair(const void* p) {
     memcpy(&bits, p, 4);
     return {_mm256_set1_epi32(bits), _mm256_set1_epi32(bits)};
 }
+PENSTOCK_INLINE vb set1_eight(const void* p) {
+    int64_t bits;
+    memcpy(&bits, p, 8);
+    return {_mm256_set1_epi64x(bits), _mm256_set1_epi64x(bits)};
+}
+PENSTOCK_INLINE vf set1_two(const float* p) {
+    const vb both = set1_eight(p);
+    return {_mm256_castsi256_ps(both.l), _mm256_castsi256_ps(both.h)};
+}
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {
     return {_mm256_add_epi32(acc.l, _mm256_madd_epi16(w.l, a.l)), _mm256_add_epi32(acc.h, _mm256_madd_epi16(w.h, a.h))};
 }

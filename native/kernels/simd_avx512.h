@@ -149,6 +149,14 @@ PENSTOCK_INLINE vb set1_pair(const void* p) {
     memcpy(&bits, p, 4);
     return {_mm512_set1_epi32(bits)};
 }
+// Eight bytes for every two lanes.
+PENSTOCK_INLINE vb set1_eight(const void* p) {
+    int64_t bits;
+    memcpy(&bits, p, 8);
+    return {_mm512_set1_epi64(bits)};
+}
+// Two numbers for every two lanes.
+PENSTOCK_INLINE vf set1_two(const float* p) { return {_mm512_castsi512_ps(set1_eight(p).v)}; }
 // acc[lane] += w[lane][0] * a[lane][0] + w[lane][1] * a[lane][1], int16 products in int32. Written as assembly because the
 // compiler copies accumulators that the intrinsic takes.
 PENSTOCK_INLINE vi dot2_i16(vi acc, vb w, vb a) {

@@ -192,6 +192,8 @@ PENSTOCK_INLINE void store_low_bytes(uint8_t* p, const vf (&a)[kSoftmaxVectors])
     }
 }
 PENSTOCK_INLINE vb set1_pair(const void* p) { vb r; PENSTOCK_LANES memcpy(r.v + 4 * i, p, 4); return r; }
+PENSTOCK_INLINE vb set1_eight(const void* p) { vb r; for (int i = 0; i < 64; i += 8) memcpy(r.v + i, p, 8); return r; }
+PENSTOCK_INLINE vf set1_two(const float* p) { vf r; PENSTOCK_LANES r.v[i] = p[i % 2]; return r; }
 constexpr int32_t kDotZero = 0;
 PENSTOCK_INLINE vi dot4_i8(vi acc, vb w, vb a) {
     PENSTOCK_LANES {

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, TypeGuard, TypeVar, Unpack, cast
 
 from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.engine.ports import OutputChunk
     from penstock.serve.openai.schemas import CompletionBody
     from penstock.serve.texts.call import TextResult
+    from penstock.types.adapter import AdapterRef
     from penstock.types.result import TokenLogprobs
 
 __all__ = [
@@ -69,19 +70,12 @@ __all__ = [
 _Result = TypeVar("_Result")
 
 
-class _Pair(NamedTuple):
-    """Two texts that a reranker reads together."""
-
-    first: str
-    second: str
-
-
 Prompt = str | Sequence[int]
 """A text, or the ids of its tokens."""
 Message = Mapping[str, object]
 """One turn of a conversation: `role` (system, user or assistant) and `content`, a text or a list of text parts."""
 
-_COMPONENTS = ("model", "kv", "scheduler", "backend")
+_COMPONENTS = ("model", "kv", "lora", "scheduler", "backend")
 _OTHER_KEYS = ("seed",)
 _NOT_HERE = ("model", "served_model_name")
 """Settings of these components that are no keyword: the model is an argument, and it has no clients to be named for."""
@@ -297,21 +291,26 @@ class AsyncLLM:
         """The fields of `SamplingParams` that the model's files name: those of a call without `sampling_params`."""
         return self._running.defaults.named()
 
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AsyncGenerator[RequestOutput, None]:
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a text. Yields the answers so far, whenever there is more, and last when they are `finished`.
 
-        Raises PenstockError, when it is first awaited, if the prompt does not fit, and later if the engine fails.
+        `adapter` is the name of one of `lora_modules`, or in `lora_dir`; None: the model alone. Raises PenstockError, when it
+        is first awaited, if the prompt does not fit or there is no such adapter, and later if the engine fails.
         """
-        return self._stream(_Asked([prompt], sampling_params))
+        return self._stream(_Asked([prompt], sampling_params, adapters=adapter))
 
     def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for the model's next message of a conversation."""
-        return self._stream(_Asked([messages], sampling_params, options))
+        return self._stream(_Asked([messages], sampling_params, options, adapter))
 
     async def embed(
         self,
@@ -330,7 +329,9 @@ class AsyncLLM:
         with _own_errors():
             check_dimensions(dimensions, encoder)
             prefix = prompt_text(encoder, prompt_name)
-        asked = [prefix + text if isinstance(text, str) else text for text in _several(texts, int)]
+        several = _several(texts, int)
+        _check_not_empty("texts", several)
+        asked = [prefix + text if isinstance(text, str) else text for text in several]
         answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
         return [
             EmbeddingRequestOutput(name, list(text.token_ids), EmbeddingOutput(embedding(result, encoder, dimensions).tolist()))
@@ -365,27 +366,21 @@ class AsyncLLM:
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
         """The scores of pairs; `LLM.score` says what the arguments mean."""
-        from penstock.serve.texts.numbers import cosine, embedding, scores
+        from penstock.serve.texts.pairs import Pairs
 
         encoder = self._encoder(Task.RERANK, Task.EMBED)
         firsts, seconds = _several(text_1, int), _several(text_2, int)
         if len(firsts) not in (1, len(seconds)):
             remedy = "Give one text_1, or as many."
             raise ConfigError(f"There are {len(firsts)} of text_1 and {len(seconds)} of text_2.", remedy=remedy)
-        num_firsts = len(firsts)
-        if encoder.task is Task.RERANK:
-            pairs = [_Pair(firsts[0 if num_firsts == 1 else index], second) for index, second in enumerate(seconds)]
-            answers = await self._read_texts(pairs, truncate_prompt_tokens, use_tqdm=use_tqdm)
-            found = [scores(result, encoder.scores)[0] for _, _, result in answers]
-        else:
-            both = await self._read_texts([*firsts, *seconds], truncate_prompt_tokens, use_tqdm=use_tqdm)
-            vectors, answers = [embedding(result, encoder) for _, _, result in both], both[num_firsts:]
-            found = [
-                cosine(vectors[0 if num_firsts == 1 else index], vector) for index, vector in enumerate(vectors[num_firsts:])
-            ]
+        _check_not_empty("text_1", firsts)
+        _check_not_empty("text_2", seconds)
+        pairs = Pairs(firsts, seconds, "text_1[{}]".format, "text_2[{}]".format)
+        answers = await self._read_texts(pairs.texts(encoder), truncate_prompt_tokens, use_tqdm=use_tqdm)
+        found = pairs.scores(encoder, [result for _, _, result in answers])
         return [
             ScoringRequestOutput(name, list(text.token_ids), ScoringOutput(score))
-            for (name, text, _), score in zip(answers, found, strict=True)
+            for (name, text, _), score in zip(answers[-len(seconds) :], found, strict=True)
         ]
 
     async def aclose(self) -> None:
@@ -441,7 +436,7 @@ class AsyncLLM:
         return encoder
 
     async def _read_texts(
-        self, texts: Sequence[Prompt | _Pair], keep: int | None, *, use_tqdm: bool
+        self, texts: Sequence[Prompt | tuple[str, str]], keep: int | None, *, use_tqdm: bool
     ) -> list[tuple[str, TextTokens, TextResult]]:
         """The id, the tokens and the numbers of each text. The engine has some of a long list at a time."""
         from penstock.serve.texts.call import TextResult
@@ -449,7 +444,9 @@ class AsyncLLM:
 
         if not self._closer.alive:
             raise _closed()
-        tokens = await asyncio.to_thread(_text_tokens, texts, keep, self._running)
+        size = sum([sum(map(len, text)) if _is_pair(text) else len(text) for text in texts])
+        # Never refused, unlike `run`: the caller is this process itself.
+        tokens = await self._running.off_loop.finish(size, partial(_text_tokens, texts, keep, self._running))
         parent_id, found = self._running.sources.new_request_id(), dict[str, bytes]()
         names = [f"{parent_id}.{index}" for index in range(len(texts))]
         starts = iter(range(0, len(texts), _TEXTS_AT_ONCE))
@@ -502,8 +499,8 @@ class LLM:
         """Load a model, fetched first if it is one that can be and is not here.
 
         `model` is a catalogue name, a .gguf file, a Hugging Face directory or `hf:org/repo[:file]`. `settings` are those of
-        `penstock serve` about model, KV cache, scheduling and computing, by their keys in docs/configuration.md and in its
-        notation (`kv_cache_memory="1GiB"`, `policy="fair"`), and `seed`, from which those of requests are drawn.
+        `penstock serve` about model, KV cache, adapters, scheduling and computing, by their keys in docs/configuration.md and
+        in its notation (`kv_cache_memory="1GiB"`, `policy="fair"`), and `seed`, from which those of requests are drawn.
 
         Raises PenstockError for an unknown setting, with the list, and for a model that can't be loaded or does not fit.
         """
@@ -540,20 +537,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue texts: the whole answers, in the order of the prompts.
 
-        `sampling_params` are for all prompts, or a sequence with one for each. `use_tqdm` shows the progress on stderr, if
-        that is a terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
+        `sampling_params` are for all prompts, or a sequence with one for each. `adapter` likewise: it is the name of one of
+        `lora_modules`, or in `lora_dir`; None: the model alone. `use_tqdm` shows the progress on stderr, if that is a
+        terminal. Raises PenstockError if a prompt does not fit, before any runs, and if an answer fails.
         """
-        return self._wait(self._async._all(_Asked(_several(prompts, int), sampling_params), use_tqdm=use_tqdm))
+        return self._wait(
+            self._async._all(_Asked(_several(prompts, int), sampling_params, adapters=adapter), use_tqdm=use_tqdm)
+        )
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
@@ -561,7 +563,8 @@ class LLM:
 
         The model's chat template makes the prompt; `options` are those of `ChatOptions`.
         """
-        return self._wait(self._async._all(_Asked(_several(messages, Mapping), sampling_params, options), use_tqdm=use_tqdm))
+        asked = _Asked(_several(messages, Mapping), sampling_params, options, adapter)
+        return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
 
     def embed(
         self,
@@ -608,18 +611,22 @@ class LLM:
         """
         return self._wait(self._async.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[RequestOutput]:
         """Continue a text: the answers so far, whenever there is more. Leaving the loop early ends the request."""
-        return self._iterate(self._async.generate(prompt, sampling_params))
+        return self._iterate(self._async.generate(prompt, sampling_params, adapter=adapter))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[RequestOutput]:
         """As `stream`, for the model's next message of a conversation."""
-        return self._iterate(self._async.chat(messages, sampling_params, **options))
+        return self._iterate(self._async.chat(messages, sampling_params, adapter=adapter, **options))
 
     def close(self) -> None:
         """End all requests and free the model. Idempotent."""
@@ -680,6 +687,8 @@ class _Asked:
     prompts: Sequence[Prompt | Sequence[Message]]
     params: SamplingParams | Sequence[SamplingParams] | None
     template: ChatOptions | None = None
+    adapters: str | Sequence[str | None] | None = None
+    """The name of an adapter for all, or one for each."""
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
@@ -688,19 +697,20 @@ class _Asked:
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
+        adapters = self._adapters(running)
         prompts = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(running.tokenizer.encode_batch(texts, add_special_tokens=self.template is None))
         arrival_ns = running.clock.now_ns()
         answers = []
-        for index, (prompt, params) in enumerate(zip(prompts, self._params(running), strict=True)):
+        for index, (prompt, params, adapter) in enumerate(zip(prompts, self._params(running), adapters, strict=True)):
             token_ids = next(encoded) if isinstance(prompt, str) else prompt
             with _own_errors():
                 if isinstance(prompt, str):
                     check_encoded(token_ids, running, self._name(index))
                 else:
                     check_token_ids(token_ids, running.model.vocab_size, self._name(index))
-            requests = _requests(running, token_ids, params, arrival_ns, self._name(index))
+            requests = _requests(running, token_ids, params, arrival_ns, self._name(index), adapter)
             answers.append(_Answer(running, prompt if isinstance(prompt, str) else None, params, requests))
         return answers
 
@@ -714,6 +724,16 @@ class _Asked:
                 remedy="Give one for all, or one for each.",
             )
         return self.params
+
+    def _adapters(self, running: RunningModel) -> list[AdapterRef | None]:
+        """The adapter of each prompt, which begins to be loaded."""
+        one = self.adapters
+        names = [one] * len(self.prompts) if one is None or isinstance(one, str) else one
+        if len(names) != len(self.prompts):
+            raise ConfigError(
+                f"There are {len(self.prompts)} prompts and {len(names)} adapters.", remedy="Give one for all, or one for each."
+            )
+        return [None if name is None else _adapter(running, name) for name in names]
 
     def _name(self, index: int) -> str:
         name = "prompt" if self.template is None else "messages"
@@ -746,8 +766,25 @@ class _Asked:
         )
 
 
+def _adapter(running: RunningModel, name: str) -> AdapterRef:
+    """Raises ConfigError for a name that nothing has, and for an adapter that can't be had."""
+    adapter = None if running.adapters is None else running.adapters.find(name)
+    if running.adapters is None or adapter is None:
+        remedy = "Name it in lora_modules, or the folder that it lies in as lora_dir."
+        raise ConfigError(f"There is no adapter {name!r}.", remedy=remedy)
+    if failure := running.adapters.failure(name):
+        raise ConfigError(failure)
+    running.adapters.want(adapter)
+    return adapter
+
+
 def _requests(
-    running: RunningModel, token_ids: Sequence[int], params: SamplingParams, arrival_ns: int, name: str
+    running: RunningModel,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    arrival_ns: int,
+    name: str,
+    adapter: AdapterRef | None = None,
 ) -> list[Request]:
     """A request for each of the `n` answers to a prompt."""
     from penstock.serve.openai.grammars import asked_grammar
@@ -787,6 +824,7 @@ def _requests(
             parent_id=parent_id,
             slo_itl_ns=running.slo_itl_ns,
             matcher=None if asked is None else running.grammars.matcher(asked.grammar),
+            adapter=adapter,
         )
         for nth in range(params.n)
     ]
@@ -836,7 +874,19 @@ def _several(asked: Sequence[Any], part: type) -> Sequence[Any]:
 _TEXTS_AT_ONCE = 256
 
 
-def _text_tokens(texts: Sequence[Prompt | _Pair], keep: int | None, running: RunningModel) -> list[TextTokens]:
+def _is_pair(text: Prompt | tuple[str, str]) -> TypeGuard[tuple[str, str]]:
+    """Whether these are two texts that a reranker reads together: token ids are numbers."""
+    return isinstance(text, tuple) and len(text) == 2 and isinstance(text[0], str)
+
+
+def _check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
+    """Raises PenstockError for an empty text, before a prompt of the model's is put before it."""
+    for index, text in enumerate(texts):
+        if text == "":
+            raise Rejected(RejectReason.INVALID, f"'{name}[{index}]' is empty.", param=f"{name}[{index}]")
+
+
+def _text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
     """The tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
     from penstock.serve.openai.read import check_token_ids
     from penstock.serve.texts.read import read_truncation
@@ -847,13 +897,14 @@ def _text_tokens(texts: Sequence[Prompt | _Pair], keep: int | None, running: Run
     to_encode: list[str | tuple[str, str]] = []
     given: list[tuple[int, ...] | None] = []
     for index, text in enumerate(texts):
-        if isinstance(text, str | _Pair):
+        if isinstance(text, str) or _is_pair(text):
             to_encode.append(text)
             given.append(None)
             continue
         with _own_errors():
-            check_token_ids(list(text), running.model.vocab_size, f"texts[{index}]")
-        given.append(tuple(text))
+            ids = list(cast("Sequence[int]", text))
+            check_token_ids(ids, running.model.vocab_size, f"texts[{index}]")
+        given.append(tuple(ids))
     encoded = iter(running.tokenizer.encode_texts(to_encode, max_tokens=most))
     found = [next(encoded) if ids is None else TextTokens(ids[:most], 0) for ids in given]
     limit = running.model.max_model_len

@@ -13,6 +13,7 @@ import math
 import os
 import resource
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -48,7 +49,7 @@ def cpu_name(*, proc: Path = _PROC) -> str:
 
 def give_back_free_memory() -> None:
     """Give freed memory that the C library keeps back to the system; only glibc keeps much, and has a call for it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
@@ -59,10 +60,16 @@ def return_large_blocks_when_freed() -> None:
     glibc otherwise learns from the first large block that was freed to keep all up to 32 MiB, in each thread's own arena
     (mallopt(3), M_MMAP_THRESHOLD). `benchmarks/hostile_memory.py` measures what bodies of megabytes leave behind.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_option = getattr(_c_library(), "mallopt", None)
     if set_option is not None:
         set_option(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
         set_option(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    """The C library. Each opening makes types that know each other, and are freed late or never."""
+    return ctypes.CDLL(None)
 
 
 def _meminfo_available_bytes(proc: Path) -> int:

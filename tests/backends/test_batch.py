@@ -234,3 +234,12 @@ def test_arrays_equal_a_token_by_token_oracle(data: st.DataObject):
         append(builder, batch, *sampled)
         for request_id, token_id in zip(samplers, sampled, strict=True):
             tokens[request_id].append(token_id)
+
+
+def test_a_backend_that_computes_no_adapters_refuses_a_row_with_one():
+    with_adapter = plan(row(), admits=(replace(admit(), adapter=7),))
+    with pytest.raises(ValueError, match="'a' has adapter 7"):
+        BatchBuilder(CAPACITY).apply(with_adapter)
+    builder = BatchBuilder(CAPACITY, placed={7})
+    builder.apply(with_adapter)
+    assert builder.adapters[builder.slot("a")] == 7

@@ -43,19 +43,22 @@ class Recorder:
     def __init__(self) -> None:
         self.linears: list[int] = []
         self.num_gated = 0
+        self.sites: list[int] = []
 
-    def add_linear(self, ops: Sequence[tuple[int, ...]], on_samples: bool) -> None:
+    def add_linear(self, ops: Sequence[tuple[int, ...]], on_samples: bool, *, sites: Sequence[int]) -> None:
         self.linears.append(len(ops))
+        self.sites += sites
 
     def add_gated(self, *ids: int) -> None:
         self.num_gated += 1
+        self.sites += (site for site in ids[6:] if site >= 0)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: 0
 
 
-def lowered(*ops: Op) -> Recorder:
-    recorder = Recorder()
+def lowered(*ops: Op, recorder: Recorder | None = None, has_adapters: bool = False) -> Recorder:
+    recorder = recorder or Recorder()
     program = Program(
         num_layers=1,
         num_kv_heads=1,
@@ -64,7 +67,7 @@ def lowered(*ops: Op) -> Recorder:
         buffers=tuple((name, 32) for name in NAMES),
         ops=(*(Embed(name, "w") for name in NAMES), *ops),
     )
-    lower(program, {"w": MATRIX}, cast(Engine, recorder), num_positions=64)
+    lower(program, {"w": MATRIX}, cast(Engine, recorder), num_positions=64, has_adapters=has_adapters)
     return recorder
 
 
@@ -173,6 +176,20 @@ def test_a_norm_is_quantised_at_once_if_only_quantised_products_read_it(
     }
     lower(program, weights, cast(Engine, recorder), num_positions=64)
     assert [kind for kind in recorder.kinds if kind not in (RowOpKind.EMBED, RowOpKind.LOOKUP)] == kinds
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_without_adapters_no_instruction_knows_of_them(has_adapters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, the first half of their product comes behind the input's conversion."""
+    monkeypatch.setattr("penstock.backends.native.lowering.RowOp", lambda kind, **fields: kind)
+    recorder = WhichRowOps()
+    gated = (Linear("y", "x", "w"), Linear("z", "x", "w"), GatedActivation("y", "y", "z", "silu"))
+    lowered(Linear("x", "y", "w"), *gated, recorder=recorder, has_adapters=has_adapters)
+    kinds = recorder.kinds[recorder.kinds.index(RowOpKind.TO_BF16) :]
+    shrink = [RowOpKind.SHRINK] * has_adapters
+    assert kinds == [RowOpKind.TO_BF16, *shrink, RowOpKind.TO_BF16, *shrink, *shrink]
+    assert len(recorder.sites) == (3 if has_adapters else 0)
+    assert (RowOpKind.ADAPT_EMBEDDING in recorder.kinds) == has_adapters
 
 
 def test_only_the_last_layer_attends_for_samples_alone() -> None:

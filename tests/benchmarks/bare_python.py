@@ -12,8 +12,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-ABSENT = ("gguf", "tokenizers", "jinja2", "fastapi", "pydantic", "uvicorn", "httptools", "orjson", "prometheus_client", "click")
-ABSENT += ("tqdm", "penstock.backends.native._native")
+ABSENT = ("gguf", "tokenizers", "jinja2", "starlette", "pydantic", "uvicorn", "httptools", "orjson", "prometheus_client")
+ABSENT += ("click", "tqdm", "penstock.backends.native._native")
 
 
 class Absence(importlib.abc.MetaPathFinder):

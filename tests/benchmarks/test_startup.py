@@ -20,8 +20,8 @@ Rss:                   8 kB
 
 
 def test_requirements_are_followed_to_their_end():
-    found = installed.required(["fastapi>=0.1", 'nothing-such ; python_version < "3"', 'nor-this ; extra == "x"'])
-    assert {"fastapi", "starlette", "pydantic", "pydantic-core", "anyio"} <= found.keys()
+    found = installed.required(["starlette>=0.1", 'nothing-such ; python_version < "3"', 'nor-this ; extra == "x"'])
+    assert {"starlette", "anyio"} <= found.keys()
     assert not found.keys() & {"nothing-such", "nor-this"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,34 @@ def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, argumen
     result = embed(*arguments)
     with pytest.raises(PenstockError, match=complaint):
         raise result.exception or AssertionError(result.output)
+
+
+def test_two_runs_do_not_write_one_output(embed: Embed, tmp_path: Path, vectors: np.ndarray) -> None:
+    with (tmp_path / "in.txt.npy.part").open("ab") as part:
+        fcntl.flock(part, fcntl.LOCK_EX)
+        with pytest.raises(PenstockError, match="Another run writes"):
+            raise embed("in.txt").exception or AssertionError
+    assert embed("in.txt").exit_code == 0
+    assert np.array_equal(np.load(tmp_path / "in.txt.npy"), vectors)
+
+
+def test_a_longer_limit_is_another_setting(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "AT_ONCE", 4)
+    own, calls = LLM.embed, iter(range(2))
+    monkeypatch.setattr(LLM, "embed", lambda llm, texts, **options: own(llm, texts, **options) if not next(calls) else 1 / 0)
+    assert isinstance(embed("in.txt").exception, ZeroDivisionError)
+    monkeypatch.setattr(LLM, "embed", own)
+    assert "of another input, model or setting" in str(embed("in.txt", "--max-model-len", "40").exception)
+    assert "of another input, model or setting" in str(embed("in.txt", "--pooling", "last").exception)
+    assert embed("in.txt").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("in.txt", "--field", "q"), ("in.json",)])
+def test_a_field_is_of_objects_in_lines(embed: Embed, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "in.json").write_text('{"q": "one"}')
+    result = embed(*arguments)
+    assert result.exit_code == 2
+    assert ".jsonl" in result.output
 
 
 def test_long_texts_are_cut_if_that_is_asked_for(embed: Embed, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
-ALL = ("model", "kv", "scheduler", "admission", "backend", "server", "ab", "log")
+ALL = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "ab", "log")
 
 
 @pytest.fixture(autouse=True)
@@ -182,10 +182,12 @@ def test_help_groups_the_settings() -> None:
         "Options:",
         "Model:",
         "KV cache:",
+        "Adapters:",
         "Scheduling:",
         "Admission:",
         "Compute:",
         "Server:",
+        "Several models:",
         "A/B test:",
         "Log:",
     ]

@@ -118,6 +118,53 @@ def test_the_model_answers_to_what_was_given(environment: dict[str, str], tiny_m
             assert served.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})["model"] == name
 
 
+def test_several_models_are_served_each_with_its_settings(
+    environment: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("one", "two", "third"):
+        (folder / f"{name}.gguf").symlink_to(tiny_model)
+    settings = tmp_path / "penstock.toml"
+    settings.write_text(
+        f'models_dir = "{folder}"\n[[models]]\nmodel = "{folder}/third.gguf"\nserved_model_name = "late"\nalias = ["later"]\n'
+        'load_on = "request"\nmax_model_len = 32\n'
+    )
+    with serving(environment, tiny_model, "two", "--config", settings, "--memory", "4GiB") as served:
+        assert "serves tiny, two, late, one at" in served.ready_text
+        cards = {card["id"]: card for card in json.loads(served.get("/v1/models"))["data"]}
+        assert {name: card["max_model_len"] is not None for name, card in cards.items()} == {
+            "tiny": True,
+            "two": True,
+            "late": False,
+            "one": False,
+        }
+        for name in ("tiny", "two", "later", "one"):
+            assert served.post("/v1/completions", {"model": name, "prompt": "in", "max_tokens": 1})["model"] == name
+        assert json.loads(served.get("/v1/models/late"))["max_model_len"] == 32
+        code, error = served.end()
+    assert code == 0
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (("a", "b", "--served-model-name", "x"), r"--served-model-name is of one model, and 2 are served\."),
+        (("--models-dir", "empty"), "There is no model in the folder empty"),
+        (("--models-dir", "absent"), "The folder absent cannot be read: No such file"),
+        (("a", "--model", "b"), "The model is given twice"),
+    ],
+)
+def test_models_that_can_not_be_served_together_are_told_at_once(
+    penstock: Penstock, arguments: tuple[str, ...], cause: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    result = penstock("serve", *(str(tmp_path / word) if word in ("empty", "absent") else word for word in arguments))
+    assert result.returncode
+    assert re.search(cause.replace("folder ", rf"folder {re.escape(str(tmp_path))}/"), result.stderr)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_command_that_it_prints_works(environment: dict[str, str], tiny_model: Path) -> None:
     with serving(environment, tiny_model) as served:
@@ -193,7 +240,7 @@ def test_a_variable_for_keys_that_is_empty_does_not_open_the_server(penstock: Pe
     assert "PENSTOCK_API_KEY is set, but empty" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["PENSTOCK_API_KEY_FILE", "PENSTOCK_SSL_CERTFILE"])
+@pytest.mark.parametrize("name", ["PENSTOCK_API_KEY_FILE", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_SSL_CERTFILE"])
 def test_a_variable_for_a_file_of_keys_or_a_certificate_is_not_empty(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is set, but empty"):
         check_access(ServerConfig(), {name: ""})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.running import RunningModel
 from penstock.engine.supervisor import Supervisor
 from penstock.engine.thread import Engine, EngineState
 from penstock.models.catalog import resolve
@@ -52,20 +53,20 @@ def test_a_name_finds_its_model_and_no_name_the_first(paths: list[Path]) -> None
     with_names = config_of(paths[1], served_model_names=("second", "another"))
     deployment = start_deployment([config_of(paths[0]), with_names])
     try:
-        one, two = deployment.models
-        assert deployment.served_names == ("one", "second", "another")
+        one, two = deployment.served
+        assert deployment.names == ("one", "second", "another")
         assert deployment.default is deployment.find(None) is deployment.find("one") is deployment.find(str(paths[0])) is one
         assert deployment.find("another") is two
         assert deployment.find("two") is None, "it goes by the names that it was given"
     finally:
         assert deployment.close(30.0)
-    assert {running.engine.state for running in deployment.models} == {EngineState.STOPPED}
+    assert {running.engine.state for running in deployment.running} == {EngineState.STOPPED}
     assert deployment.close(), "closing again does nothing"
 
 
 def test_models_that_share_a_team_answer_as_each_does_alone(paths: list[Path]) -> None:
     async def both(deployment: Deployment) -> list[str]:
-        return await asyncio.gather(*[answer(running) for running in deployment.models])
+        return await asyncio.gather(*[answer(running) for running in deployment.running])
 
     deployment = start_deployment([config_of(path) for path in paths])
     try:
@@ -80,11 +81,9 @@ def test_models_that_share_a_team_answer_as_each_does_alone(paths: list[Path]) -
 
 
 def test_two_models_with_one_name_are_refused_and_none_is_left_running(paths: list[Path]) -> None:
-    gc.collect()
     with pytest.raises(ConfigError, match=r"Two models are served as 'one'.*--served-model-name"):
         start_deployment([config_of(paths[0]), config_of(paths[1], served_model_names=("one",))])
-    running = [thing for thing in gc.get_objects() if isinstance(thing, RunningModel)]
-    assert all(model.engine.state is EngineState.STOPPED for model in running)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-engine")]
 
 
 def test_all_models_have_the_same_number_of_threads(paths: list[Path]) -> None:
@@ -95,13 +94,13 @@ def test_all_models_have_the_same_number_of_threads(paths: list[Path]) -> None:
 
 def test_a_team_that_a_step_holds_for_ever_is_left_and_the_next_one_shared() -> None:
     resources = Resources()
-    first = resources.team("one", 2)
-    assert resources.team("two", 2) is first
+    first, _ = resources.team("one", 2)
+    assert resources.team("two", 2)[0] is first
     resources.leave_team("one")
-    second = resources.team("one", 2)
+    second, _ = resources.team("one", 2)
     assert second is not first
     resources.leave_team("two")  # which waited for the first, too
-    assert resources.team("two", 2) is second
+    assert resources.team("two", 2)[0] is second
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
@@ -112,11 +111,11 @@ def test_an_engine_after_one_whose_step_never_ends_has_other_threads(
     resources = Resources()
     running = start_model(config_of(paths[0]), resolve(str(paths[0]), paths[0].parent), resources)
     try:
-        team = resources.team("two", 2)
+        team, _ = resources.team("two", 2)
         monkeypatch.setattr(Engine, "step_age_ns", lambda _: int(is_stuck))
         assert isinstance(running.engine, Supervisor)
         running.engine._make_engine(lambda: None).close(0.0)
-        assert (resources.team("two", 2) is team) is not is_stuck
+        assert (resources.team("two", 2)[0] is team) is not is_stuck
     finally:
         monkeypatch.undo()
         running.close()

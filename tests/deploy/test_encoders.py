@@ -15,8 +15,8 @@ from parity.encoder_cases import ENCODERS, write_encoder
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import executor
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import start_model
-from penstock.deploy.running import Deployment
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
@@ -41,7 +41,7 @@ def start(path: Path, config: Config = REFERENCE) -> Any:
 
 def ask(path: Path, *bodies: tuple[str, dict[str, object]], config: Config = REFERENCE) -> list[Any]:
     async def all_of_them() -> list[Any]:
-        deployment = Deployment([start(path, config)])
+        deployment = Deployment.of(start(path, config))
         app = create_app(deployment, ServerConfig())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             answers = [await client.post(route, json=body) for route, body in bodies]

@@ -14,10 +14,11 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
-from penstock.types.model_spec import ModelSpec, Rotation, spec_of_equal_layers
+from penstock.types.model_spec import ModelSpec, Pooling, Rotation, TextEnding, spec_of_equal_layers
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
 
+POOLINGS: tuple[Pooling, ...] = ("mean", "first")
 SPEC = spec_of_equal_layers(
     architecture="qwen2",
     vocab_size=100,
@@ -41,6 +42,24 @@ def fingerprint(
     config = Config(backend=BackendConfig(device="cuda", backend="cuda", **backend), kv=kv or KvConfig())
     executor = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), num_positions=num_positions)
     return kv_fingerprint(config, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
+
+
+def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.write_bytes(b"weights")
+    executor = SimpleNamespace(capacity=Capacity(2, 16, 1, 1, 50), variant="avx2")
+    found = set()
+    for pooling in POOLINGS:
+        for weight_dtype in ("int8", "bf16"):
+            loaded = SimpleNamespace(
+                path=model,
+                spec=replace(SPEC, ending=TextEnding(pooling=pooling)),
+                sampling=SamplingDefaults(),
+                eos_token_ids=(),
+            )
+            config = Config(backend=BackendConfig(backend="native", weight_dtype=weight_dtype))
+            found.add(system_fingerprint(config, loaded, executor, None))  # type: ignore[arg-type]
+    assert len(found) == 4
 
 
 def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,3 +215,14 @@ def test_merging_keeps_each_requests_order_and_the_last_words():
         ("b", "24", None),
     ]
     assert all(piece.num_generated_tokens == 2 for piece in merged)
+
+
+async def test_what_came_before_the_engine_left_is_read(bridge):
+    """A server that ends aborts its last requests, and frees the engine at once: their clients are told all the same."""
+    with bridge.open([make_request("r0", [1])]) as stream:
+        await hop()
+        bridge.deliver([chunk(finish=FinishReason.ABORT)])
+        bridge.detach()
+        async with asyncio.timeout(10):
+            [last] = await stream.next_chunks()
+    assert last.finish_reason is FinishReason.ABORT

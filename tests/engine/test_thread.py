@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,11 +24,13 @@ from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.storage.host_memory import HostMemory
-from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request
+from penstock.testing import Driver, FakeAdapters, HashExecutor, expected_tokens, make_adapter, make_core, make_request
+from penstock.testing.driver import LateWorker
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from penstock.types.stats import AdapterCounts
 
 TIMEOUT_S = 30
 TINY = Capacity(num_blocks=13, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
@@ -551,6 +554,30 @@ def test_close_aborts_what_is_left_after_the_timeout(started, depth):
     assert not rig.engine.close(TIMEOUT_S)
 
 
+def test_a_drain_waits_for_who_holds_it_and_takes_what_comes(started):
+    rig = started()
+    with rig.engine.held():
+        with rig.engine.held():
+            rig.engine.drain()
+        late = make_request("late", max_tokens=4)
+        rig.engine.submit(late)
+        rig.sink.wait_for_ends("late")
+        assert rig.engine.state is EngineState.DRAINING
+    rig.check_against_oracle(late)
+    assert rig.engine.close(TIMEOUT_S)
+    assert rig.engine.state is EngineState.STOPPED
+
+
+def test_close_waits_for_who_holds_it_no_longer_than_its_timeout(started):
+    rig = started()
+    with rig.engine.held():
+        assert not rig.engine.close(timeout_s=0)
+        assert rig.engine.state is EngineState.STOPPED
+        rig.engine.submit(make_request("late"))
+        assert rig.sink.end_of("late").finish_reason is FinishReason.REJECTED
+    assert not rig.engine.close(TIMEOUT_S)
+
+
 def test_closing_an_idle_engine_without_patience_cuts_nothing_short(started):
     assert started().engine.close(timeout_s=0)
 
@@ -816,3 +843,21 @@ def test_a_commit_that_breaks_halfway_tells_everybody_and_the_observer(started):
     rig.sink.wait_for_ends(*"abc")
     assert {rig.sink.end_of(request_id).finish_reason for request_id in "abc"} == {FinishReason.ERROR}
     assert sorted(listener.ended) == ["a", "b", "c"]
+
+
+def test_an_adapter_that_has_come_wakes_an_engine_that_sleeps(started) -> None:
+    """Nothing else would, for ten seconds."""
+    worker = LateWorker()
+    rig = started(core=make_core(TINY, adapters=FakeAdapters(worker=worker)))
+    request = make_request("r", 4, max_tokens=3, adapter=make_adapter(1))
+    rig.engine.submit(request)
+    while worker.num_jobs < 2:  # the engine has asked for it, and then urgently
+        time.sleep(0.001)
+    worker.run(2)
+    rig.sink.wait_for_ends("r")
+    model, max_model_len = HashExecutor(TINY).model, TINY.max_model_len
+    expected = expected_tokens(
+        request.prompt_token_ids, request.sampling, model=model, max_model_len=max_model_len, adapter=request.adapter
+    )
+    assert rig.sink.tokens_of("r") == expected.token_ids
+    assert rig.engine.load().adapters == AdapterCounts(num_resident=1, num_blocks=2, num_placements=1)

@@ -14,7 +14,9 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, LowestPriori
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
 from penstock.kv.pool_map import BlockState, draw
-from penstock.testing import make_request
+from penstock.testing import make_adapter, make_request
+from penstock.testing.hash_executor import ROOT, HashAdapter
+from penstock.types.adapter import AdapterRef
 from penstock.types.request import Request
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import PrefixEnd
@@ -534,7 +536,8 @@ class TestCopyOnWrite:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Rows are run as a scheduler would; `content` is what a device would have in each block: (salt, tokens of the prefix)."""
+    """Rows are run as a scheduler would; `content` is what a device would have in each block: (salt, adapter, tokens of the
+    prefix), or of a page of an adapter (its number, [the page]). An adapter has as many pages as its number says."""
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -546,6 +549,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = KVManager(num_blocks, block_size, enable_prefix_caching=caching, eviction=eviction())
         self.requests: dict[str, Request] = {}
         self.content: dict[int, tuple[bytes, list[int]]] = {}
+        self.placed: dict[int, tuple[int, ...]] = {}
         self.num_made = 0
 
     @rule(
@@ -553,11 +557,12 @@ class ManagerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"s"]),
         tenant=st.sampled_from(["", "a", "b"]),
         priority=st.integers(-1, 1),
+        adapter=st.sampled_from([None, None, make_adapter(1), make_adapter(2), make_adapter(3)]),
     )
-    def admit(self, prompt: list[int], salt: bytes, tenant: str, priority: int) -> None:
+    def admit(self, prompt: list[int], salt: bytes, tenant: str, priority: int, adapter: AdapterRef | None) -> None:
         self.num_made += 1
-        request = make_request(f"r{self.num_made}", prompt, cache_salt=salt, tenant=tenant, priority=priority)
-        self.readmit(request)
+        ranks = {"tenant": tenant, "priority": priority}
+        self.readmit(make_request(f"r{self.num_made}", prompt, cache_salt=salt, adapter=adapter, **ranks))
 
     def readmit(self, request: Request) -> None:
         manager = self.manager
@@ -565,18 +570,20 @@ class ManagerMachine(RuleBasedStateMachine):
         assert hit.num_tokens < request.num_tokens
         for idx, block_id in enumerate(hit.block_ids):
             end = (idx + 1) * manager.block_size
-            assert self.content[block_id] == (request.cache_salt, self.tokens(request)[:end]), "a hit on other content"
+            assert self.content[block_id] == (self.name(request), self.tokens(request)[:end]), "a hit on other content"
         if hit.tail_block_id:
             salt, tokens = self.content[hit.tail_block_id]
-            own = (request.cache_salt, self.tokens(request)[: hit.num_tokens])
+            own = (self.name(request), self.tokens(request)[: hit.num_tokens])
             assert (salt, tokens[: hit.num_tokens]) == own, "a hit on the beginning of other content"
         num_needed = manager.num_blocks_for(request.num_tokens) - len(hit.block_ids) + hit.num_free_blocks
+        packed = HashAdapter(ROOT, request.adapter_number)
+        num_needed += manager.adapters.num_missing(request.adapter_number, packed) if request.adapter else 0
         if num_needed > manager.pool.num_available:
             manager.free(request.request_id)
             self.requests.pop(request.request_id, None)
             return
         before = manager.pool.num_available
-        manager.allocate(request, hit, request.num_tokens)
+        manager.allocate(request, hit, request.num_tokens, packed)
         assert manager.pool.num_available == before - num_needed
         self.copy()
         self.requests[request.request_id] = request
@@ -600,7 +607,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def fork(self, pick: int) -> None:
         parent = self.pick(pick)
         self.num_made += 1
-        child = make_request(f"r{self.num_made}", self.tokens(parent), cache_salt=parent.cache_salt)
+        child = make_request(f"r{self.num_made}", self.tokens(parent), cache_salt=parent.cache_salt, adapter=parent.adapter)
         child.num_computed_tokens = parent.num_computed_tokens
         self.manager.fork(parent.request_id, child.request_id, parent.num_computed_tokens)
         self.requests[child.request_id] = child
@@ -624,9 +631,20 @@ class ManagerMachine(RuleBasedStateMachine):
         self.readmit(request)
 
     def copy(self) -> None:
+        for number in self.manager.adapters.take_drops():
+            del self.placed[number]
         for source, destination in self.manager.take_block_copies():
             salt, tokens = self.content[source]
             self.content[destination] = (salt, list(tokens))
+        for placement in self.manager.adapters.take_placements():
+            assert placement.number not in self.placed, "it is there already"
+            self.placed[placement.number] = placement.block_ids
+            for idx, block_id in enumerate(placement.block_ids):
+                self.content[block_id] = (b"page of %d" % placement.number, [idx])
+
+    def name(self, request: Request) -> bytes:
+        """The name under which its prefixes are found."""
+        return request.cache_salt + b"%d" % request.adapter_number
 
     def pick(self, pick: int) -> Request:
         return list(self.requests.values())[pick % len(self.requests)]
@@ -641,19 +659,24 @@ class ManagerMachine(RuleBasedStateMachine):
         for idx in range(request.num_computed_tokens // size, self.manager.num_blocks_for(num_tokens)):
             writable = self.manager.pool.ref_count(table[idx]) == 1
             assert writable or num_tokens == request.num_computed_tokens, "a shared block is written"
-            self.content[table[idx]] = (request.cache_salt, self.tokens(request)[: (idx + 1) * size])
+            self.content[table[idx]] = (self.name(request), self.tokens(request)[: (idx + 1) * size])
         request.num_computed_tokens = num_tokens
         self.manager.publish(request)
 
     def states_add_up(self) -> None:
         pool = self.manager.pool
         drawn = draw(self.manager, self.requests.values())
-        held = [block_id for block_id in range(pool.num_blocks) if pool.ref_count(block_id)]
+        residents = self.manager.adapters.residents
+        numbers = {request.adapter_number for request in self.requests.values()} - {0}
+        assert residents.keys() >= numbers, "a request's adapter was evicted"
+        pinned = {block_id for number in numbers for block_id in residents[number].block_ids}
+        held = [block_id for block_id in range(pool.num_blocks) if pool.ref_count(block_id) and block_id not in pinned]
         assert drawn.states == {
             BlockState.FREE: pool.num_available - pool.num_cached,
             BlockState.CACHED: pool.num_cached,
             BlockState.HELD: len(held) - pool.num_shared,
             BlockState.SHARED: pool.num_shared,
+            BlockState.ADAPTER: len(pinned),
             BlockState.NULL: 1,
         }
         assert sum(drawn.states.values()) == sum(run.num_blocks for run in drawn.runs) == pool.num_blocks
@@ -672,12 +695,16 @@ class ManagerMachine(RuleBasedStateMachine):
         check(self.manager)
         self.states_add_up()
         assert self.manager.tables.keys() == self.requests.keys()
+        assert {number: resident.block_ids for number, resident in self.manager.adapters.residents.items()} == self.placed
+        for number, block_ids in self.placed.items():
+            pages = [self.content[block_id] for block_id in block_ids]
+            assert pages == [(b"page of %d" % number, [idx]) for idx in range(number)], "a page of an adapter was overwritten"
         for request in self.requests.values():
             table = self.manager.block_table(request.request_id)
             assert len(table) == self.manager.num_blocks_for(request.num_computed_tokens)
             for idx, block_id in enumerate(table):
                 expected = self.tokens(request)[: (idx + 1) * self.manager.block_size]
-                assert self.content[block_id] == (request.cache_salt, expected), "a block was overwritten"
+                assert self.content[block_id] == (self.name(request), expected), "a block was overwritten"
 
 
 TestManagerMachine = ManagerMachine.TestCase

@@ -6,14 +6,14 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.test_thread import Numbers
-from penstock.clock import WallClock
+from penstock.clock import Clock, WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
@@ -24,6 +24,7 @@ from penstock.obs.recording import Recorder
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import PRESETS, make_policies
 from penstock.sched.scheduler import Scheduler
+from penstock.testing.adapters import make_adapter
 from penstock.testing.builders import make_request
 from penstock.testing.hash_executor import HashExecutor, HashModel
 from penstock.types.plan import Capacity, Ticket
@@ -70,7 +71,13 @@ class Traffic(HashExecutor):
             self.send()
         if self._num_collected % 7 == 3:
             self.engine.abort(f"r{self._num_sent - 2}")  # type: ignore[union-attr]
-        return super().collect(ticket)
+        result = super().collect(ticket)
+        result.timing = replace(result.timing, waited_ns=self._num_collected % 5 * 10_000)  # another model had the machine
+        return result
+
+    def most_step_ns(self) -> int:
+        """How long a step may take: now and then another model wants the machine."""
+        return 50_000 if self._num_collected % 3 == 0 else 0
 
     def send(self, prompt: Sequence[int] = ()) -> None:
         idx = self._num_sent
@@ -107,9 +114,7 @@ class Traffic(HashExecutor):
             self.send()
 
 
-def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True) -> None:
-    """Serve the traffic with an engine's own thread, under the wall clock."""
-    executor, clock = Traffic(depth), WallClock()
+def make_recorder(path: Path, clock: Clock, *, depth: int = 1, has_prefix_caching: bool = True) -> Recorder:
     about = {
         "model": "hash",
         "machine": {},
@@ -120,8 +125,15 @@ def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_pref
         "has_prefix_caching": has_prefix_caching,
         "has_tier": False,
     }
-    recorder = Recorder(path, max_bytes=64 << 20, clock=clock, block_size=CAPACITY.block_size, about=about)
-    core = EngineCore(Scheduler(CAPACITY, make(), enable_prefix_caching=has_prefix_caching), journal=recorder)
+    return Recorder(path, max_bytes=64 << 20, clock=clock, block_size=CAPACITY.block_size, about=about)
+
+
+def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True) -> None:
+    """Serve the traffic with an engine's own thread, under the wall clock."""
+    executor, clock = Traffic(depth), WallClock()
+    recorder = make_recorder(path, clock, depth=depth, has_prefix_caching=has_prefix_caching)
+    scheduler = Scheduler(CAPACITY, make(), enable_prefix_caching=has_prefix_caching, most_step_ns=executor.most_step_ns)
+    core = EngineCore(scheduler, journal=recorder)
     output = OutputStage(lambda skip_special_tokens: Numbers())
     engine = Engine(core, executor, output, clock=clock, sink=executor.sink, turn_observer=recorder)
     executor.engine = engine
@@ -201,6 +213,22 @@ def test_what_can_not_be_replayed_is_refused(change: dict[str, object], says: st
     path.write_text(json.dumps(json.loads(head) | change, separators=(",", ":")) + "\n" + rest)
     with pytest.raises(RecordingError, match=says):
         replay(open_recording(path), make_policies)
+
+
+def test_a_recording_with_adapters_is_not_replayed(tmp_path: Path) -> None:
+    """Prompts of different adapters are different contents, and the memory of adapters is not told."""
+    path = tmp_path / "recording"
+    recorder = make_recorder(path, WallClock())
+    for name, adapter in (("a", None), ("b", make_adapter(7)), ("c", make_adapter(7))):
+        recorder.on_queued(make_request(name, 4, adapter=adapter), 1)
+    recorder.close()
+    recording = open_recording(path)
+    arrivals = [event for event in recording.events() if isinstance(event, Arrival)]
+    assert [arrival.adapter for arrival in arrivals] == [0, 7, 7]
+    base, one, other = (arrival.blocks for arrival in arrivals)
+    assert base != one == other
+    with pytest.raises(RecordingError, match="The recording has adapters"):
+        replay(recording, make_policies)
 
 
 def test_the_recording_is_what_the_executor_saw(tmp_path: Path) -> None:

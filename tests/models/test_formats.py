@@ -8,7 +8,7 @@ import pytest
 
 from penstock.models.formats import BLOCKS, WeightFormat, dequantize, stored_bytes
 
-BY_HAND = {WeightFormat.Q1_0, WeightFormat.Q2_0}
+BY_HAND = (WeightFormat.Q1_0, WeightFormat.Q2_0)
 """Formats that the package does not decode."""
 
 

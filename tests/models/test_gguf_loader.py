@@ -276,7 +276,7 @@ def test_a_sliding_window_is_that_of_all_layers(tmp_path):
 REFUSED = {
     "architecture": ({"general.architecture": "rwkv7"}, "rwkv7 is not supported: its layers have a recurrent state.*llama"),
     "split": ({"split.count": 2}, "part 1 of a model that is split into 2"),
-    "adapter": ({"general.type": "adapter"}, "is an adapter.*merge it"),
+    "adapter": ({"general.type": "adapter"}, "is an adapter.*--lora-modules"),
     "rope": ({"llama.rope.scaling.type": "axial"}, r"llama\.rope\.scaling\.type is 'axial'.*another model"),
     "alpha": ({"llama.rope.scaling.alpha": 1.5}, r"llama\.rope\.scaling\.alpha is 1\.5.*another model"),
     "yarn ramp": ({"llama.rope.scaling.yarn_ext_factor": 0.5}, r"yarn_ext_factor is 0\.5.*another model"),

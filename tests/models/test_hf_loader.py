@@ -241,7 +241,7 @@ def test_an_adapter_is_called_one_and_says_of_which_model(tmp_path, base, has_co
     write_safetensors(tmp_path / "adapter_model.safetensors", {"a": np.zeros((1, 1), np.float32)}, "f32")
     if has_config:
         (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=rf"is an adapter .* of {base or 'another model'}, not a model.*merge it"):
+    with pytest.raises(ModelError, match=rf"is an adapter .* of {base or 'another model'}, not a model.*--lora-modules"):
         load_model(resolve(str(tmp_path), tmp_path))
 
 

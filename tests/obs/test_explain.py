@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +17,9 @@ from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, make_core, make_request, make_text, text_capacity
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
-from penstock.types.plan import Capacity
+from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason
+from penstock.types.result import StepResult
 from penstock.types.sampling import BeamParams, EarlyStopping
 from penstock.types.stats import PreemptReason, PrefixEnd
 
@@ -222,6 +223,29 @@ def test_the_longest_gap_names_the_prompt_that_made_it() -> None:
     assert told.longest_gap.step.largest.num_prompt_tokens == 14
     assert (told.max_batch, round(told.mean_batch * 12)) == (2, 13)
     assert told.decode_with_prompts_ns == 6 * MS
+
+
+def test_time_that_the_machine_was_another_models_is_told() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=3)
+    collect = bench.driver.executor.collect
+
+    def wait_and_collect(ticket: Ticket) -> StepResult:
+        result = collect(ticket)
+        bench.driver.clock.advance(4 * MS)
+        result.timing = replace(result.timing, waited_ns=4 * MS)
+        return result
+
+    bench.steps()
+    bench.driver.executor.collect = wait_and_collect
+    bench.steps()
+    bench.driver.executor.collect = collect
+    bench.run()
+    told = bench.told("a")
+    assert told.other_models_ns == 4 * MS
+    assert "For 4.0 ms of that the machine was another model's." in summary(told)
+    assert told.longest_gap is not None
+    assert gap_cause(told.longest_gap) == "for 4.0 ms of it the machine was another model's"
 
 
 class TestPauses:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.ports import ObserverGroup
-from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics
+from penstock.obs.metrics import MAX_NOTED, Histogram, Metrics, Residence
 from penstock.obs.prometheus import expose
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
@@ -195,7 +195,7 @@ def test_one_token_has_no_time_per_output_token(metrics):
 
 def test_texts_that_were_shared_are_told_of_a_model_that_reads_texts(metrics):
     assert b"shared_texts" not in expose(metrics)
-    metrics.read_shared_texts = lambda: 7
+    metrics.num_shared_texts = 7
     assert b'penstock_shared_texts_total{model="m"} 7.0' in expose(metrics)
 
 
@@ -253,8 +253,33 @@ def test_histogram_buckets_hold_what_lies_at_or_below_their_edge(singles, many):
     assert total == pytest.approx(sum(values))
 
 
+RESIDENCE = Residence(
+    state="loaded",
+    states=("loaded", "unloaded"),
+    num_waiting=0,
+    num_loads=1,
+    num_load_failures=0,
+    load_ns=1_500_000_000,
+    num_unloads={"idle": 0},
+    memory_bytes={"weights": 5},
+    machine_ns=2_000_000_000,
+)
+
+
+def test_times_of_loads_and_turns_are_seconds(metrics):
+    metrics.read_residence = lambda: RESIDENCE
+    metrics.on_step(replace(make_step(), waited_ns=3_000_000))
+    metrics.on_step(make_step())
+    assert value(metrics, "model_load_seconds_total") == 1.5
+    assert value(metrics, "machine_seconds_total") == 2.0
+    assert value(metrics, "memory_bytes", part="weights") == 5
+    assert value(metrics, "step_seconds_count", part="turn") == 1, "the other step did not wait"
+    assert value(metrics, "step_seconds_sum", part="turn") == pytest.approx(0.003)
+
+
 def test_every_series_is_listed_in_the_documentation(metrics):
     metrics.tier = TierStats(num_slots=1)
+    metrics.read_residence = lambda: RESIDENCE
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     families = {line.split(" ")[2] for line in expose(metrics).decode().splitlines() if line.startswith("# TYPE")}
     assert not {name for name in families if f"`{name}`" not in page}

@@ -14,29 +14,39 @@ from penstock.engine.stepper import Stepper
 from penstock.kv.block_table import extend_chain, pack, root_hash
 from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
-from penstock.testing import expected_tokens, make_request
-from penstock.testing.hash_executor import ROOT, mix
+from penstock.testing import expected_tokens, make_adapter, make_request
+from penstock.testing.hash_executor import mix, root_of
+from penstock.types.adapter import BASE
 from penstock.types.events import Abort, Add, Stop, TokenEvent
 from penstock.types.plan import PaddingId, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import WaitReason
-from strategies import MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
+from strategies import MAX_ADAPTERS, MAX_SHARE, MODEL, Engine, engines, matcher_of, prompts, ranks, samplings
 
 MAX_MODEL_LEN = 40
 
 
 class CoreMachine(RuleBasedStateMachine):
     """Time is counted in rules; a step may be interrupted by commands between `begin` and `finish`, and with a depth of 2 by
-    any other rule. Some have a tier below the pool, which does its work late, and not always right."""
+    any other rule. Some have a tier below the pool, which does its work late, and not always right; some have adapters, of
+    which the same is true."""
 
-    @initialize(engine=st.one_of(engines(MAX_MODEL_LEN), engines(MAX_MODEL_LEN, has_lower_tier=True)))
+    @initialize(
+        engine=st.one_of(
+            engines(MAX_MODEL_LEN),
+            engines(MAX_MODEL_LEN, has_lower_tier=True),
+            engines(MAX_MODEL_LEN, has_adapters=True),
+        )
+    )
     def start(self, engine: Engine) -> None:
         self.engine = engine
-        self.core, self.executor = engine.make()
+        self.source, loader = (None, None) if engine.lora is None else engine.lora.make()
+        self.core, self.executor = engine.make(self.source)
         self.clock = VirtualClock()
         self.transfers, self.worker = engine.make_transfers(self.core, self.executor, self.clock)
+        self.worker = self.worker or loader
         self.stepper = Stepper(
             self.core,
             self.executor,
@@ -68,6 +78,7 @@ class CoreMachine(RuleBasedStateMachine):
         rank=ranks(),
         patience=st.one_of(st.none(), st.integers(1, 60)),
         comes_again=st.booleans(),
+        number=st.integers(BASE, MAX_ADAPTERS),
     )
     def add(
         self,
@@ -78,6 +89,7 @@ class CoreMachine(RuleBasedStateMachine):
         rank: tuple[int, str, int | None],
         patience: int | None,
         comes_again: bool,
+        number: int,
     ) -> None:
         """Several equal requests, so that memory runs short soon; also under ids that others had before."""
         self.clock.advance(1)
@@ -90,7 +102,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.num_added += 1
             if self.ended.pop(name, None):
                 self.check_answer(name)
-            self.add_one(name, prompt, sampling, salt, rank, patience)
+            self.add_one(name, prompt, sampling, salt, rank, patience, number)
 
     def add_one(
         self,
@@ -100,6 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
         salt: bytes,
         rank: tuple[int, str, int | None],
         patience: int | None,
+        number: int = BASE,
     ) -> None:
         priority, tenant, predicted = rank
         request = make_request(
@@ -113,6 +126,7 @@ class CoreMachine(RuleBasedStateMachine):
             predicted_new_tokens=predicted,
             deadline_ns=None if patience is None else self.now_ns + patience,
             matcher=matcher_of(sampling),
+            adapter=make_adapter(number) if number and self.source is not None else None,
         )
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
@@ -134,6 +148,12 @@ class CoreMachine(RuleBasedStateMachine):
             self.check_answer(name)
             self.add_one(name, prompt, SamplingParams(max_tokens=8, temperature=0.0), b"", (0, "", None), None)
             self.step(())
+
+    @rule()
+    def forget_adapters(self) -> None:
+        """None is in memory any more; those in the pool stay."""
+        if self.source is not None:
+            self.source.forget_all()
 
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:
@@ -162,8 +182,9 @@ class CoreMachine(RuleBasedStateMachine):
         plan = self.stepper.begin()
         if self.worker is not None:
             self.worker.turn()
-        is_loading = self.core.scheduler.news.waits_for is WaitReason.LOADING
-        if not had_flights and not is_loading:  # else one that has to wait for the step in flight, or the tier, is no wrong
+        is_loading = self.core.scheduler.news.waits_for in (WaitReason.LOADING, WaitReason.ADAPTER)
+        is_loading |= any(True for _ in self.core.scheduler._waiting.adapters_aside)
+        if not had_flights and not is_loading:  # else one that has to wait for the step in flight, or a load, is no wrong
             self.check_work_conserving(plan)
         if plan is not None:
             self.check_preempted_go_first(preempted_before, plan)
@@ -187,9 +208,10 @@ class CoreMachine(RuleBasedStateMachine):
         capacity, scheduler = self.engine.capacity, self.core.scheduler
         wakeup_ns = self.core.next_wakeup_ns(self.now_ns)
         if plan is None:
-            is_gated = scheduler.num_running == 0 and scheduler.wakeup_ns is not None and scheduler.wakeup_ns > self.now_ns
+            gate_ns = scheduler.wakeup_ns(self.now_ns)
+            is_gated = scheduler.num_running == 0 and gate_ns is not None and gate_ns > self.now_ns
             assert not self.core.has_work or is_gated, "there is work, no step, and no gate that waits"
-            assert not is_gated or (wakeup_ns is not None and wakeup_ns <= scheduler.wakeup_ns), "nobody will wake the gate"
+            assert not is_gated or (wakeup_ns is not None and wakeup_ns <= gate_ns), "nobody will wake the gate"
             return
         if plan.num_tokens == capacity.max_step_tokens or not self.engine.fills_steps:
             return
@@ -254,10 +276,10 @@ class CoreMachine(RuleBasedStateMachine):
         index, size = self.core.scheduler.kv.prefix.index, self.engine.capacity.block_size
         for request in self.requests.values():
             token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-            values = [ROOT]
+            values = [root_of(request.adapter)]
             for token_id in token_ids:
                 values.append(mix(values[-1], token_id))
-            parent = root_hash(request.cache_salt)
+            parent = root_hash(request.cache_salt, request.adapter)
             hashes, _ = extend_chain(parent, token_ids, size)
             for start, name in zip(range(0, len(token_ids), size), [*hashes, b""], strict=False):
                 block_id, num_tokens = index.block_of(name), size
@@ -296,6 +318,7 @@ class CoreMachine(RuleBasedStateMachine):
             model=MODEL,
             max_model_len=MAX_MODEL_LEN,
             matcher=matcher_of(request.sampling),
+            adapter=request.adapter,
         )
         assert got == expected.token_ids[: len(got)]
 

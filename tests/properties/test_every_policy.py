@@ -2,7 +2,7 @@
 memory back, and every position accounted for.
 
 One workload in which everything happens: prompts that share prefixes, more memory asked for than there is, requests that are
-cancelled and others that come late. Which policies there are is read from the tables of the seams.
+cancelled and others that come late, adapters that half of them have. The tables of the seams say which policies there are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import pytest
 
 from penstock.sched.policies.presets import TABLES, make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, make_request, run_to_completion
+from penstock.testing import (
+    Driver,
+    FakeAdapters,
+    HashExecutor,
+    expected_tokens,
+    make_adapter,
+    make_core,
+    make_request,
+    run_to_completion,
+)
 from penstock.testing.driver import STEP_NS
 from penstock.types.events import Abort, Add, Command
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -22,13 +31,18 @@ from penstock.types.request import FinishReason, Request
 from penstock.types.stats import RequestStats, StepStats
 from strategies import EOS_TOKEN_ID, MODEL
 
-CAPACITY = Capacity(num_blocks=27, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
+CAPACITY = Capacity(num_blocks=30, block_size=4, max_rows=12, max_step_tokens=24, max_model_len=100)
 EAGER = Watermark(share=0.0, growth_tokens=0)
 """Keeps no memory back, so that requests are preempted."""
 LONG = {"long_prefill_token_threshold": 8, "max_long_partial_prefills": 1}
 """Settings with which most prompts are long, and wait for each other."""
 CANCELLED = {7: 3, 9: 20}
 """Index of the request -> turn."""
+
+
+def make_adapters() -> FakeAdapters:
+    """Adapter k takes k pages."""
+    return FakeAdapters(num_pages=lambda number: number)
 
 
 class Account:
@@ -61,6 +75,7 @@ def make_requests() -> list[Request]:
             temperature=idx % 2,
             seed=idx,
             stop_token_ids=(EOS_TOKEN_ID,) if idx % 4 == 1 else (),
+            adapter=make_adapter(1 + idx // 2 % 3) if idx % 2 else None,
         )
         request.priority, request.tenant, request.predicted_new_tokens = idx % 3, "abc"[idx % 3], 1 + idx * 7 % 40
         request.parent_id = f"call {idx % 4}"
@@ -103,14 +118,16 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
             eviction=eviction,
             settings={"budget": settings},
         )
-        core = make_core(CAPACITY, policies, observer=account)
+        core = make_core(CAPACITY, policies, observer=account, adapters=make_adapters())
         executor = HashExecutor(CAPACITY, model=MODEL, depth=depth, seed=seed)
         requests = make_requests()
         outcomes = run_to_completion(core, executor, later=script(requests), after_turn=check)
         case = f"{gate}, {order}, {budget} {settings}, {reserve}, {victim}, {eviction}"
         for idx, request in enumerate(requests):
             outcome = outcomes[request.request_id]
-            expected = expected_tokens(request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=100)
+            expected = expected_tokens(
+                request.prompt_token_ids, request.sampling, model=MODEL, max_model_len=100, adapter=request.adapter
+            )
             if outcome.finish_reason is FinishReason.ABORT:
                 assert idx in CANCELLED, case
             else:
@@ -132,7 +149,7 @@ def test_the_answers_are_the_same_under_every_policy(gate: str, order: str, dept
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_workload_runs_out_of_memory(gate: str, depth: int) -> None:
     account = Account()
-    core = make_core(CAPACITY, make_policies(gate=gate, reserve=EAGER), observer=account)
+    core = make_core(CAPACITY, make_policies(gate=gate, reserve=EAGER), observer=account, adapters=make_adapters())
     run_to_completion(core, HashExecutor(CAPACITY, model=MODEL, depth=depth), later=script(make_requests()))
     assert account.num_preemptions > 0
 
@@ -147,7 +164,7 @@ def test_most_steps_of_it_are_planned_ahead(order: str) -> None:
             num_ahead.append(len(self._in_flight))
             return super().submit(plan)
 
-    core = make_core(CAPACITY, make_policies(order=order))
+    core = make_core(CAPACITY, make_policies(order=order), adapters=make_adapters())
     run_to_completion(core, Watched(CAPACITY, model=MODEL, depth=2), later=script(make_requests()))
     assert 0.6 < sum(num_ahead) / len(num_ahead) < 0.99
 

@@ -61,11 +61,13 @@ class Witness:
 def check_pool(driver: Driver) -> None:
     kv = driver.core.scheduler.kv
     drawn = draw(kv, driver.core.scheduler.running.values())
+    num_adapter_blocks = kv.adapters.num_pinned_blocks
     assert list(drawn.states.values()) == [
         kv.pool.num_available - kv.pool.num_cached,
         kv.pool.num_cached,
-        kv.num_total_blocks - kv.pool.num_available - kv.pool.num_shared,
+        kv.num_total_blocks - kv.pool.num_available - kv.pool.num_shared - num_adapter_blocks,
         kv.pool.num_shared,
+        num_adapter_blocks,
         1,
     ]
     assert sum(drawn.states.values()) == kv.pool.num_blocks

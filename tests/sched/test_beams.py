@@ -17,8 +17,18 @@ from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.sched.choosing.beam_search import BeamSearch
 from penstock.sched.policies.presets import TABLES, make_policies
-from penstock.testing import Driver, HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
-from penstock.testing.hash_executor import ROOT, HashModel, mix
+from penstock.testing import (
+    Driver,
+    FakeAdapters,
+    HashExecutor,
+    Outcome,
+    expected_tokens,
+    make_adapter,
+    make_core,
+    make_request,
+    run_to_completion,
+)
+from penstock.testing.hash_executor import HashModel, mix, root_of
 from penstock.types.errors import RejectReason
 from penstock.types.events import Abort, Add, Command, Drain
 from penstock.types.plan import Capacity
@@ -55,7 +65,7 @@ def expected_hypotheses(request: Request, model: HashModel = MODEL) -> list[tupl
     while not search.is_done:
         tops = []
         for beam in search.beams:
-            value = ROOT
+            value = root_of(request.adapter)
             for token_id in (*request.prompt_token_ids, *beam.token_ids):
                 value = mix(value, token_id)
             token_id = model.sample(value, sampling, len(beam.token_ids))
@@ -93,6 +103,17 @@ def test_the_hypotheses_are_those_of_the_search(width: int, length_penalty: floa
     check_answers(requests, outcomes)
     assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
     assert not core.scheduler.kv.tables
+
+
+def test_a_search_has_its_adapter_for_all_its_beams() -> None:
+    """Also after its first request has ended its part, and when another search of the same adapter is done."""
+    requests = search_requests(4, adapter=make_adapter(1)), search_requests(4, (1, 2, 3), name="c", adapter=make_adapter(1))
+    core = make_core(CAPACITY, adapters=FakeAdapters())
+    outcomes = run(core, HashExecutor(CAPACITY, model=MODEL), *requests[0], *requests[1])
+    check_answers(requests[0], outcomes)
+    check_answers(requests[1], outcomes)
+    assert core.scheduler.kv.adapters.num_placements == 1
+    assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

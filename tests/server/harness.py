@@ -15,8 +15,9 @@ import httpx
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.policies import admission_limits
-from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
+from penstock.deploy.running import ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import ObserverGroup, TokenObserverGroup
@@ -210,7 +211,7 @@ def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningMo
 
 def make_client(*models: RunningModel, **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole."""
-    app = create_app(Deployment(models), ServerConfig(**config_fields))
+    app = create_app(Deployment.of(*models), ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30)
 
@@ -229,7 +230,7 @@ class LiveServer:
         self.listener = bind_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(Deployment([self.runtime, *self.others]), self.config, self.listener, announce=announced.put)
+        self.server = Server(Deployment.of(self.runtime, *self.others), self.config, self.listener, announce=announced.put)
         self.thread = threading.Thread(target=self.server.run, name="test-server")
         self.thread.start()
         self.ready_text = announced.get(timeout=30)

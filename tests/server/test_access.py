@@ -6,11 +6,15 @@ import http.client
 import httpx
 import pytest
 from harness import make_client, running
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 from test_errors import check
 
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants, read_key_file
-from penstock.serve.http.checks import KeyRing
+from penstock.serve.errors import ApiError
+from penstock.serve.http.checks import KeyRing, RequestChecks, require_admin
 from penstock.types.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
@@ -73,6 +77,60 @@ async def test_one_keys_requests_cannot_be_cancelled_with_another():
             assert (await client.delete("/v1/requests/r", headers=one)).status_code == 200
             gate.open()
             assert (await ask).status_code in (200, 499)
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin_keys", "headers", "status"),
+    [
+        ((), (), {}, 204),
+        ((), (), bearer("any"), 204),
+        (("user",), (), bearer("user"), 403),
+        (("user",), ("admin",), {}, 401),
+        (("user",), ("admin",), bearer("wrong"), 401),
+        (("user",), ("admin",), bearer("user"), 403),
+        (("user",), ("admin",), bearer("admin"), 204),
+        (("both",), ("both",), bearer("both"), 204),
+        ((), ("admin",), {}, 401),
+        ((), ("admin",), bearer("wrong"), 401),
+        ((), ("admin",), bearer("admin"), 204),
+    ],
+)
+async def test_what_is_served_is_changed_by_admins_alone(keys, admin_keys, headers, status):
+    async def change(request):
+        require_admin(request.scope)
+        return Response(status_code=204)
+
+    async def refuse(request, error):
+        return error.response()
+
+    app = RequestChecks(
+        Starlette(routes=[Route("/change", change, methods=["POST"])], exception_handlers={ApiError: refuse}),
+        new_request_id=lambda: "id",
+        keys=KeyRing(keys) if keys else None,
+        admin_keys=KeyRing(admin_keys) if admin_keys else None,
+        max_body_bytes=1024,
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as client:
+        response = await client.post("/change", headers=headers)
+    assert response.status_code == status
+    if status == 403:
+        assert "--admin-api-key" in check(response, 403, "admin_key_required")["message"]
+
+
+@pytest.mark.parametrize(("keys", "headers"), [(("user",), bearer("admin")), ((), {}), ((), bearer("wrong"))])
+async def test_an_admins_key_opens_everything_and_closes_nothing_else(runtime, keys, headers):
+    async with make_client(runtime, api_keys=keys, admin_api_keys=("admin",)) as client:
+        assert (await client.post(COMPLETIONS, json=ASK, headers=headers)).status_code == 200
+
+
+async def test_pages_of_other_sites_are_kept_out_beside_admin_keys(runtime):
+    headers = {"Origin": "http://evil", "Content-Type": "text/plain"}
+    async with make_client(runtime, admin_api_keys=("admin",)) as client:
+        check(await client.post(COMPLETIONS, content=b"{}", headers=headers), 403, "cross_site_request")
 
 
 def test_key_names_are_stable_and_say_nothing_about_the_key():

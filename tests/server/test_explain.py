@@ -158,7 +158,10 @@ async def test_the_pool_is_drawn_and_names_are_kept_from_others(narrow):
     async with httpx.AsyncClient(base_url=server.url, timeout=20, headers=ONE) as client:
         empty = (await client.get("/kv")).json()
         assert empty["map"] == [["null", 1], ["free", 512]]
-        assert (empty["states"], empty["waste_ratio"]) == ({"free": 512, "cached": 0, "held": 0, "shared": 0, "null": 1}, 0)
+        assert (empty["states"], empty["waste_ratio"]) == (
+            {"free": 512, "cached": 0, "held": 0, "shared": 0, "adapter": 0, "null": 1},
+            0,
+        )
         ask = {"prompt": PROMPT, "max_tokens": 3}
         task = asyncio.create_task(client.post(COMPLETIONS, json=ask, headers={"X-Request-Id": "mine"}))
         await until(lambda: server.runtime.engine.load().num_running == 1)
@@ -201,7 +204,7 @@ async def test_large_answers_are_made_in_a_thread(client, monkeypatch, path):
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     assert threading.current_thread() not in made_by
-    assert len(made_by) == 1  # and FastAPI has made none of it again
+    assert len(made_by) == 1
 
 
 async def test_the_pool_is_drawn_once_for_all_who_ask_at_once(client, runtime, monkeypatch):

@@ -10,7 +10,7 @@ from harness import make_client
 from test_errors import COMPLETIONS, check
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
 from penstock.serve.app import create_app
 
 BODY = b'{"prompt": "a", "max_tokens": 1}'
@@ -67,7 +67,7 @@ async def test_who_leaves_in_the_middle_of_a_body_is_no_failure(runtime, caplog,
     async def send(message):
         sent.append(message)
 
-    app = create_app(Deployment([runtime]), ServerConfig())
+    app = create_app(Deployment.of(runtime), ServerConfig())
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "root_path": ""}
     with caplog.at_level(logging.WARNING):
         await app(scope, receive, send)

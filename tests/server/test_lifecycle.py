@@ -14,7 +14,7 @@ import pytest
 from harness import GatedExecutor, LiveServer, make_runtime, running, until, wait_until
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import ready_text, run_server, warn_if_open
 from penstock.types.errors import ConfigError
@@ -58,7 +58,7 @@ async def test_the_printed_curl_command_works():
 def test_ready_text_suits_the_settings():
     runtime = make_runtime(chat_template=None)
     with bind_socket("127.0.0.1", 0) as listener:
-        text = ready_text(Deployment([runtime]), ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
+        text = ready_text(Deployment.of(runtime), ServerConfig(host="0.0.0.0", api_keys=("secret",)), listener)
     runtime.close()
     assert "http://127.0.0.1:" in text
     assert "every network" not in text
@@ -95,7 +95,7 @@ def test_a_server_that_is_open_to_the_network_warns(address, keys, is_warned, ca
 
 
 def test_ready_text_names_the_address_that_is_listened_on(runtime):
-    text = ready_text(Deployment([runtime]), ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
+    text = ready_text(Deployment.of(runtime), ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
     assert "at http://127.0.0.1:8000 and on every network (0.0.0.0:8000)" in text
     assert "curl http://127.0.0.1:8000/v1/" in text
 
@@ -162,7 +162,7 @@ def test_run_server_returns_the_exit_code():
         original, module.Server = module.Server, Spy
         try:
             codes.append(
-                run_server(Deployment([runtime]), ServerConfig(port=0), listener=listener, announce=lambda _: ready.set())
+                run_server(Deployment.of(runtime), ServerConfig(port=0), listener=listener, announce=lambda _: ready.set())
             )
         finally:
             module.Server = original
@@ -185,7 +185,7 @@ import asyncio, ctypes, sys
 sys.path.insert(0, {folder!r})
 import harness
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
 from penstock.serve.server import run_server
 
 def lock_twice(library):
@@ -213,7 +213,7 @@ def announce(text):
 gate = harness.GatedExecutor()
 runtime = harness.make_runtime(gate)
 gate.allow(int(sys.argv[1]))
-code = run_server(Deployment([runtime]), ServerConfig(port=0, shutdown_timeout_s=30.0), announce=announce)
+code = run_server(Deployment.of(runtime), ServerConfig(port=0, shutdown_timeout_s=30.0), announce=announce)
 print("ended", flush=True)
 sys.exit(code)
 """
@@ -309,7 +309,7 @@ def test_a_hangup_that_is_ignored_stays_so(process):
 )
 def test_useless_tls_files_are_refused_with_a_remedy(runtime, files):
     with bind_socket("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="--ssl-certfile"):
-        run_server(Deployment([runtime]), ServerConfig(port=0, **files), listener=listener)
+        run_server(Deployment.of(runtime), ServerConfig(port=0, **files), listener=listener)
 
 
 def test_importing_the_server_stays_light():

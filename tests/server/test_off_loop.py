@@ -405,6 +405,19 @@ async def test_an_answer_that_is_complete_is_put_together_though_the_server_ends
     await asyncio.gather(*busy)
 
 
+async def test_what_its_work_refuses_is_not_done_again(pool):
+    done_by = []
+
+    def refuse():
+        done_by.append(threading.current_thread())
+        raise Rejected(RejectReason.INVALID, "too long")
+
+    with pytest.raises(Rejected, match="too long"):
+        await pool.finish(LARGE_SIZE, refuse)
+    assert len(done_by) == 1
+    assert done_by[0] is not threading.current_thread()
+
+
 async def test_the_server_drains_and_tells_about_itself_while_texts_are_read(held, monkeypatch):
     runtime = make_runtime()
     monkeypatch.setattr(runtime.tokenizer, "encode", held)

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import math
 import struct
-from types import SimpleNamespace
 
 import pytest
 from harness import (
@@ -20,8 +19,11 @@ from harness import (
 )
 from test_errors import check
 
+from penstock.clock import VirtualClock
 from penstock.engine.ports import OutputChunk
-from penstock.serve.texts.desk import ENTRY_BYTES, Desk
+from penstock.obs.metrics import Metrics
+from penstock.serve.texts.desk import ENTRY_BYTES, Desk, Urgency
+from penstock.serve.texts.tokens import named
 from penstock.testing import expected_state, make_request
 from penstock.types.encoder import TextTokens
 from penstock.types.request import FinishReason
@@ -163,6 +165,7 @@ def test_two_thousand_texts_come_back_in_order(post):
         ({"input": "a", "prompt_name": "passage"}, "prompt_name", "'query', 'document'"),
         ({"input": [5, 6], "prompt_name": "query"}, "prompt_name", "needs texts"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"input": "a", "truncation_side": "left"}, "truncation_side", "no text is cut"),
         ({"input": "a", "truncate_prompt_tokens": 2}, None, "At most 2"),
         ({"input": "a", "colour": 1}, "colour", "Unknown parameter"),
         ({}, "input", "Missing"),
@@ -297,6 +300,8 @@ def test_embed_truncates_if_it_is_asked_to(post, side):
     assert response.status_code == 400
     assert response.json()["error_type"] == "Validation"
     assert "302 tokens" in response.json()["error"]
+    response = post("embed", "/embed", inputs="a", truncation_direction="Left")
+    assert (response.status_code, "no text is cut" in response.json()["error"]) == (400, True)
 
 
 def test_predict_sorts_labels_and_takes_pairs(post):
@@ -466,6 +471,76 @@ async def test_a_draining_server_refuses_texts():
     runtime.close()
 
 
+async def test_a_server_that_drains_lets_a_long_list_end():
+    gate, runtime, client = texts_gate()
+    call = asyncio.create_task(client.post("/v1/embeddings", json={"input": [f"text {index}" for index in range(300)]}))
+    await until(lambda: runtime.bridge.num_open_requests > 10)
+    runtime.engine.drain()
+    check(await client.post("/v1/embeddings", json={"input": "other"}), 503, "unavailable")
+    gate.open()
+    assert len((await call).json()["data"]) == 300
+    await until(lambda: runtime.engine.state == "stopped")
+    await client.aclose()
+    runtime.close()
+
+
+async def test_limits_of_a_wait_are_those_of_a_lists_first_numbers(monkeypatch):
+    ended, put = [], Desk.put
+    monkeypatch.setattr(Desk, "put", lambda self, chunk: (ended.append(chunk.finish_reason), put(self, chunk)))
+    clock = VirtualClock()
+    gate, runtime, client = texts_gate(clock=clock)
+    headers = {"X-Queue-Timeout-Ms": "1000", "X-First-Token-Timeout-Ms": "1000"}
+    body = {"input": [f"{index:100}" for index in range(30)]}  # six of them fill two steps
+    call = asyncio.create_task(client.post("/v1/embeddings", json=body, headers=headers))
+    gate.allow(3)
+    await until(lambda: len(ended) == 6)
+    clock.advance(2_000_000_000)
+    gate.open()
+    assert len((await call).json()["data"]) == 30
+    await client.aclose()
+    runtime.close()
+
+
+async def test_a_text_that_another_call_has_in_flight_keeps_its_own_deadline():
+    clock = VirtualClock()
+    gate, runtime, client = texts_gate(clock=clock)
+    body = {"input": "same"}
+    patient = asyncio.create_task(client.post("/v1/embeddings", json=body))
+    await until(lambda: runtime.bridge.num_open_requests == 1)
+    hurried = asyncio.create_task(client.post("/v1/embeddings", json=body, headers={"X-Deadline-Ms": "50"}))
+    await until(lambda: runtime.bridge.num_open_requests == 2)
+    clock.advance(60_000_000)
+    gate.open()
+    check(await hurried, 408, "deadline_exceeded")
+    assert (await patient).status_code == 200
+    await client.aclose()
+    runtime.close()
+
+
+async def test_texts_of_the_cache_let_others_have_their_turns(monkeypatch):
+    runtime = make_text_runtime()
+    turns, num_turns = [], 0
+    ask = Desk.ask
+    monkeypatch.setattr(Desk, "ask", lambda self, *args: (turns.append(num_turns), ask(self, *args)))
+
+    async def others():
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async with make_client(runtime, embedding_cache_bytes=1 << 20) as client:
+        body = {"input": [f"text {index}" for index in range(300)]}
+        ok(await client.post("/v1/embeddings", json=body))
+        turns.clear()
+        other = asyncio.create_task(others())
+        ok(await client.post("/v1/embeddings", json=body))
+        other.cancel()
+    assert len(turns) > 5
+    assert len(set(turns)) == len(turns)
+    runtime.close()
+
+
 async def test_the_models_name_and_the_explanation_are_those_of_other_calls():
     runtime = make_text_runtime()
     async with make_client(runtime) as client:
@@ -507,17 +582,17 @@ class Call:
     """A call at the desk, that notes what it is told."""
 
     def __init__(self, name):
-        self.name, self.told, self.num_wakes, self.num_requests = name, [], 0, 0
+        self.name, self.told, self.num_wakes, self.num_requests, self.urgency = name, [], 0, 0, Urgency()
 
     def request_for(self, text):
         self.num_requests += 1
-        return make_request(f"{self.name}.{self.num_requests}", text.token_ids)
+        return make_request(f"{self.name}.{self.num_requests}", text.tokens.token_ids)
 
     def enter(self, requests):
         pass
 
     def take(self, text, states, chunk):
-        self.told.append((text.token_ids, states))
+        self.told.append((text.tokens.token_ids, states))
 
     def fail(self, chunk):
         self.told.append(chunk.detail)
@@ -529,12 +604,12 @@ class Call:
         self.num_wakes += 1
 
 
-A, B, C = (TextTokens((token_id,), 0) for token_id in range(3))
+A, B, C = (named(TextTokens((token_id,), 0)) for token_id in range(3))
 
 
 def make_desk(**options):
     bridge = Bridge()
-    return bridge, Desk(SimpleNamespace(bridge=bridge), **options), Call("first"), Call("second")
+    return bridge, Desk(bridge, Metrics("toy"), **options), Call("first"), Call("second")
 
 
 def test_all_who_wait_for_a_text_are_told_once():
@@ -544,13 +619,60 @@ def test_all_who_wait_for_a_text_are_told_once():
     assert bridge.requests == {(0,): "first.1", (1,): "first.2", (2,): "second.1"}
     bridge.tell((1,))
     assert first.told == second.told == [((1,), b"1234")]
-    assert (first.num_wakes, second.num_wakes, desk.num_shared) == (1, 1, 1)
+    assert (first.num_wakes, second.num_wakes, desk._metrics.num_shared_texts) == (1, 1, 1)
 
 
 def test_a_second_text_of_a_pair_makes_another_text():
     _bridge, desk, first, _ = make_desk()
-    desk.ask([TextTokens((5, 6), 0), TextTokens((5, 6), 1)], first, "")
+    desk.ask([named(TextTokens((5, 6), 0)), named(TextTokens((5, 6), 1))], first, "")
     assert first.num_requests == 2
+
+
+@pytest.mark.parametrize(
+    ("first_one", "second_one", "is_shared"),
+    [
+        (Urgency(), Urgency(), True),
+        (Urgency(), Urgency(deadline_ns=5), False),
+        (Urgency(deadline_ns=4), Urgency(deadline_ns=5), True),
+        (Urgency(deadline_ns=4), Urgency(), True),
+        (Urgency(deadline_ns=6), Urgency(deadline_ns=5), False),
+        (Urgency(priority=1), Urgency(priority=0), False),
+        (Urgency(priority=-1), Urgency(priority=0), True),
+        (Urgency(deadline_ns=4), Urgency(queue_deadline_ns=5), False),
+        (Urgency(), Urgency(first_token_deadline_ns=5), False),
+        (Urgency(), Urgency(slo_ttft_ns=5), False),
+    ],
+)
+def test_a_text_is_shared_with_who_is_in_no_greater_hurry(first_one, second_one, is_shared):
+    _bridge, desk, first, second = make_desk()
+    first.urgency, second.urgency = first_one, second_one
+    desk.ask([A], first, "")
+    desk.ask([A], second, "")
+    assert second.num_requests == (not is_shared)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_text_that_is_computed_twice_is_told_to_each_by_its_own(order):
+    bridge, desk, first, second = make_desk()
+    third = Call("third")
+    second.urgency = third.urgency = Urgency(deadline_ns=5)
+    desk.ask([A], first, "")
+    ids = dict(bridge.requests)
+    desk.ask([A], second, "")
+    desk.ask([A], third, "")
+    assert third.num_requests == 0  # it shares with the second
+    first_id, second_id = ids[(0,)], bridge.requests[(0,)]
+
+    def tell(request_id, states):
+        bridge.requests[(0,)] = request_id
+        bridge.tell((0,), states=states)
+
+    turns = [lambda: tell(first_id, b"1111"), lambda: tell(second_id, b"2222"), lambda: desk.leave(third, "gone")]
+    for index in order:
+        turns[index]()
+    assert (first.told, second.told) == ([((0,), b"1111")], [((0,), b"2222")])
+    assert not desk._at_work
+    assert not desk._by_id
 
 
 def test_a_request_that_was_aborted_is_asked_again_by_the_others_alone():
@@ -592,7 +714,7 @@ def test_the_cache_has_the_texts_that_were_asked_for_last_within_its_bytes():
         desk.ask([text], first, "")
         if first.told:
             return True
-        bridge.tell(text.token_ids)
+        bridge.tell(text.tokens.token_ids)
         return False
 
     asked = [is_found(text) for text in (A, A, B, A, C, A, B)]

@@ -18,7 +18,7 @@ from urllib.error import URLError
 import httpx
 import pytest
 from click.testing import CliRunner
-from harness import CAPACITY, GatedExecutor, running, until
+from harness import CAPACITY, GatedExecutor, make_runtime, running, until
 
 from penstock.cli.main import cli
 from penstock.cli.top import _LEAVE, Look, Snapshot, _show_live, counters, render
@@ -71,10 +71,19 @@ def test_a_cell_of_many_blocks_shows_what_is_not_free() -> None:
 
 
 def test_rates_are_those_between_two_looks() -> None:
-    before = snapshot(0.0, totals={"penstock_generation_tokens_total": 100.0})
-    after = snapshot(2.0, totals={"penstock_generation_tokens_total": 300.0, "penstock_preemptions_total": 1.0})
+    before = snapshot(0.0, totals={"toy": {"penstock_generation_tokens_total": 100.0}})
+    grown = {"penstock_generation_tokens_total": 300.0, "penstock_preemptions_total": 1.0}
+    after = snapshot(2.0, totals={"toy": grown, "other": {"penstock_generation_tokens_total": 9000.0}})
     line = render(before, after, Look(width=100))[2]
     assert line == "per second: 100 tokens out   0 in (0% from the cache)   0.0 requests   0.5 preempted"
+
+
+def test_a_model_with_adapters_has_a_line_of_them() -> None:
+    load = {**LOAD, "adapters": {"running": 3, "kv_cache": 7, "memory": 12}}
+    after = snapshot(2.0, load=load, totals={"toy": {"penstock_adapter_loads_total": 5.0}})
+    line = render(snapshot(load=load), after, Look(width=120))[3]
+    assert line == "adapters: 3 run   7 in the KV cache   12 in memory   per second: 2.5 read   0.0 put into the cache"
+    assert "adapters" not in "".join(render(snapshot(), snapshot(1.0), Look(width=120)))
 
 
 def test_a_request_is_marked_as_its_blocks_are() -> None:
@@ -125,7 +134,44 @@ def test_colour_is_for_terminals_that_have_it() -> None:
 
 def test_counters_are_summed_over_their_labels() -> None:
     text = '# TYPE a_total counter\na_total{x="1"} 2.0\na_total{x="2 }"} 3.5\nb_count 7\nc_total 1.0\n'
-    assert counters(text) == {"a_total": 5.5, "c_total": 1.0}
+    text += 'a_total{model="m",x="1"} 1.0\na_total{x="2 }",model="m"} 2.0\na_total{model="a \\"b\\" {c",x="1"} 4.0\n'
+    assert counters(text) == {"": {"a_total": 5.5, "c_total": 1.0}, "m": {"a_total": 3.0}, 'a "b" {c': {"a_total": 4.0}}
+
+
+def line_of(name: str, **fields: object) -> dict[str, object]:
+    line = {"name": name, "state": "loaded", "requests_running": 1, "requests_waiting": 0, "requests_waiting_for_load": 0}
+    return line | {"memory_bytes": {"weights": 3 << 30, "kv": 1 << 30, "tier": 0}} | fields
+
+
+def test_of_several_models_each_has_a_line() -> None:
+    away = line_of("a-model-with-a-name-that-is-long", state="loading", requests_waiting_for_load=3, memory_bytes={})
+    fields = {"models": [line_of("toy"), away], "memory": {"limit_bytes": 8 << 30, "free_bytes": 4 << 30}}
+    before = snapshot(0.0, totals={"toy": {"penstock_machine_seconds_total": 1.0}}, **fields)
+    after = {"penstock_machine_seconds_total": 2.0, "penstock_generation_tokens_total": 300.0}
+    lines = render(before, snapshot(2.0, totals={"toy": after}, **fields), Look(width=120))
+    assert lines[4].endswith("CPU  memory, 4 GiB of 8 GiB free")
+    assert lines[5].split(maxsplit=6) == ["toy", "loaded", "1", "0", "150", "50%", "4 GiB (weights 3 GiB, kv 1 GiB)"]
+    assert lines[6].split() == ["a-model-with-a-name…", "loading", "1", "3", "0", "0%", "-"]
+
+
+def test_a_model_that_is_not_loaded_has_no_map() -> None:
+    lines = render(snapshot(pool=None), snapshot(1.0, pool=None), Look(width=100))
+    assert lines[4] == "The model is not loaded."
+    assert "mine" in lines[-1]
+
+
+async def test_it_shows_the_model_that_is_named() -> None:
+    other = make_runtime(served_names=("org/other",), aliases=())
+    try:
+        with running(others=(other,)) as server:
+            arguments = ["top", server.url, "--once", "--interval", "100ms", "--model"]
+            shown = await asyncio.to_thread(CliRunner().invoke, cli, [*arguments, "org/other"])
+            assert shown.exit_code == 0, shown.exception
+            assert shown.output.startswith("org/other at http")
+            absent = await asyncio.to_thread(CliRunner().invoke, cli, [*arguments, "absent"])
+            assert "serves no absent. It serves: toy, org/other." in str(absent.exception)
+    finally:
+        other.close()
 
 
 async def test_it_shows_a_live_server() -> None:

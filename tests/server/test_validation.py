@@ -9,7 +9,9 @@ from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment, ModelInfo, Sources
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import ModelInfo, Sources
+from penstock.obs.metrics import Metrics
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.openai.call import TokenPrompt
@@ -42,6 +44,8 @@ RUNNING = SimpleNamespace(
     sources=Sources(),
     chat_template=None,
     arms=None,
+    adapters=None,
+    metrics=Metrics("toy"),
 )
 HI = [{"role": "user", "content": "a"}]
 
@@ -50,7 +54,7 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    return getattr(Reader(Deployment([RUNNING]), ServerConfig()), path)(orjson.dumps(body), scope)
+    return getattr(Reader(Deployment.of(RUNNING), ServerConfig()), path)(orjson.dumps(body), scope)
 
 
 def sampling(path="completion", **fields):

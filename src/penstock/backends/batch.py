@@ -6,12 +6,13 @@ with the model and never chooses a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.types.adapter import BASE
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, num_unread_blocks
 
 NULL_BLOCK = 0
@@ -67,7 +68,8 @@ class BatchBuilder:
     A plan that breaks the contract raises ValueError and leaves the builder in an undefined state.
     """
 
-    def __init__(self, capacity: Capacity, *, vocab_size: int | None = None) -> None:
+    def __init__(self, capacity: Capacity, *, vocab_size: int | None = None, placed: Container[int] = ()) -> None:
+        """`placed` are the numbers of adapters that rows may have now; the backend changes it between steps."""
         # np.zeros maps memory lazily: rows and positions that are never used cost nothing.
         max_rows, max_tokens = capacity.max_rows, capacity.max_model_len + 1
         self.capacity = capacity
@@ -79,9 +81,12 @@ class BatchBuilder:
         self.num_prompt_tokens: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.second_at: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         """Position of the first token of a pair's second text; 0: the row is one text."""
+        self.adapters: NDArray[np.int64] = np.full(max_rows, BASE, np.int64)
+        """Number of each row's adapter."""
         self.num_blocks: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._num_computed: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self._vocab_end = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+        self._placed = placed
         self._slots: dict[str, int] = {}
         self._free_slots = list(range(max_rows - 1, -1, -1))
 
@@ -160,9 +165,12 @@ class BatchBuilder:
             raise ValueError(
                 f"request {row.request_id!r} has {num_tokens} tokens, and its second text begins at {row.second_at}"
             )
+        if row.adapter != BASE and row.adapter not in self._placed:
+            raise ValueError(f"request {row.request_id!r} has adapter {row.adapter}, which is not placed")
         slot = self._free_slots.pop()
         self._slots[row.request_id] = slot
         self.second_at[slot] = row.second_at
+        self.adapters[slot] = row.adapter
         self.tokens[slot, :num_tokens] = self._checked_tokens(row)
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = row.num_prompt_tokens

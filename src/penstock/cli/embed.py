@@ -6,14 +6,15 @@ on behind the last whole vector. In the end OUT is made of it, and both are remo
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -37,7 +38,7 @@ _NOT_HERE = ("model", "served_model_name", "chat_template", "generation_config",
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--model", default="minilm", show_default=True, help="Catalogue name, .gguf file, directory or hf:org/repo.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy behind it.")
-@click.option("--field", default="text", show_default=True, help="Key of the text in each object of a .jsonl FILE.")
+@click.option("--field", help="Key of the text in each object of a .jsonl FILE.  [default: text]")
 @click.option("--prompt-name", help="Prompt of the model's files before each text, such as query; by default the files' own.")
 @click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to so many numbers, and make them of length 1 again.")
 @click.option("--truncate", is_flag=True, help="Cut texts that are too long at their ends; otherwise one is an error.")
@@ -46,7 +47,7 @@ def embed(
     file: Path,
     model: str,
     output: Path | None,
-    field: str,
+    field: str | None,
     prompt_name: str | None,
     dimensions: int | None,
     truncate: bool,
@@ -64,6 +65,11 @@ def embed(
     from penstock.llm import LLM
 
     warn_of_unknown_variables()
+    if file.suffix.lower() == ".json":
+        raise click.UsageError(f"{file} is one JSON value. Write an object in each line, and name the file .jsonl.")
+    if field is not None and not _has_objects(file):
+        raise click.UsageError(f"--field {field}: only a .jsonl file has objects, and {file} is read as text.")
+    field = field or "text"
     output = output or file.with_name(file.name + ".npy")
     if output.suffix[1:] not in FORMATS:
         raise click.UsageError(f"--output {output}: its ending must be one of {', '.join('.' + name for name in FORMATS)}.")
@@ -74,9 +80,10 @@ def embed(
     keys = [item.key for name, part in COMPONENTS if name in _COMPONENTS for item in settings_of(part)]
     with LLM(model, **{key: values[key] for key in keys if key not in _NOT_HERE}) as llm:
         asked = {"prompt_name": prompt_name, "dimensions": dimensions, "truncate": truncate, "field": field}
-        part = _Part(output, {"input_sha256": _digest(file), "model": llm.fingerprint, **asked})
-        _embed_all(llm, file, field, part, prompt_name, dimensions, truncate)
-    num_texts = part.write(output, file, field)
+        about = {"input_sha256": _digest(file), "model": llm.fingerprint, "max_model_len": llm.max_model_len, **asked}
+        with _Part(output, about) as part:
+            _embed_all(llm, file, field, part, prompt_name, dimensions, truncate)
+            num_texts = part.write(output, file, field)
     click.echo(f"{counted(num_texts, 'text')} in {output}")
 
 
@@ -110,37 +117,58 @@ def _embed_all(
 
 
 class _Part:
-    """Vectors of the first texts, on their way to the output."""
+    """Vectors of the first texts, on their way to the output. A context manager, as it is one run's at a time."""
 
     def __init__(self, output: Path, about: dict[str, Any]) -> None:
-        """Raises PenstockError if another run has left something else there."""
+        """Raises PenstockError if another run writes to it, or has left something else there."""
         self._path = output.with_name(output.name + ".part")
         self._about_path = output.with_name(output.name + ".part.json")
         self._about = about
         self.num_rows = 0
         self._width = 0
-        if not self._about_path.exists():
+        self._file = self._path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._find_rows()
+        except BlockingIOError:
+            self._file.close()
+            raise PenstockError(f"Another run writes {self._path}.", remedy="Wait for it, or name another output.") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.num_rows:
             self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _find_rows(self) -> None:
+        """Find what an earlier run has left. Raises PenstockError if that is of something else."""
+        about = self._about
+        if not self._about_path.exists():
+            self._file.truncate(0)
             return
         try:
             left = json.loads(self._about_path.read_text())
             self._width = left.pop("width")
         except (ValueError, AttributeError, KeyError, TypeError):
             left = None
-        if left != about or not isinstance(self._width, int) or self._width < 1 or not self._path.exists():
+        if left != about or not isinstance(self._width, int) or self._width < 1:
             remedy = f"Remove it and {self._path.name}, or name another output."
             raise PenstockError(f"{self._about_path} is of another input, model or setting.", remedy=remedy)
         self.num_rows = self._path.stat().st_size // (4 * self._width)
-        os.truncate(self._path, 4 * self._width * self.num_rows)
+        self._file.truncate(4 * self._width * self.num_rows)
 
     def append(self, vectors: Any) -> None:
         """float32 [texts, width]"""
         if not self._width:
             self._width = vectors.shape[1]
-            self._path.touch()
             self._about_path.write_text(json.dumps({**self._about, "width": self._width}))
-        with self._path.open("ab") as out:
-            out.write(vectors.tobytes())
+        self._file.write(vectors.tobytes())
+        self._file.flush()
         self.num_rows += len(vectors)
 
     def write(self, output: Path, file: Path, field: str) -> int:
@@ -188,6 +216,10 @@ def _write_parquet(path: Path, texts: Iterator[str], vectors: Any) -> None:
             writer.write_table(pyarrow.table(columns, schema=schema))
 
 
+def _has_objects(file: Path) -> bool:
+    return file.suffix.lower() == ".jsonl"
+
+
 def _texts(file: Path, field: str) -> Iterator[str]:
     """The texts of a file, in order; empty lines are none. Raises PenstockError for a line that has no text."""
     with file.open("rb") as lines:
@@ -198,7 +230,7 @@ def _texts(file: Path, field: str) -> Iterator[str]:
                 raise PenstockError(f"{file}:{number} is not UTF-8 text.", remedy="Convert it, e.g. with iconv.") from None
             if not line.strip():
                 continue
-            if file.suffix != ".jsonl":
+            if not _has_objects(file):
                 yield line.rstrip("\r\n")
                 continue
             try:

@@ -20,6 +20,8 @@ from penstock.types.errors import ConfigError
 _log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+_TABLES_KEY = "penstock.cli.tables"
+"""Key of click's context: the tables of models that the file has."""
 EPILOG = (
     "What stands under Model and below has an environment variable (--block-size is PENSTOCK_BLOCK_SIZE) and a key in the file "
     "given by --config (block_size). A flag goes before the environment, that before the file, that before the default."
@@ -81,6 +83,24 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**values)
 
     return click.argument("model_word", required=False, metavar="[MODEL]")(model_option(with_model))
+
+
+def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds MODEL..., any number of words, and --model, which says one; the command gets them as `words`.
+
+    It gets the file's tables of models as `tables`. No words: nobody has named a model but there.
+    """
+
+    @functools.wraps(command)
+    def with_models(*, model_words: tuple[str, ...], model: str, **values: Any) -> Any:
+        context = click.get_current_context()
+        source = context.get_parameter_source("model")
+        if model_words and source is ParameterSource.COMMANDLINE:
+            raise click.UsageError("The model is given twice: as an argument and with --model.")
+        words = model_words or (() if source is ParameterSource.DEFAULT else (model,))
+        return command(words=words, tables=context.meta.get(_TABLES_KEY, ()), **values)
+
+    return click.argument("model_words", nargs=-1, metavar="[MODEL]...")(model_option(with_models))
 
 
 def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
@@ -168,9 +188,11 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
     if path is None:
         return
     try:
-        ctx.default_map = {**(ctx.default_map or {}), **read_config_file(path)}
+        file = read_config_file(path)
     except ConfigError as error:
         raise _bad_value(str(error), ctx, param) from None
+    ctx.default_map = {**(ctx.default_map or {}), **file.values}
+    ctx.meta[_TABLES_KEY] = file.models
 
 
 def warn_of_unknown_variables() -> None:

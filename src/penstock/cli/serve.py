@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -14,19 +14,20 @@ from typing import Any
 
 import click
 
-from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, printable, warn_of_unknown_variables
+from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, printable, warn_of_unknown_variables
 from penstock.config import LogConfig, LogFormat, ServerConfig
-from penstock.config.components import config_from
+from penstock.config.several import configs_of
 from penstock.machine import return_large_blocks_when_freed
 from penstock.types.errors import ConfigError
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
-@model_argument
-@config_options("model", "kv", "scheduler", "admission", "backend", "server", "ab", "log")
-def serve(**values: Any) -> None:
-    """Answer HTTP requests for MODEL: the OpenAI API, until Ctrl-C or SIGTERM."""
-    config = config_from(values)
+@models_argument
+@config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "ab", "log")
+def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **values: Any) -> None:
+    """Answer HTTP requests for one MODEL or several: the OpenAI API, until Ctrl-C or SIGTERM."""
+    configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
+    config = configs[0]
     from penstock.serve.http.listener import bind_socket, connection_limit, raise_open_files_limit
 
     set_up_logging(config.log)
@@ -39,7 +40,7 @@ def serve(**values: Any) -> None:
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
-        deployment = start_deployment([config])
+        deployment = start_deployment(configs)
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)
         finally:
@@ -47,6 +48,22 @@ def serve(**values: Any) -> None:
     # At once: Python would wait for threads that still compile a grammar or read a long text, which nobody gets any more.
     sys.stdout.flush()
     os._exit(code)
+
+
+def models_in(folder: str | None) -> list[tuple[str, str]]:
+    """(name, path) of the models in a folder, none without one. Raises ConfigError if there are none in it."""
+    from penstock.models.catalog import expand_home, list_folder
+
+    if folder is None:
+        return []
+    try:
+        found = list_folder(expand_home(folder))
+    except OSError as error:
+        raise ConfigError(f"The folder {folder} cannot be read: {error.strerror}.", remedy="Check --models-dir.") from None
+    if not found:
+        remedy = "Put .gguf files or Hugging Face directories there, or leave out --models-dir."
+        raise ConfigError(f"There is no model in the folder {folder}.", remedy=remedy)
+    return [(source.name, str(source.path)) for source in found]
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
@@ -57,6 +74,7 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     for variable, is_given, effect, remedy in (
         ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),
         ("PENSTOCK_API_KEY_FILE", has_keys, "would be open to everyone", "Name a file"),
+        ("PENSTOCK_ADMIN_API_KEY", bool(config.admin_api_keys), "would know no key of an admin", "Give a key"),
         ("PENSTOCK_SSL_CERTFILE", bool(config.ssl_certfile), "would speak plain HTTP", "Name a file"),
     ):
         if not is_given and variable in environ:

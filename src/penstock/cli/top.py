@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -22,13 +23,14 @@ from http.client import HTTPException
 from itertools import pairwise
 from typing import Any, NoReturn
 from urllib.error import HTTPError
+from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 import click
 from click.core import ParameterSource
 
 from penstock.cli.options import warn_of_unknown_variables
-from penstock.config.units import parse_duration
+from penstock.config.units import format_size, parse_duration
 from penstock.types.errors import PenstockError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -41,27 +43,30 @@ _NOT_TRUSTED = "Name the file of its certificate in the environment variable SSL
 _OTHER_SERVER = "Is it a Penstock server, and of this version?"
 _OWNER_COLOURS = (33, 208, 40, 201, 226, 51, 196, 141, 118, 214, 45, 203)
 _OWNER_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_GLYPHS = {"free": ".", "cached": ":", "shared": "+", "null": ".", "held": "#"}
-_STATE_COLOURS = {"free": 238, "cached": 67, "shared": 255}
+_GLYPHS = {"free": ".", "cached": ":", "shared": "+", "adapter": "@", "null": ".", "held": "#"}
+_STATE_COLOURS = {"free": 238, "cached": 67, "shared": 255, "adapter": 99}
 _FULL = "█"
 _STATES = ("decode", "prefill", "paused", "waiting", "ended")
 """In the order in which requests are listed."""
 _MAX_MAP_ROWS = 8
+_MODEL_LABEL = re.compile(r'(?:^|,)model="((?:[^"\\]|\\.)*)"')
+_ESCAPED, _UNESCAPED = re.compile(r"\\(.)"), {"n": "\n"}
 _NAME_WIDTH = 20
 
 
 @click.command()
 @click.argument("url", default=DEFAULT_URL)
 @click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
+@click.option("--model", metavar="NAME", help="Model whose rates and KV cache are shown, of several.  [default: the first]")
 @click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
-def top(url: str, api_key: str | None, interval: str, *, once: bool) -> None:
-    """Watch the server at URL: its rates, its queue, its KV cache as a map of blocks, your requests."""
+def top(url: str, api_key: str | None, model: str | None, interval: str, *, once: bool) -> None:
+    """Watch the server at URL: its models, their rates and queues, the KV cache as a map of blocks, your requests."""
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
-    reader = Reader(url.rstrip("/"), _one_key(api_key))
+    reader = Reader(url.rstrip("/"), _one_key(api_key), model)
     if sys.stdout.isatty() and not once:
         _show_live(reader, interval_s)
         return
@@ -133,11 +138,16 @@ class Snapshot:
     model: str
     at_s: float
     load: Mapping[str, Any]
-    pool: Mapping[str, Any]
+    pool: Mapping[str, Any] | None
+    """None: the model is not loaded."""
     requests: Sequence[Mapping[str, Any]]
     """The caller's own, explained."""
-    totals: Mapping[str, float] = field(default_factory=dict)
-    """Counters by their Prometheus names, summed over labels."""
+    totals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Counters of each model by their Prometheus names, summed over the other labels."""
+    models: Sequence[Mapping[str, Any]] = ()
+    """A line of `/load` for each model of the server."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """The memory that they share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,32 +157,50 @@ class Look:
     has_colour: bool = False
 
 
+class _Unavailable(PenstockError):
+    """The server can't say it now: it answered 503."""
+
+
 class Reader:
     """Asks one server. Raises PenstockError, with a remedy, if it does not answer, or says what no Penstock says."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        """Raises PenstockError also for a URL or a key that can't be sent."""
+    def __init__(self, url: str, api_key: str | None, model: str | None = None) -> None:
+        """`model`: None for the first. Raises PenstockError also for a URL or a key that can't be sent."""
         self._url = url
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
         try:
-            self._model = str(self._json("/v1/models")["data"][0]["id"])
+            names = [str(line["name"]) for line in self._json("/load")["models"]]
+            self._model = model or names[0]
         except (LookupError, TypeError) as error:
-            raise PenstockError(f"{self._url}/v1/models names no model.", remedy=_OTHER_SERVER) from error
+            raise PenstockError(f"{self._url}/load names no model.", remedy=_OTHER_SERVER) from error
+        if self._model not in names:
+            raise PenstockError(f"{self._url} serves no {self._model}.", remedy=f"It serves: {', '.join(names)}.")
 
     def read(self) -> Snapshot:
         """The server as it is now."""
+        of_model = f"?model={quote(self._model, safe='')}"
         try:
+            all_models = self._json("/load")
             return Snapshot(
                 url=self._url,
                 model=self._model,
                 at_s=time.monotonic(),
-                load=self._json("/load"),
-                pool=self._json("/kv"),
+                load=self._json("/load" + of_model),
+                pool=self._pool("/kv" + of_model),
                 requests=self._json("/v1/requests")["data"],
                 totals=counters(self._get("/metrics").decode()),
+                models=all_models["models"],
+                memory=all_models["memory"],
             )
         except (LookupError, TypeError, ValueError) as error:
             raise PenstockError(f"{self._url} says what can't be shown: {error!r}.", remedy=_OTHER_SERVER) from error
+
+    def _pool(self, path: str) -> Any:
+        """None while the model is not loaded."""
+        try:
+            return self._json(path)
+        except _Unavailable:
+            return None
 
     def _json(self, path: str) -> Any:
         body = self._get(path)
@@ -188,6 +216,8 @@ class Reader:
                 return body
         except HTTPError as error:
             error.close()
+            if error.code == 503:
+                raise _Unavailable(f"{self._url}{path} answered 503.", remedy="Ask again when it is ready.") from error
             remedy = "Give --api-key." if error.code == 401 else _OTHER_SERVER
             raise PenstockError(f"{self._url}{path} answered {error.code}.", remedy=remedy) from error
         except OSError as error:
@@ -200,14 +230,20 @@ class Reader:
             raise PenstockError(f"{self._url} can't be asked: {error}.", remedy="Check the URL.") from error
 
 
-def counters(text: str) -> dict[str, float]:
-    """Prometheus' text: series that end in _total, summed over their labels. Raises ValueError for what is none."""
-    totals: defaultdict[str, float] = defaultdict(float)
+def counters(text: str) -> dict[str, dict[str, float]]:
+    """Prometheus' text: series that end in _total, for each model summed over the other labels.
+
+    Raises ValueError for what is none.
+    """
+    totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name.endswith("_total"):
-            totals[name] += float(line.rpartition(" ")[2])
-    return dict(totals)
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        if name.endswith("_total") and not line.startswith("#"):
+            of_model = _MODEL_LABEL.search(labels)
+            model = "" if of_model is None else _ESCAPED.sub(lambda found: _UNESCAPED.get(found[1], found[1]), of_model[1])
+            totals[model][name] += float(value)
+    return {model: dict(values) for model, values in totals.items()}
 
 
 def _checked(api_key: str) -> str:
@@ -223,8 +259,8 @@ def _checked(api_key: str) -> str:
 
 def render(before: Snapshot, now: Snapshot, look: Look) -> list[str]:
     """The whole view, at most `look.height` lines; rates are those between the two."""
-    head = [line[: look.width] for line in _head(before, now)]
-    lines = [*head, "", *_pool(now.pool, look), ""]
+    head = [line[: look.width] for line in (*_head(before, now), *_models(before, now))]
+    lines = [*head, "", *(["The model is not loaded."] if now.pool is None else _pool(now.pool, look)), ""]
     return lines + list(_requests(now, look, max(1, look.height - len(lines))))
 
 
@@ -237,10 +273,9 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
         f"running {load['requests_running']}   waiting {load['requests_waiting']}{waiting_for}   "
         f"busy {late['utilisation']:.0%} of the last {late['window_s']} s   queue delay {late['queue_delay_s']:.1f} s"
     )
-    elapsed_s = max(now.at_s - before.at_s, 1e-9)
 
     def rate(name: str) -> float:
-        return max(0.0, now.totals.get(name, 0.0) - before.totals.get(name, 0.0)) / elapsed_s
+        return _rate(before, now, now.model, name)
 
     asked, found = rate("penstock_prefix_cache_queries_total"), rate("penstock_prefix_cache_hits_total")
     yield (
@@ -248,13 +283,46 @@ def _head(before: Snapshot, now: Snapshot) -> Iterator[str]:
         f"{rate('penstock_prompt_tokens_total'):,.0f} in ({found / asked if asked else 0.0:.0%} from the cache)   "
         f"{rate('penstock_request_success_total'):.1f} requests   {rate('penstock_preemptions_total'):.1f} preempted"
     )
+    if adapters := load.get("adapters"):
+        yield (
+            f"adapters: {adapters['running']} run   {adapters['kv_cache']} in the KV cache   {adapters['memory']} in memory   "
+            f"per second: {rate('penstock_adapter_loads_total'):.1f} read   "
+            f"{rate('penstock_adapter_placements_total'):.1f} put into the cache"
+        )
+
+
+def _rate(before: Snapshot, now: Snapshot, model: str, name: str) -> float:
+    """Growth of a model's counter, per second; 0 when it began anew."""
+    grown = now.totals.get(model, {}).get(name, 0.0) - before.totals.get(model, {}).get(name, 0.0)
+    return max(0.0, grown) / max(now.at_s - before.at_s, 1e-9)
+
+
+def _models(before: Snapshot, now: Snapshot) -> Iterator[str]:
+    """A line for each model, if there are several."""
+    if len(now.models) < 2:
+        return
+    free, limit = (format_size(now.memory[name]) for name in ("free_bytes", "limit_bytes"))
+    yield ""
+    titles = f"{'state':8} {'running':>7} {'waiting':>7} {'tok/s':>7} {'CPU':>5}  memory, {free} of {limit} free"
+    yield f"{'model':{_NAME_WIDTH}} {titles}"
+    for line in now.models:
+        name, waiting = str(line["name"]), line["requests_waiting"] + line["requests_waiting_for_load"]
+        yield (
+            f"{_cut(name, _NAME_WIDTH):{_NAME_WIDTH}} {line['state']:8} {line['requests_running']:7} {waiting:7} "
+            f"{_rate(before, now, name, 'penstock_generation_tokens_total'):7,.0f} "
+            f"{_rate(before, now, name, 'penstock_machine_seconds_total'):5.0%}  {_memory(line['memory_bytes'])}"
+        )
+
+
+def _memory(parts: Mapping[str, int]) -> str:
+    told = ", ".join(f"{part} {format_size(size)}" for part, size in parts.items() if size and part != "reserve")
+    return f"{format_size(sum(parts.values()))} ({told})" if told else "-"
 
 
 def _pool(pool: Mapping[str, Any], look: Look) -> Iterator[str]:
     total = max(1, pool["blocks"] - pool["states"]["null"])
-    shares = "   ".join(
-        f"{_glyph(state, look)} {state} {pool['states'][state] / total:.0%}" for state in ("held", "shared", "cached", "free")
-    )
+    states = ("held", "shared", *("adapter",) * bool(pool["states"].get("adapter")), "cached", "free")
+    shares = "   ".join(f"{_glyph(state, look)} {state} {pool['states'][state] / total:.0%}" for state in states)
     yield f"KV {total:,} blocks of {pool['block_size']}:   {shares}   waste {pool['waste_ratio']:.1%}"
     for row in _rows(pool, look):
         yield "".join(_cell(state, owner, look) for state, owner in row)
@@ -281,7 +349,7 @@ def _most_frequent(kinds: Sequence[tuple[str, int]]) -> tuple[str, int]:
 def _cell(state: str, owner: int, look: Look) -> str:
     if look.has_colour:
         colour = _OWNER_COLOURS[owner % len(_OWNER_COLOURS)] if state == "held" else _STATE_COLOURS.get(state, 238)
-        return _coloured(_FULL if state in ("held", "shared") else _GLYPHS[state], colour)
+        return _coloured(_FULL if state in ("held", "shared", "adapter") else _GLYPHS[state], colour)
     return _OWNER_LETTERS[owner % len(_OWNER_LETTERS)] if state == "held" else _GLYPHS[state]
 
 
@@ -295,7 +363,8 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
     if not rows:
         yield _none_told(now)[: look.width]
         return
-    numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(now.pool["owners"]) if owner["request"]}
+    owners = () if now.pool is None else now.pool["owners"]
+    numbers = {(owner["request"], owner["choice"]): idx for idx, owner in enumerate(owners) if owner["request"]}
     titles = f"{'state':8} {'for':>7} {'waited':>7} {'prompt':>7} {'cached':>7} {'out':>6}  waited for"
     yield f"  {'request':{_NAME_WIDTH}} {titles}"[: look.width]
     shown = rows if len(rows) < num_lines else rows[: max(0, num_lines - 2)]
@@ -308,7 +377,7 @@ def _requests(now: Snapshot, look: Look, num_lines: int) -> Iterator[str]:
 
 
 def _none_told(now: Snapshot) -> str:
-    if any(owner["request"] for owner in now.pool["owners"]):
+    if now.pool is not None and any(owner["request"] for owner in now.pool["owners"]):
         return "Your requests are not explained (--explained-requests 0), or have just ended."
     return "You have no requests in flight."
 

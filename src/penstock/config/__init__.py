@@ -9,12 +9,15 @@ from penstock.config.components import (
     Config,
     Device,
     KvConfig,
+    Load,
     LogConfig,
     LogFormat,
     LogLevel,
+    LoraConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
+    SharingConfig,
 )
 
 __all__ = [
@@ -26,10 +29,13 @@ __all__ = [
     "Config",
     "Device",
     "KvConfig",
+    "Load",
     "LogConfig",
     "LogFormat",
     "LogLevel",
+    "LoraConfig",
     "ModelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SharingConfig",
 ]

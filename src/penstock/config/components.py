@@ -137,7 +137,7 @@ class KvConfig(Component):
     kv_disk_path: str | None = path(
         None,
         "Folder of that file, which is kept for the next start; one server at a time.",
-        default_doc="`kv` in the folder for fetched weights",
+        default_doc="`kv` in the folder for fetched weights; with several models a folder in it for each",
     )
     kv_watermark: float | None = share(
         None,
@@ -146,6 +146,36 @@ class KvConfig(Component):
         maximum=0.9,
         default_doc="the preset's: 1%",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig(Component):
+    """Adapters beside the model, which requests ask for by their names."""
+
+    title: ClassVar[str] = "Adapters"
+
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "NAME=PATH of an adapter: a folder of PEFT or a .gguf file; may be repeated.",
+        default_doc="none",
+        is_multiple=True,
+    )
+    lora_dir: str | None = path(
+        None, "Folder of adapters: a name that nothing else has is looked up there when it is asked for.", default_doc="none"
+    )
+    merge_lora: str | None = path(
+        None, "Adapter that becomes part of the model when it is loaded, in place of adapters beside it.", default_doc="none"
+    )
+    max_loras: int = count(32, "Different adapters among the requests that run at once.", minimum=1, maximum=4096)
+    max_lora_rank: int = count(64, "Greatest rank of an adapter.", minimum=1, maximum=256)
+    max_cpu_loras: int = count(
+        64, "Adapters that memory keeps beside the KV cache, ready for it; others are read again.", minimum=1, maximum=100_000
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests may ask for adapters at all."""
+        return bool(self.lora_modules) or self.lora_dir is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +325,13 @@ class AdmissionConfig(Component):
     )
 
 
+class Load(StrEnum):
+    """When a model is loaded."""
+
+    START = "start"
+    REQUEST = "request"
+
+
 class Backend(StrEnum):
     """Code that computes. `reference` is the slow specification, offered for learning and for tests."""
 
@@ -384,6 +421,13 @@ class ServerConfig(Component):
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )
     api_key_file: str | None = path(None, "File with one key per line; # begins a comment.", default_doc="none")
+    admin_api_keys: tuple[str, ...] = setting(
+        (),
+        "Key of those who change what is served; may be repeated. It opens everything else, too.",
+        key="admin_api_key",
+        default_doc="none: without any key everybody may, with --api-key nobody",
+        is_multiple=True,
+    )
     trust_tenant_header: bool = flag(
         False, "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header."
     )
@@ -436,6 +480,9 @@ class ServerConfig(Component):
     first_token_timeout_s: float | None = duration(
         None, "Longest time to the first token; a client may ask for less.", minimum=0.001, default_doc="none"
     )
+    load_timeout_s: float = duration(
+        60.0, "Longest time that a request may wait for its model to be loaded; else it is answered 503.", minimum=0.0
+    )
     record: str | None = path(
         None, "File to which arrivals, lengths, plans and durations are written, without any text.", default_doc="none"
     )
@@ -446,6 +493,50 @@ class ServerConfig(Component):
         False, "The recording has the names of tenants, instead of numbers, and of policies of your own."
     )
     shutdown_timeout_s: float = duration(30.0, "After SIGTERM, how long running requests may take to finish.", minimum=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingConfig(Component):
+    """How the models of one server share it. docs/how-to/several-models.md shows how several are served."""
+
+    title: ClassVar[str] = "Several models"
+
+    models_dir: str | None = path(
+        None,
+        "Folder whose .gguf files and Hugging Face directories are served, too: each by its name, loaded when it is asked for.",
+        default_doc="none",
+    )
+    memory_bytes: int | None = size(
+        None,
+        "Memory for all models together. One that has no room waits until others leave.",
+        minimum=1,
+        default_doc="what is free at the start",
+    )
+    aliases: tuple[str, ...] = setting(
+        (),
+        "Further name of the model, understood but not listed; may be repeated.",
+        key="alias",
+        default_doc="the catalogue's, and MODEL as it was written, where --served-model-name is not given",
+        is_multiple=True,
+    )
+    load_on: str = choice(
+        Load.START.value,
+        "When the model is loaded: as the server starts, or when a request asks for it. Those of --models-dir: request.",
+        choices=tuple(Load),
+    )
+    idle_unload_s: float | None = duration(
+        None,
+        "Time without requests after which the model leaves memory; the next request loads it again.",
+        minimum=1.0,
+        default_doc="it stays while no other needs its room",
+    )
+    keep_loaded: bool = flag(False, "The model never leaves memory for another one.")
+    machine_share: float = share(
+        1.0,
+        "The model's part of the CPU's time while other models want it, too: 2 is twice the part of 1.",
+        minimum=0.05,
+        maximum=20.0,
+    )
 
 
 class LogFormat(StrEnum):
@@ -510,10 +601,12 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     kv: KvConfig = field(default_factory=KvConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    sharing: SharingConfig = field(default_factory=SharingConfig)
     ab: AbConfig = field(default_factory=AbConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

@@ -8,9 +8,19 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config.components import COMPONENTS
+from penstock.config.components import (
+    COMPONENTS,
+    AdmissionConfig,
+    BackendConfig,
+    KvConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SharingConfig,
+)
 from penstock.config.setting import Setting, settings_of
 from penstock.types.errors import ConfigError
 
@@ -18,27 +28,63 @@ PREFIX = "PENSTOCK_"
 _OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
 
 
+MODELS = "models"
+"""Key of the tables of a file that set what one of several models has for itself."""
+_OF_EACH_MODEL = (ModelConfig, KvConfig, LoraConfig, SchedulerConfig, AdmissionConfig, BackendConfig, SharingConfig)
+_OF_ALL_MODELS = ("cache", "threads", "models_dir", "memory")
+
+
+def model_settings() -> tuple[Setting, ...]:
+    """The settings that each of several models may have for itself."""
+    return tuple(item for kind in _OF_EACH_MODEL for item in settings_of(kind) if item.key not in _OF_ALL_MODELS)
+
+
 def all_settings() -> tuple[Setting, ...]:
     """Every setting of every component, in order; their keys are unique."""
     return tuple(item for _, component in COMPONENTS for item in settings_of(component))
 
 
-def read_config_file(path: Path) -> dict[str, object]:
-    """Setting key -> parsed value, of the keys that the file has. Raises ConfigError naming file, key and cause."""
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The settings of a file, parsed, by their keys."""
+
+    values: dict[str, object]
+    models: tuple[dict[str, object], ...] = ()
+    """Its tables `[[models]]`: what is set of one model alone."""
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Raises ConfigError naming file, key and cause."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}.") from None
+    models = table.pop(MODELS, [])
+    if not isinstance(models, list) or not all(isinstance(entry, dict) for entry in models):
+        raise ConfigError(f"{path}: {MODELS} are tables.", remedy=f"Begin each with a line [[{MODELS}]].")
     keys = {item.key for item in all_settings()}
     for key, raw in table.items():
         if key not in keys and isinstance(raw, dict):
             raise ConfigError(
                 f"{path}: there are no tables such as [{key}].",
-                remedy="Put all keys at the top level; only the arguments of policies are tables, such as [policy_args].",
+                remedy="Put all keys at the top level: only models and arguments of policies are tables, as in [policy_args].",
             )
-    return parse_settings(table, all_settings(), place=f"{path}: ")
+    return ConfigFile(
+        parse_settings(table, all_settings(), place=f"{path}: "),
+        tuple(_parse_model(entry, f"{path}: [[{MODELS}]] {number}: ") for number, entry in enumerate(models, 1)),
+    )
+
+
+def _parse_model(raw: Mapping[str, object], place: str) -> dict[str, object]:
+    of_all = {item.key for item in all_settings()} - {item.key for item in model_settings()}
+    for key in raw:
+        if key in of_all:
+            raise ConfigError(f"{place}{key} is set for all models, not for one.", remedy="Put it at the top level.")
+    if "model" not in raw:
+        raise ConfigError(f"{place}there is no key 'model'.", remedy="Say which model it is.")
+    return parse_settings(raw, model_settings(), place=place)
 
 
 def parse_settings(raw: Mapping[str, object], settings: Sequence[Setting], *, place: str = "") -> dict[str, object]:

@@ -50,6 +50,7 @@ BY_REQUEST = frozenset(
 _SHARED: Mapping[str, str] = {
     "model": "all requests are answered by one model",
     "kv": "all requests share one KV cache",
+    "lora": "a request has the adapter that it names, whichever arm it is in",
     "scheduler": "it decides for steps and memory that requests of both arms share",
     "admission": "it counts all calls of a tenant together",
     "backend": "all requests are computed by one backend",
@@ -127,8 +128,10 @@ def read_arms(config: Config) -> Arms | None:
         return None
     if test.ab_share is not None and test.ab_tenants:
         raise ConfigError("Arm B is a share of the requests, or the requests of some tenants.", remedy="Give one of them.")
-    given = read_config_file(Path(test.ab))
-    b = with_settings(config, given)
+    file = read_config_file(Path(test.ab))
+    if file.models:
+        raise ConfigError(f"{test.ab}: an arm is no model.", remedy="Leave out the tables [[models]].")
+    b = with_settings(config, file.values)
     differences = _differences(config, b)
     if not differences:
         raise ConfigError(f"{test.ab}: arm B has the settings that the server has.", remedy="Change a setting there.")

@@ -85,7 +85,8 @@ def _check_settings(config: Config, model: LoadedModel) -> None:
     for item in settings_of(type(config.kv)):
         if item.field not in _KV_SETTINGS_OF_TEXTS and getattr(config.kv, item.field) != item.default:
             raise ConfigError(
-                f"{item.key} is a setting of the KV cache, and {why}: it has none.", remedy=f"Leave {item.key} out."
+                f"{item.key} is a setting of the KV cache, and {why}: it has none.",
+                remedy=f"Leave {item.key} out; of several models set it in the tables [[models]] of those that have one.",
             )
     for key, is_given in (
         ("chat_template", config.model.chat_template is not None),

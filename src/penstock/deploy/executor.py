@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import AttentionKernels, Backend, Config
@@ -17,14 +18,14 @@ from penstock.config.units import format_size
 from penstock.deploy.device import is_on_gpu, kv_dtype, kv_window, max_rows, max_step_tokens, num_threads
 from penstock.deploy.encoders import block_size_of
 from penstock.deploy.experts import disk_bytes, expert_file
-from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import AdapterRoom, KvPlan, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.backends.cuda.executor import CudaExecutor
     from penstock.backends.cuda.memory import Usage
-    from penstock.backends.native._native import Team
+    from penstock.backends.native._native import Account, Team
     from penstock.engine.ports import Executor
     from penstock.models.weights import LoadedModel
 
@@ -37,6 +38,10 @@ EXECUTORS: Mapping[str, str] = {
 
 MEASURED_BLOCKS = 2
 """Blocks of a GPU's executor before its KV cache has been planned."""
+_ADAPTED = ("q", "k", "v", "o")
+"""Ends of the names of weights that nearly every adapter changes."""
+_FACTOR_BYTES = 2
+"""Bytes of a number of an adapter at most, but for those of the reference backend: beside quantised weights it takes half."""
 BAR_DELAY_S = 1.0
 CAPTURE_SECONDS = 10.0
 """Time for graphs at a start. The rest are captured when a step needs them."""
@@ -44,10 +49,10 @@ CAPTURE_SECONDS = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Callable[[int], Team]) -> Executor:
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: Callable[[int], tuple[Team, Account]]) -> Executor:
     """The backend of a settled config, with the model's weights in it.
 
-    `team_of` gives the native backend its team of so many threads.
+    `seat_of` gives the native backend its team of so many threads, and the account for its turns there.
     """
     if is_on_gpu(config):
         return _make_as_measured(config, model, kv)
@@ -55,7 +60,8 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, team_of: Call
         return _make(config, model, kv.max_model_len, kv.num_blocks)
     with loading_bar(model) as on_packed, expert_file(config, model) as file:
         dtype = config.backend.weight_dtype
-        extras = {"team": team_of(num_threads(config.backend)), "on_packed": on_packed, "expert_file": file}
+        team, account = seat_of(num_threads(config.backend))
+        extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file}
         rounds_floats = None if dtype is None else dtype == "int8"
         return _make(config, model, kv.max_model_len, kv.num_blocks, rounds_floats=rounds_floats, **extras)
 
@@ -78,10 +84,12 @@ def loading_bar(model: LoadedModel) -> Iterator[Callable[[int], object] | None]:
         yield bar.update
 
 
-def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tuple[KvPlan, Executor | None]:
+def plan_memory(
+    config: Config, model: LoadedModel, available_bytes: int, *, num_models: int = 1
+) -> tuple[KvPlan, Executor | None]:
     """Blocks and longest request. On a GPU they are measured with an executor, which is there then.
 
-    `available_bytes`: of the machine's memory. Raises ConfigError where what was asked for does not fit.
+    `available_bytes`: of the machine's memory, for so many models. Raises ConfigError where what was asked for does not fit.
     """
     if is_on_gpu(config):
         return _measure(config, model)
@@ -95,8 +103,49 @@ def plan_memory(config: Config, model: LoadedModel, available_bytes: int) -> tup
         num_weight_bytes=model.num_weight_bytes - disk_bytes(config, model),
         window=kv_window(config, model.spec),
         available_bytes=available_bytes,
+        num_models=num_models,
+        adapters=adapter_room(config, model),
     )
     return plan, None
+
+
+def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
+    """The memory for as many adapters as the settings name, of the greatest rank and of the projections of attention."""
+    if not config.lora.is_on:
+        return AdapterRoom()
+    from penstock.models.adapter import sites
+    from penstock.models.architectures import describe
+
+    shapes = sites(describe(model.spec))
+    widths = [sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED]
+    return AdapterRoom(
+        image_bytes=_FACTOR_BYTES * config.lora.max_lora_rank * sum(widths),
+        num_in_pool=config.lora.max_loras,
+        num_in_memory=config.lora.max_cpu_loras,
+    )
+
+
+def check_adapters(config: Config, model: LoadedModel) -> None:
+    """Refuse adapters for a model that has none, before a weight is read. Raises ConfigError."""
+    if config.lora.is_on and model.encoder is not None:
+        raise ConfigError(
+            f"lora_modules or lora_dir is set, and {model.name} reads texts and writes none.",
+            remedy="Leave it out, or take a model that writes text.",
+        )
+
+
+def with_merged_adapter(config: Config, model: LoadedModel) -> LoadedModel:
+    """The model with the adapter of --merge-lora in its weights, if one is set. Raises ConfigError and ModelError."""
+    if config.lora.merge_lora is None:
+        return model
+    if config.lora.is_on:
+        raise ConfigError(
+            "merge_lora is set, and so is lora_modules or lora_dir: their adapters were trained beside another model.",
+            remedy="Leave --merge-lora out, and ask for its adapter by name.",
+        )
+    from penstock.models.merging import with_adapter
+
+    return with_adapter(model, Path(config.lora.merge_lora))
 
 
 def check_weight_dtype(config: Config, model: LoadedModel) -> None:
@@ -225,6 +274,7 @@ def _make(config: Config, model: LoadedModel, max_model_len: int, num_blocks: in
         max_step_tokens=max_step_tokens(config),
         max_model_len=max_model_len,
         kv_dtype=kv_dtype(config),
+        **({"max_adapter_rank": config.lora.max_lora_rank} if config.lora.is_on else {}),
         **extras,
     )
     return executor

@@ -1,6 +1,7 @@
 """The factory: turns configs into running models. The command line, the Python API and tests call it.
 
     start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
+    serve_model        config, source -> ServedModel: loads it when the deployment wants it, by
     start_model        config, source -> RunningModel: checks, weights, memory plan, then
       EngineMaker      makes an engine and its executor, for the supervisor, as often as it asks; has what watches them
 
@@ -15,22 +16,29 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from penstock.config import Config, KvConfig, ServerConfig
+from penstock.config import Config, KvConfig, Load, LoraConfig, ServerConfig
 from penstock.config.saved import settings_hash
 from penstock.config.units import format_size
 from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.encoders import plan_encoder
-from penstock.deploy.executor import build_executor, check_weight_dtype, open_encoder, plan_memory
+from penstock.deploy.executor import (
+    build_executor,
+    check_adapters,
+    check_weight_dtype,
+    open_encoder,
+    plan_memory,
+    with_merged_adapter,
+)
 from penstock.deploy.experts import check_disk, disk_bytes, disk_words
 from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
 from penstock.deploy.recorder import check_recording, open_recorder
-from penstock.deploy.resources import MemoryShare, Resources
+from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import give_back_free_memory
@@ -39,7 +47,13 @@ from penstock.types.plan import Capacity
 from penstock.types.request import ARM_A, ARM_B
 
 if TYPE_CHECKING:
-    from penstock.deploy.running import Deployment, ModelInfo, RunningModel, Sources
+    from penstock.backends.native._native import Account, Team
+    from penstock.backends.native.executor import NativeExecutor
+    from penstock.backends.reference.executor import ReferenceExecutor
+    from penstock.deploy.adapters import Adapters
+    from penstock.deploy.deployment import Deployment
+    from penstock.deploy.running import ModelInfo, RunningModel, Sources
+    from penstock.deploy.served import ServedModel
     from penstock.engine.core import EngineCore
     from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
     from penstock.engine.thread import Engine
@@ -49,6 +63,7 @@ if TYPE_CHECKING:
     from penstock.models.catalog import ModelSource
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
+    from penstock.obs.explain.journal import Journal
     from penstock.sched.policies.base import Policies
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
@@ -56,6 +71,9 @@ if TYPE_CHECKING:
     from penstock.types.vocab import GgufVocab
 
 _log = logging.getLogger(__name__)
+
+MAX_MORE_AT_ONCE = 2
+"""Models that are loaded when they are asked for, and are likely to be in memory at once beside those of the start."""
 
 
 def locate(config: Config) -> ModelSource:
@@ -75,29 +93,106 @@ def start_deployment(configs: Sequence[Config]) -> Deployment:
 
     Raises what `locate` and `start_model` raise, and ConfigError for two models with one name; then none is left running.
     """
-    resources = Resources()
-    with contextlib.ExitStack() as started:
-        models = []
-        for config in configs:
-            models.append(start_model(config, locate(config), resources))
-            started.callback(models[-1].close)
-        from penstock.deploy.running import Deployment  # not before, as its imports would hold up the first model's weights
+    from penstock.deploy.deployment import Deployment
 
-        deployment = Deployment(models)
-        started.pop_all()
+    memory = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes)
+    resources = Resources(memory, num_models=_num_at_once(configs))
+    served = [serve_model(config, locate(config), resources) for config in configs]
+    deployment = Deployment(served, memory, sources=partial(_sources, configs[0].server))
+    deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment
 
 
-def start_model(config: Config, source: ModelSource, resources: Resources | None = None) -> RunningModel:
+def _num_at_once(configs: Sequence[Config]) -> int:
+    """Models that the memory is meant to have room for, if nobody says what their KV caches may take."""
+    num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
+    return num_at_start + min(len(configs) - num_at_start, MAX_MORE_AT_ONCE)
+
+
+def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
+    """The model of a source that is present, not loaded yet. Raises ConfigError if its A/B test is none."""
+    from penstock.deploy.served import ServedModel
+
+    is_on_gpu = device.is_on_gpu(device.settled(config))
+    if is_on_gpu:
+        _check_stays(config)
+    lasting = Lasting(config, source)
+    return ServedModel(
+        names=_served_names(config, source),
+        aliases=_aliases(config, source),
+        metrics=lasting.metrics,
+        adapters=lasting.adapters,
+        load=partial(start_model, config, source, resources, lasting),
+        plan=partial(plan_share, config, source, resources),
+        read_machine_ns=partial(resources.machine_ns, _served_names(config, source)[0]),
+        idle_unload_ns=None if config.sharing.idle_unload_s is None else int(config.sharing.idle_unload_s * 1e9),
+        is_kept=config.sharing.keep_loaded or is_on_gpu,
+        is_fixed=is_on_gpu,
+        max_waiting=config.admission.max_queue,
+    )
+
+
+def _check_stays(config: Config) -> None:
+    """Refuse that a model on a GPU comes late or leaves: its memory there is planned at the start. Raises ConfigError."""
+    for flag, is_set in (
+        ("--load-on request", config.sharing.load_on != Load.START),
+        ("--idle-unload", config.sharing.idle_unload_s),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{flag} is for models on the CPU: on a GPU all are loaded at the start, and stay.",
+                remedy=f"Leave out {flag}, or give --device cpu.",
+            )
+
+
+class Lasting:
+    """The parts of a model that go on when it is loaded again: its counts, its adapters' names, its memory of requests, and its
+    seeds. The last two are made by the first load, as their imports would hold up its weights.
+    """
+
+    def __init__(self, config: Config, source: ModelSource) -> None:
+        from penstock.obs.metrics import Metrics
+
+        self._server = config.server
+        self.metrics = Metrics(_served_names(config, source)[0], arms=() if read_arms(config) is None else (ARM_A, ARM_B))
+        self.adapters = open_adapters(config.lora)
+        """None: it is served without."""
+        if (adapters := self.adapters) is not None:
+            self.metrics.read_adapters = lambda: adapters.stats
+
+    @cached_property
+    def journal(self) -> Journal | None:
+        from penstock.obs.explain.journal import Journal
+
+        num_explained = self._server.explained_requests
+        return Journal(num_explained) if num_explained else None
+
+    @cached_property
+    def sources(self) -> Sources:
+        return _sources(self._server)
+
+
+def plan_share(config: Config, source: ModelSource, resources: Resources) -> MemoryShare:
+    """The memory that the model will take beside all others, for the price of its file's head. Raises as `start_model`."""
+    if device.is_on_gpu(device.settled(config)):
+        return MemoryShare()  # a GPU has memory of its own
+    config, model, kv, _ = _plan(config, source, resources, resources.memory.total_bytes())
+    return _share(config, model, kv)
+
+
+def start_model(
+    config: Config, source: ModelSource, resources: Resources | None = None, lasting: Lasting | None = None
+) -> RunningModel:
     """The model of a source that is present, ready for requests. Close the result.
 
-    `resources` are those of the deployment that it will belong to; a model alone has its own. Raises ModelError or
-    ConfigError, with a remedy, if the model can't be loaded or does not fit the machine.
+    `resources` are those of the deployment that it will belong to; a model alone has its own. `lasting`: of the same model
+    before; None: there was none. Raises ModelError or ConfigError, with a remedy, if the model can't be loaded or does not fit
+    the machine.
     """
     resources = resources or Resources()
     name = _served_names(config, source)[0]
     try:
-        running = _load(config, source, resources)
+        running = _load(config, source, resources, lasting or Lasting(config, source))
     except BaseException as error:
         resources.memory.give_back(name)
         if isinstance(error, NotEnoughMemory) and not device.is_on_gpu(device.settled(config)):
@@ -113,42 +208,56 @@ def open_executor(config: Config, source: ModelSource) -> tuple[Config, LoadedMo
     Close the executor. Raises what `start_model` raises.
     """
     resources = Resources()
-    config, model, kv, executor, _ = _plan(config, source, resources)
+    config, model, kv, executor = _plan(config, source, resources, resources.memory.available_bytes(""))
     return config, model, executor or build_executor(config, model, kv, partial(resources.team, model.name))
 
 
-def _load(config: Config, source: ModelSource, resources: Resources) -> RunningModel:
+def _load(config: Config, source: ModelSource, resources: Resources, lasting: Lasting) -> RunningModel:
     check_recording(config)
     arms = read_arms(config)
-    config, model, kv, executor, available_bytes = _plan(config, source, resources)
-    # A GPU has memory of its own, which is measured anew for each model.
-    is_on_gpu = device.is_on_gpu(config)
-    share = MemoryShare()
-    num_weight_bytes = model.num_weight_bytes - disk_bytes(config, model)
-    if not is_on_gpu:
-        share = replace(share, num_weight_bytes=num_weight_bytes, num_kv_bytes=kv.num_bytes, num_step_bytes=kv.num_step_bytes)
-    resources.memory.take(_served_names(config, source)[0], share)
+    name = _served_names(config, source)[0]
+    available_bytes = resources.memory.available_bytes(name)
+    config, model, kv, executor = _plan(config, source, resources, available_bytes)
+    share = _share(config, model, kv)
+    resources.memory.take(name, share)
     _log_model(model, config, kv)
     if config.model.experts_on_disk:
         _log.warning("%s", disk_words(model, available_bytes - share.num_bytes))
     if arms is not None:
         _log.info("A/B test: %s", arms.words)
     try:
-        return _start(config, source, model, kv, resources, executor, arms)
+        return _start(config, source, model, kv, resources, executor, arms, lasting)
     except MemoryError as error:
         kv_words = f", the KV cache {format_size(kv.num_bytes)}" if kv.num_bytes else ""
         raise NotEnoughMemory(
-            f"There is not enough memory: the weights take {format_size(num_weight_bytes)}{kv_words}, and "
+            f"There is not enough memory: the weights take {format_size(_num_weight_bytes(config, model))}{kv_words}, and "
             f"{format_size(available_bytes)} were free before.",
             remedy=f"Lower {'--kv-cache-memory or ' if kv.num_bytes else ''}--max-num-batched-tokens, or free some memory.",
         ) from error
 
 
+def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:
+    if device.is_on_gpu(config):  # which has memory of its own, measured anew for each model
+        return MemoryShare()
+    return MemoryShare(
+        num_weight_bytes=_num_weight_bytes(config, model),
+        num_kv_bytes=kv.num_bytes,
+        num_step_bytes=kv.num_step_bytes,
+        num_adapter_bytes=kv.num_adapter_bytes,
+    )
+
+
+def _num_weight_bytes(config: Config, model: LoadedModel) -> int:
+    return model.num_weight_bytes - disk_bytes(config, model)
+
+
 def _plan(
-    config: Config, source: ModelSource, resources: Resources
-) -> tuple[Config, LoadedModel, KvPlan, Executor | None, int]:
-    """The settled config, the weights, the plan of the memory (on a GPU with the executor that measured it), and the bytes that
-    were free before.
+    config: Config, source: ModelSource, resources: Resources, available_bytes: int
+) -> tuple[Config, LoadedModel, KvPlan, Executor | None]:
+    """The settled config, the weights, and the plan of the memory (on a GPU with the executor that measured it).
+
+    `available_bytes`: for the model. A KV cache whose size nobody has set takes a part of them, or with several models of the
+    whole budget: so its size does not depend on which others are loaded.
     """
     from penstock.models.load import load_model
 
@@ -156,7 +265,6 @@ def _plan(
     device.check_block_size(config)
     _check_cache(config.kv)
     _check_batch_size(config)
-    available_bytes = resources.memory.available_bytes(_served_names(config, source)[0])
     room_bytes = device.weight_room_bytes(config, available_bytes - RESERVE_BYTES)
     floats = device.held_floats(config)
     model = load_model(
@@ -170,17 +278,21 @@ def _plan(
         task=config.model.task,
         pooling=cast("Pooling | None", config.model.pooling),
     )
+    model = with_merged_adapter(config, model)
     device.check_head_dim(config, model)
     check_weight_dtype(config, model)
+    check_adapters(config, model)
     if model.encoder is not None:
         config, kv = plan_encoder(config, model)
         build_policies(config, is_one_pass=True).gate.max_running(kv.capacity)
         executor = open_encoder(config, model, kv) if device.is_on_gpu(config) else None
-        return config, model, kv, executor, available_bytes
+        return config, model, kv, executor
     device.check_state(config, model)
     check_disk(config, model)
-    kv, executor = plan_memory(config, model, available_bytes)
-    return config, model, kv, executor, available_bytes
+    if resources.num_models > 1:
+        available_bytes = resources.memory.total_bytes()
+    kv, executor = plan_memory(config, model, available_bytes, num_models=resources.num_models)
+    return config, model, kv, executor
 
 
 def _start(
@@ -191,24 +303,32 @@ def _start(
     resources: Resources,
     executor: Executor | None,
     arms: Arms | None,
+    lasting: Lasting,
 ) -> RunningModel:
     name = _served_names(config, source)[0]
     # The vocabulary takes about as long as the weights, and both leave Python for most of it.
     with ThreadPoolExecutor(max_workers=1) as side:
         text = side.submit(_load_text, config.model.chat_template, model)
-        executor = executor or build_executor(config, model, kv, partial(resources.team, name))
-        try:
+        with contextlib.ExitStack() as undone:  # what a failed start must leave free for the next attempt
+            executor = executor or build_executor(config, model, kv, _team(config, resources, name))
+            undone.callback(executor.close)
             tokenizer, chat_template = text.result()
             store = _open_tier(config, model, executor, resources, name)
-            maker = EngineMaker(config, source, kv, resources, executor=executor, store=store, tokenizer=tokenizer, arms=arms)
-            try:
-                return _assemble(maker, model, executor, chat_template)
-            except BaseException:  # the next attempt opens the same file
-                maker.close_recording()
-                raise
-        except BaseException:
-            executor.close()
-            raise
+            if store is not None:
+                undone.callback(store.close)
+            maker = EngineMaker(
+                config, source, kv, resources, lasting, executor=executor, store=store, tokenizer=tokenizer, arms=arms
+            )
+            undone.callback(maker.release)
+            undone.callback(lasting.metrics.disconnect)
+            running = _assemble(maker, model, executor, chat_template)
+            undone.pop_all()
+            return running
+
+
+def _team(config: Config, resources: Resources, name: str) -> Callable[[int], tuple[Team, Account]]:
+    """The function that gives a native executor of the model its threads."""
+    return partial(resources.team, name, share=config.sharing.machine_share)
 
 
 def _check_vocab(vocab: GgufVocab) -> None:
@@ -260,13 +380,24 @@ def build_core(
     journal: RequestJournal | None = None,
     tier: Tier | None = None,
     arms: Arms | None = None,
+    most_step_ns: Callable[[], int] = lambda: 0,
+    adapters: Adapters | None = None,
 ) -> EngineCore:
-    """The scheduler with the policies that the config names, in an A/B test with those of both arms, and the core around it."""
+    """The scheduler with the policies that the config names, in an A/B test with those of both arms, and the core around it.
+
+    `most_step_ns`: as the scheduler wants it. `adapters`: where those of requests come from.
+    """
     from penstock.engine.core import EngineCore
     from penstock.sched.scheduler import Scheduler
 
     scheduler = Scheduler(
-        capacity, _policies(config, arms, capacity), enable_prefix_caching=config.kv.prefix_caching, tier=tier
+        capacity,
+        _policies(config, arms, capacity),
+        enable_prefix_caching=config.kv.prefix_caching,
+        tier=tier,
+        most_step_ns=most_step_ns,
+        adapters=adapters,
+        max_adapters=config.lora.max_loras,
     )
     return EngineCore(scheduler, observer=observer, journal=journal)
 
@@ -284,6 +415,7 @@ class EngineMaker:
         source: ModelSource,
         kv: KvPlan,
         resources: Resources,
+        lasting: Lasting,
         *,
         executor: Executor,
         store: BlockStore | None,
@@ -298,11 +430,9 @@ class EngineMaker:
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
         from penstock.engine.ports import ObserverGroup, TokenObserverGroup
-        from penstock.obs.explain.journal import Journal
-        from penstock.obs.metrics import Metrics
         from penstock.obs.signals import Signals
 
-        self.config, self.source, self._kv, self._resources = config, source, kv, resources
+        self.config, self.source, self.kv, self._resources = config, source, kv, resources
         self.arms = arms
         self.name = _served_names(config, source)[0]
         self._first_executor: Executor | None = executor
@@ -313,7 +443,8 @@ class EngineMaker:
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
         policies = _policies(config, arms, executor.capacity)
-        self.metrics = Metrics(self.name, arms=() if arms is None else (ARM_A, ARM_B))
+        self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
+        self.adapters = lasting.adapters
         self.metrics.settings_hash = settings_hash(config)
         self.metrics.tier.medium = "host" if config.kv.kv_host_size_bytes else "disk"
         self.admission = Admission(
@@ -324,9 +455,8 @@ class EngineMaker:
         )
         self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call
-        num_explained = config.server.explained_requests
-        is_one_pass = executor.capacity.is_one_pass
-        self.journal = Journal(num_explained, speaks_for_calls=is_one_pass) if num_explained else None
+        if self.journal is not None:
+            self.journal.speaks_for_calls = executor.capacity.is_one_pass
         self._recorder = open_recorder(config, self.name, executor, self.clock, arms)
         self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
@@ -350,8 +480,16 @@ class EngineMaker:
         return self._engine
 
     def release(self) -> None:
-        """Close the recording and the stores and give the model's memory back, once no engine runs any more."""
+        """Close the recording, the adapters and the stores and give the model's memory back, once no engine runs any more.
+
+        Parts that know each other are parted: the garbage collector, which looks for such circles, passes over all that was
+        made before the server began.
+        """
         self.close_recording()
+        self.bridge.detach()
+        self._engine = None
+        if self.adapters is not None:
+            self.adapters.close()
         for store in self._stores:
             if store is not None:
                 store.close()
@@ -372,7 +510,7 @@ class EngineMaker:
         from penstock.models.load import load_model
 
         free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES
-        free_bytes -= self._kv.num_bytes + self._kv.num_step_bytes
+        free_bytes -= self.kv.num_bytes + self.kv.num_step_bytes
         room_bytes = device.weight_room_bytes(self.config, free_bytes)
         model = load_model(
             self.source,
@@ -383,7 +521,8 @@ class EngineMaker:
             task=self.config.model.task,
             pooling=cast("Pooling | None", self.config.model.pooling),
         )
-        executor = build_executor(self.config, model, self._kv, partial(self._resources.team, self.name))
+        model = with_merged_adapter(self.config, model)
+        executor = build_executor(self.config, model, self.kv, _team(self.config, self._resources, self.name))
         give_back_free_memory()
         return executor
 
@@ -398,7 +537,8 @@ class EngineMaker:
         journal = JournalGroup(journals) if len(journals) > 1 else next(iter(journals), None)
         turn_observer = self.metrics if recorder is None else TurnObserverGroup([self.metrics, recorder])
         tier = build_tier(self._stores[-1])
-        core = build_core(self.config, executor.capacity, self._observer, journal, tier, self.arms)
+        most_step_ns = partial(self._resources.most_step_ns, self.name)
+        core = build_core(self.config, executor.capacity, self._observer, journal, tier, self.arms, most_step_ns, self.adapters)
         return Engine(
             core,
             executor,
@@ -434,6 +574,8 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             tokenizer.vocab_size,
             model.spec.vocab_size,
         )
+    if maker.adapters is not None:
+        _connect(maker.adapters, config.lora.max_lora_rank, model, executor, maker.kv.num_adapter_bytes)
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that do not keep the file's
     template = None if chat_template is None else chat_template.source
     info = _model_info(maker, model, executor, system_fingerprint(config, model, executor, template))
@@ -463,17 +605,50 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
         prefix_sharing=config.kv.prefix_sharing,
         defaults=model.sampling,
-        sources=_sources(config.server),
+        sources=maker.sources,
         journal=maker.journal,
         arms=maker.arms,
         on_refused=maker.note_refused,
+        adapters=maker.adapters,
         release=maker.release,
     )
 
 
+def open_adapters(lora: LoraConfig) -> Adapters | None:
+    """The registry of the names that the settings give, which reads nothing yet. Raises ConfigError for one that is no name."""
+    if not lora.is_on:
+        return None
+    from penstock.deploy.adapters import Adapters
+
+    modules: dict[str, Path] = {}
+    for entry in lora.lora_modules:
+        name, equals, path = entry.partition("=")
+        if not (name.strip() and equals and path.strip()):
+            raise ConfigError(f"lora_modules: {entry!r} is not NAME=PATH.", remedy="Write --lora-modules sql=adapters/sql.")
+        if name in modules:
+            raise ConfigError(f"lora_modules: two adapters are called {name!r}.", remedy="Rename one of them.")
+        if not Path(path).exists():
+            raise ConfigError(f"lora_modules: there is no {path}.", remedy="Name the folder of PEFT, or a .gguf file.")
+        modules[name] = Path(path)
+    folder = None if lora.lora_dir is None else Path(lora.lora_dir)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"lora_dir: there is no folder {folder}.", remedy="Name the folder with the folders of adapters.")
+    return Adapters(modules=modules, folder=folder, max_in_memory=lora.max_cpu_loras)
+
+
+def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
+    """Adapters of this model may be loaded from now on. Nothing of the model's weights is kept for it."""
+    from penstock.models.architectures import describe
+    from penstock.models.load import load_adapter
+
+    packer = cast("NativeExecutor | ReferenceExecutor", executor).adapter_packer
+    read = partial(load_adapter, spec=model.spec, program=describe(model.spec), max_rank=max_rank)
+    adapters.connect(read, packer, max_bytes=max_bytes)
+
+
 def _open_tier(config: Config, model: LoadedModel, executor: Executor, resources: Resources, name: str) -> BlockStore | None:
     if not config.kv.kv_host_size_bytes:
-        return open_store(config, model, executor)
+        return open_store(config, model, executor, name if resources.num_models > 1 else None)
     store = open_host_memory(config.kv, executor, available_bytes=resources.memory.available_bytes(name))
     resources.memory.take(name, MemoryShare(num_tier_bytes=config.kv.kv_host_size_bytes))  # only GPUs have this tier
     return store
@@ -506,7 +681,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, fing
     config, source, capacity = maker.config, maker.source, executor.capacity
     return ModelInfo(
         served_names=_served_names(config, source),
-        aliases=() if config.model.served_model_names else _aliases(config.model.model, source),
+        aliases=_aliases(config, source),
         root=str(model.path) if source.entry is None else source.name,
         fingerprint=fingerprint,
         created_unix_s=int(_newest_file(model.path).stat().st_mtime),
@@ -524,9 +699,11 @@ def _served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
     return config.model.served_model_names or (source.name,)
 
 
-def _aliases(given: str, source: ModelSource) -> tuple[str, ...]:
-    """Other names of a model that users know: the catalogue's, and what they wrote."""
-    return tuple(dict.fromkeys([*(source.entry.aliases if source.entry else ()), given]))
+def _aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
+    """Other names of a model that users know: those they gave, and unless they named it themselves what they wrote and the
+    catalogue's."""
+    known = () if config.model.served_model_names else (*(source.entry.aliases if source.entry else ()), config.model.model)
+    return tuple(dict.fromkeys([*known, *config.sharing.aliases]))
 
 
 def _newest_file(path: Path) -> Path:
@@ -557,6 +734,14 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             f"{model.encoder.task}, pooling {model.encoder.pooling}, {counted(model.encoder.width, 'number')}",
             kv.capacity.max_rows,
             counted(kv.capacity.max_step_tokens, "token"),
+        )
+    if config.lora.is_on:
+        _log.info(
+            "adapters of up to rank %d: %d different ones at once, %s for %d in memory",
+            config.lora.max_lora_rank,
+            config.lora.max_loras,
+            format_size(kv.num_adapter_bytes),
+            config.lora.max_cpu_loras,
         )
     _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
     policies = build_policies(config, is_one_pass=kv.capacity.is_one_pass)

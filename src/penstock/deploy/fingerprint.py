@@ -21,7 +21,7 @@ def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> by
     """32 bytes for all that the bytes of a KV block depend on. Raises OSError if the model's files can't be read."""
     from penstock.models.load import fingerprint
 
-    parts = [*_numbers(config, model, executor), executor.block_bytes]
+    parts = [*_numbers(config, model, executor), *_merged(config, has_times=True), executor.block_bytes]
     return blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path)).digest()
 
 
@@ -34,8 +34,17 @@ def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, c
     """
     from penstock.models.load import fingerprint
 
-    parts = [*_numbers(config, model, executor), chat_template, model.sampling, model.eos_token_ids]
+    parts = [*_numbers(config, model, executor), *_merged(config, has_times=False)]
+    parts += [chat_template, model.sampling, model.eos_token_ids]
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
+
+
+def _merged(config: Config, *, has_times: bool) -> list[object]:
+    """The content of the adapter that is merged into the weights; nothing without one."""
+    from penstock.models.load import fingerprint
+
+    path = config.lora.merge_lora
+    return [] if path is None else [fingerprint(Path(path), has_times=has_times)]
 
 
 def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[object]:
@@ -45,6 +54,8 @@ def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[obj
     parts: list[object] = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
     # Those of some models depend on the longest request.
     rotations = [attention.rotation for attention in model.spec.attentions]
+    if model.spec.ending is not None:  # an encoder's, of which `--pooling` and `--weight-dtype` choose
+        parts += [model.spec.ending, str(config.backend.weight_dtype)]
     return [*parts, str(kv_dtype(config)), config.kv.block_size, rotations, *_pairs_without_bias(model, executor)]
 
 

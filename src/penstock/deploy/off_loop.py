@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
@@ -39,6 +40,15 @@ of tokenising each."""
 MAX_RENDER_S = 10.0
 """Longest time until a conversation is a prompt, with those before it: a template may take seconds for each of them."""
 RETRY_AFTER_S = 5.0
+
+
+def give_way() -> None:
+    """Let other threads have the interpreter. To be called between pieces of long work, of a millisecond at most each.
+
+    A thread that does not ask for this keeps the others from Python for up to 5 ms at a time, and for as long as a single
+    call of a library takes.
+    """
+    time.sleep(0)
 
 
 class OffLoop:
@@ -76,7 +86,7 @@ class OffLoop:
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """As `run`, for the end of a request that was let in: it is refused neither for others nor when the server ends."""
         if size > INLINE_MAX_SIZE:
-            with contextlib.suppress(Rejected):  # closed: a server that drains wants this answer, and no others come
+            with contextlib.suppress(_Closed):  # a server that drains wants this answer, and no others come
                 return await self._line(size).do(size, work)
         return work()
 
@@ -164,8 +174,12 @@ async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Re
         del future  # as above
 
 
-def _shutting_down() -> Rejected:
-    return Rejected(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
+class _Closed(Rejected):
+    """The lines take no more work."""
+
+
+def _shutting_down() -> _Closed:
+    return _Closed(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
 
 
 class Job:

@@ -16,7 +16,12 @@ from penstock.machine import available_memory_bytes
 from penstock.types.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
-    from penstock.backends.native._native import Team
+    from penstock.backends.native._native import Account, Team
+
+CONTESTED_NS = 1_000_000_000
+"""A machine is contested so long after another model had or wanted it."""
+SHARED_STEP_NS = 20_000_000
+"""Longest step of a model on a contested machine, if it can be as short: others wait so long for their next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +32,26 @@ class MemoryShare:
     num_kv_bytes: int = 0
     num_tier_bytes: int = 0
     num_step_bytes: int = 0
+    num_adapter_bytes: int = 0
+    """Adapters beside the KV cache, ready for it."""
     num_reserve_bytes: int = RESERVE_BYTES
 
     @property
+    def by_part(self) -> dict[str, int]:
+        """Bytes by the part of a model that takes them."""
+        return {
+            "weights": self.num_weight_bytes,
+            "kv": self.num_kv_bytes,
+            "tier": self.num_tier_bytes,
+            "step": self.num_step_bytes,
+            "adapters": self.num_adapter_bytes,
+            "reserve": self.num_reserve_bytes,
+        }
+
+    @property
     def num_bytes(self) -> int:
-        return self.num_weight_bytes + self.num_kv_bytes + self.num_tier_bytes + self.num_step_bytes + self.num_reserve_bytes
+        model_bytes = self.num_weight_bytes + self.num_kv_bytes + self.num_tier_bytes + self.num_step_bytes
+        return model_bytes + self.num_adapter_bytes + self.num_reserve_bytes
 
     def __str__(self) -> str:
         parts = (
@@ -39,6 +59,7 @@ class MemoryShare:
             ("KV cache", self.num_kv_bytes),
             ("tier", self.num_tier_bytes),
             ("experts of a step", self.num_step_bytes),
+            ("adapters", self.num_adapter_bytes),
             ("reserve", self.num_reserve_bytes),
         )
         return f"{format_size(self.num_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts if size)})"
@@ -50,25 +71,42 @@ class MemoryBudget:
     The system's own account is not enough: it counts a KV cache that has not filled yet as free.
     """
 
-    def __init__(self, read_available_bytes: Callable[[], int] | None = None) -> None:
-        """`read_available_bytes` tells what is free now; by default the machine is asked."""
+    def __init__(self, read_available_bytes: Callable[[], int] | None = None, *, limit_bytes: int | None = None) -> None:
+        """`read_available_bytes` tells what is free now; by default the machine is asked. `limit_bytes`: of all models
+        together; None: what is free before the first.
+        """
         self._read_available_bytes = read_available_bytes or available_memory_bytes
+        self._limit_bytes = limit_bytes
         self._total_bytes: int | None = None
-        """Free bytes before the first model."""
+        """Bytes for all models, known when the first one asks."""
         self._shares: dict[str, MemoryShare] = {}
         self._lock = threading.Lock()
 
     def available_bytes(self, name: str) -> int:
         """Bytes that the model of this name may have: free now, and in no other model's share."""
-        free_bytes = self._read_available_bytes()
+        return max(0, min(self._read_available_bytes(), self.left_bytes(name)))
+
+    def total_bytes(self) -> int:
+        """Bytes for all models together."""
+        if self._total_bytes is None:
+            free_bytes = self._read_available_bytes()
+            self._total_bytes = free_bytes if self._limit_bytes is None else min(free_bytes, self._limit_bytes)
+        return self._total_bytes
+
+    def left_bytes(self, name: str = "") -> int:
+        """Bytes of the total that no model holds, but for the one of this name."""
+        total_bytes = self.total_bytes()
         with self._lock:
-            return max(0, min(free_bytes, self._left_bytes(name, free_bytes)))
+            return total_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
+
+    def share(self, name: str) -> MemoryShare | None:
+        """A model's share; None if it has none."""
+        return self._shares.get(name)
 
     def take(self, name: str, share: MemoryShare) -> None:
         """Set a model's share, in the place of the one it had. Raises NotEnoughMemory if it does not fit beside the others."""
-        free_bytes = self._read_available_bytes() if self._total_bytes is None else self._total_bytes
+        left_bytes = self.left_bytes(name)
         with self._lock:
-            left_bytes = self._left_bytes(name, free_bytes)
             if share.num_bytes > left_bytes:
                 raise NotEnoughMemory(
                     f"{name} takes {share}, and {format_size(max(0, left_bytes))} are left.",
@@ -87,30 +125,27 @@ class MemoryBudget:
             held = ", ".join(f"{other} holds {share}" for other, share in self._shares.items() if other != name)
         return NotEnoughMemory(f"{error.message} Of the machine's memory {held}.", remedy=error.remedy) if held else error
 
-    def _left_bytes(self, name: str, free_bytes: int) -> int:
-        """Bytes of the total that no other model holds. With the lock."""
-        if self._total_bytes is None:
-            self._total_bytes = free_bytes
-        return self._total_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
-
 
 class Resources:
     """The memory budget of a deployment, and the threads that its models on the CPU share. Thread-safe."""
 
-    def __init__(self, memory: MemoryBudget | None = None) -> None:
+    def __init__(self, memory: MemoryBudget | None = None, *, num_models: int = 1) -> None:
+        """`num_models`: models of the deployment, loaded or not."""
         self.memory = memory or MemoryBudget()
+        self.num_models = num_models
         self._team: Team | None = None
         """The team for executors that are made from now on."""
-        self._team_of: dict[str, Team] = {}
-        """The team of each model's last executor."""
+        self._seats: dict[str, tuple[Team, Account]] = {}
+        """The team of each model's last executor, and the account on which the model has its turns there."""
         self._lock = threading.Lock()
 
-    def team(self, name: str, num_threads: int) -> Team:
-        """The team that the native executors of all models share, made when the first one asks. Their steps take turns.
+    def team(self, name: str, num_threads: int, share: float = 1.0) -> tuple[Team, Account]:
+        """The team that the native executors of all models share, made when the first one asks, and the model's account there.
 
-        Raises ConfigError if the team has another number of threads.
+        Models that all want the machine have time on it in the ratio of their `share`s. Executors of a model have one account.
+        Raises ConfigError if the team has another number of threads, or if the share is none.
         """
-        from penstock.backends.native._native import Team
+        from penstock.backends.native._native import Account, Team
 
         with self._lock:
             if self._team is None:
@@ -120,8 +155,26 @@ class Resources:
                     f"threads is {num_threads}, and the models of this deployment share {self._team.num_threads} threads.",
                     remedy="Set the same --threads for all of them.",
                 )
-            self._team_of[name] = self._team
-            return self._team
+            seat = self._seats.get(name)
+            if seat is None or seat[0] is not self._team:
+                try:
+                    seat = self._seats[name] = self._team, Account(share)
+                except ValueError as error:
+                    raise ConfigError(f"machine_share is {share:g}: {error}.", remedy="Set it between these.") from None
+            return seat
+
+    def most_step_ns(self, name: str) -> int:
+        """How long a step of the model should take at most, since other models want the machine now; 0: as long as it likes.
+
+        A GPU's steps, and those of the reference backend, take no turns.
+        """
+        seat = self._seats.get(name)
+        return SHARED_STEP_NS if seat is not None and seat[0].is_contested(seat[1], CONTESTED_NS) else 0
+
+    def machine_ns(self, name: str) -> int:
+        """For how long the model had the machine: its share of what all models had. It begins anew with a team."""
+        seat = self._seats.get(name)
+        return 0 if seat is None else seat[1].used_ns
 
     def leave_team(self, name: str) -> None:
         """Have the next executors use another team than this model's last one, which a step that never ends may hold.
@@ -129,5 +182,6 @@ class Resources:
         Other models wait for that team until their own steps time out; then they are made anew, on the same new team.
         """
         with self._lock:
-            if self._team is self._team_of.pop(name, None):
+            seat = self._seats.pop(name, None)
+            if seat is not None and seat[0] is self._team:
                 self._team = None

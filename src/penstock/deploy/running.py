@@ -1,17 +1,20 @@
-"""A running model with everything that answers for it, and a deployment: the running models of one process by their names.
+"""A running model with everything that answers for it, and those who use it.
 
-The factory makes both; the server, the Python API and the terminal commands use them. They hold references only, and know
-neither HTTP nor how their parts were made.
+The factory makes one; the server, the Python API and the terminal commands use it. It holds references and a count, and knows
+neither HTTP nor how its parts were made. A model that leaves takes no new users, and is closed when the last one has gone:
+so what has begun ends as if it stayed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.admission.door import Admission
 from penstock.clock import Clock, WallClock
@@ -19,15 +22,18 @@ from penstock.deploy.arms import Arms
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge
 from penstock.engine.supervisor import Supervisor
-from penstock.engine.thread import Engine
+from penstock.engine.thread import Engine, EngineState
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.text.chat import ChatTemplate
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.encoder import EncoderInfo
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ModelAway
 from penstock.types.sampling import SamplingDefaults
+
+if TYPE_CHECKING:
+    from penstock.deploy.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,7 @@ class Sources:
     unix_time_s: Callable[[], int] = lambda: int(time.time())
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RunningModel:
     engine: Engine | Supervisor
     """Started; its sink is `bridge.deliver`."""
@@ -97,21 +103,73 @@ class RunningModel:
     sources: Sources = field(default_factory=Sources)
     journal: Journal | None = None
     """The engine's journal; None: no request is explained."""
+    adapters: Adapters | None = None
+    """Adapters that requests may ask for; None: there are none."""
     arms: Arms | None = None
     """The A/B test; None: there is none."""
     on_refused: Callable[[str, str, str], None] = lambda _tenant, _arm, _reason: None
     """Called for each call that the door refuses."""
     release: Callable[[], None] = lambda: None
     """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
+    on_unused: Callable[[], None] = lambda: None
+    """Called, by any thread, when the last user has gone."""
     off_loop: OffLoop = field(init=False)
     """Works on long texts in threads of its own."""
+    used_ns: int = field(init=False)
+    """When somebody last began or ended to use it; at first, when it was loaded."""
+    num_uses: int = field(default=0, init=False)
+    """How often somebody has begun to use it."""
+    _num_users: int = field(default=0, init=False)
+    _is_leaving: bool = field(default=False, init=False)
+    _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.off_loop = OffLoop(self.metrics.count_rejected)
+        self.used_ns = self.clock.now_ns()
 
     @property
     def name(self) -> str:
         return self.model.name
+
+    @property
+    def is_broken(self) -> bool:
+        """The engine failed and can't be made anew any more: only another load helps."""
+        return self.engine.state is EngineState.FAILED
+
+    @property
+    def num_users(self) -> int:
+        return self._num_users
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Be among the users until the block ends. Raises `ModelAway` once the model leaves. For any thread."""
+        self.begin_use()
+        try:
+            yield
+        finally:
+            self.end_use()
+
+    def begin_use(self, *, is_user: bool = False) -> None:
+        """Be among the users until `end_use`. Raises `ModelAway` once the model leaves, unless the caller `is_user` already."""
+        with self._users_lock:
+            if self._is_leaving and not is_user:
+                raise ModelAway(self.name)
+            self._num_users += 1
+            self.num_uses += 1
+            self.used_ns = self.clock.now_ns()
+
+    def end_use(self) -> None:
+        with self._users_lock:
+            self._num_users -= 1
+            self.used_ns = self.clock.now_ns()
+            is_unused = not self._num_users
+        if is_unused:
+            self.on_unused()
+
+    def leave(self) -> None:
+        """Take no more users. Idempotent."""
+        with self._users_lock:
+            self._is_leaving = True
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Drain for up to `timeout_s`, abort the rest, free everything. True if nothing had to be aborted. Idempotent."""
@@ -120,54 +178,3 @@ class RunningModel:
         finally:
             self.release()
             self.off_loop.close()
-
-
-class Deployment:
-    """Running models, found by the names that clients use. Immutable: what it has at first, it has until it is closed."""
-
-    def __init__(self, models: Sequence[RunningModel]) -> None:
-        """The first model is the default one. Raises ConfigError if two have a name or an alias in common."""
-        if not models:
-            raise ValueError("a deployment has at least one model")
-        self._models = tuple(models)
-        self._by_name: dict[str, RunningModel] = {}
-        for running in models:
-            for name in dict.fromkeys(running.model.served_names + running.model.aliases):
-                if name in self._by_name:
-                    raise ConfigError(
-                        f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name."
-                    )
-                self._by_name[name] = running
-
-    @property
-    def models(self) -> tuple[RunningModel, ...]:
-        return self._models
-
-    @property
-    def default(self) -> RunningModel:
-        """The model of a request that names none."""
-        return self._models[0]
-
-    @property
-    def served_names(self) -> tuple[str, ...]:
-        """The names of all models as they are listed: without aliases."""
-        return tuple(name for running in self._models for name in running.model.served_names)
-
-    def find(self, name: str | None) -> RunningModel | None:
-        """The model with this name or alias, the default one for None; None if there is no such model."""
-        return self.default if name is None else self._by_name.get(name)
-
-    def drain(self) -> None:
-        """Refuse new requests and let the others end. Returns at once."""
-        for running in self._models:
-            running.engine.drain()
-
-    def close(self, timeout_s: float = 0.0) -> bool:
-        """Drain all models for up to `timeout_s` together and close each. True if nothing had to be aborted. Idempotent."""
-        self.drain()
-        end_s = time.monotonic() + timeout_s
-        are_clean: list[bool] = []
-        with contextlib.ExitStack() as closing:  # all are closed, also if one can't be
-            for running in reversed(self._models):
-                closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
-        return all(are_clean)

@@ -30,6 +30,16 @@ TYPICAL_REQUEST_TOKENS = 512
 (`benchmarks/kv_waste.py`)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRoom:
+    """The memory that adapters may take. They live in the KV cache while requests have them, and beside it to be ready."""
+
+    image_bytes: int = 0
+    """Size of the largest that is counted on; larger ones are taken, and fewer of them."""
+    num_in_pool: int = 0
+    num_in_memory: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     capacity: Capacity
@@ -38,6 +48,8 @@ class KvPlan:
     """The model could take longer requests than the cache can hold."""
     num_step_bytes: int = 0
     """Memory for a step beside it, where `RESERVE_BYTES` does not cover that: for the experts that its tokens go to."""
+    num_adapter_bytes: int = 0
+    """Memory for adapters beside it."""
 
     @property
     def num_blocks(self) -> int:
@@ -74,10 +86,13 @@ def plan_kv(
     window: int,
     num_weight_bytes: int,
     available_bytes: int,
+    num_models: int = 1,
+    adapters: AdapterRoom = AdapterRoom(),
 ) -> KvPlan:
     """Blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
 
-    `window`: that of `Capacity`. Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError
+    `window`: that of `Capacity`. `num_models`: those that share the bytes; unasked, each takes as little as if all had its
+    weights. Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError
     if the model can not do it.
     """
     wanted_len = _wanted_len(spec, max_model_len)
@@ -91,10 +106,19 @@ def plan_kv(
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
+    adapter_bytes = adapters.num_in_memory * adapters.image_bytes
+    if adapter_bytes and free_bytes - adapter_bytes < 2 * block_bytes:
+        raise NotEnoughMemory(
+            f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each leave no KV cache of the "
+            f"{format_size(max(0, free_bytes))} that are free after the weights.",
+            remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
+        )
+    free_bytes -= adapter_bytes
     free_bytes -= _books_bytes("disk", kv.kv_disk_size_bytes, free_bytes, block_bytes)
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = min(max(0, free_bytes) // 2, DEFAULT_CAP_BYTES, _useful_bytes(wanted, block_bytes))
+        useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
+        budget_bytes = min(max(0, free_bytes) // (2 * num_models), DEFAULT_CAP_BYTES, useful_bytes)
     elif budget_bytes > free_bytes:
         raise NotEnoughMemory(
             f"kv_cache_memory {format_size(budget_bytes)} is more than the {format_size(max(0, free_bytes))} that are free "
@@ -102,7 +126,7 @@ def plan_kv(
             remedy="Lower --kv-cache-memory, or free some memory.",
         )
     found = _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None)
-    return replace(found, num_step_bytes=step_bytes)
+    return replace(found, num_step_bytes=step_bytes, num_adapter_bytes=adapter_bytes)
 
 
 def plan_gpu_kv(

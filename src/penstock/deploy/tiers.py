@@ -5,6 +5,7 @@ no block is moved here.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def open_store(config: Config, model: LoadedModel, executor: Executor) -> BlockFile | None:
+def open_store(config: Config, model: LoadedModel, executor: Executor, name: str | None = None) -> BlockFile | None:
     """The file of the disk tier, with what is left in it of an earlier time; None if none was asked for.
 
-    Raises ConfigError if it can't be opened.
+    `name`: that of the model, if it is one of several, each of which has a folder of its own. Raises ConfigError if the file
+    can't be opened.
     """
     from penstock.models.catalog import cache_dir, expand_home
     from penstock.storage.block_file import open_block_file
 
     if not config.kv.kv_disk_size_bytes:
         return None
+    folder = cache_dir(config.model.cache_dir) / "kv"
+    if name is not None:
+        folder /= "model-" + re.sub(r"[^\w.-]", "_", name)
     store = open_block_file(
-        expand_home(config.kv.kv_disk_path) if config.kv.kv_disk_path else cache_dir(config.model.cache_dir) / "kv",
+        expand_home(config.kv.kv_disk_path) if config.kv.kv_disk_path else folder,
         max_bytes=config.kv.kv_disk_size_bytes,
         content_bytes=executor.block_bytes,
         fingerprint=kv_fingerprint(config, model, executor),

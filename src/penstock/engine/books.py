@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from penstock.clock import Clock
 from penstock.engine.ports import Executor, Ready
+from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
 
@@ -159,6 +160,16 @@ class WatchedExecutor:
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self._inside(lambda: self._executor.write_blocks(block_ids, contents))
+
+    @property
+    def max_adapter_rank(self) -> int:
+        return self._executor.max_adapter_rank
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        self._inside(lambda: self._executor.place_adapter(number, packed, block_ids))
+
+    def drop_adapter(self, number: int) -> None:
+        self._executor.drop_adapter(number)
 
     def close(self) -> None:
         self._executor.close()

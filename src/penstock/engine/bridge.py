@@ -59,6 +59,12 @@ class _Hop:
         self.is_due = False
         self.wake = make_waker(loop, partial(dispatch, self))
 
+    def close(self) -> None:
+        """Have the loop forget it. For any thread."""
+        waker = getattr(self.wake, "__self__", None)
+        if isinstance(waker, EventWaker):
+            waker.close()
+
 
 class Bridge:
     """Owns the map from request ids to their readers, streams as a rule. One event loop at a time."""
@@ -73,6 +79,15 @@ class Bridge:
     def attach(self, engine: EnginePort) -> None:
         """Name the engine; before the first stream. Apart from the constructor, as the engine's sink is `deliver`."""
         self._engine = engine
+
+    def detach(self) -> None:
+        """Forget the engine, which has ended, and the loop. They know the bridge, and what knows each other is freed late or
+        never. For any thread.
+        """
+        self._engine = None
+        hop, self._hop = self._hop, None
+        if hop is not None:
+            hop.close()
 
     @property
     def num_open_requests(self) -> int:
@@ -107,8 +122,8 @@ class Bridge:
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""
-        assert self._engine is not None
-        self._engine.abort(request_id, detail)
+        if self._engine is not None:
+            self._engine.abort(request_id, detail)
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
         """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""
@@ -272,11 +287,25 @@ class EventWaker:
 
         self._write = ctypes.PyDLL(None).eventfd_write
         self._write.argtypes = (ctypes.c_int, ctypes.c_uint64)
-        self._function = function
+        self._function: Callable[[], object] = function
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with the last reference and no sooner: a late wake must not write to what gets the number next.
         weakref.finalize(self, os.close, self._event).atexit = False
+        self._loop = loop
         loop.add_reader(self._event, self._on_event)
+
+    def close(self) -> None:
+        """Call the function a last time, and have the loop forget it. For any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # the loop is closed, and has forgotten it
+            self._function = tuple
+
+    def _end(self) -> None:
+        """Call the function a last time, since a wake before the end may not have reached it: the last chunks of an engine."""
+        self._loop.remove_reader(self._event)
+        function, self._function = self._function, tuple
+        function()
 
     def wake(self) -> None:
         self._write(self._event, 1)

@@ -3,7 +3,9 @@ reads a clock.
 
     core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
     plan = core.begin(now)           the next step, or None
-    core.take_block_copies()         copies to make before it, or without it
+    core.take_adapter_drops()        adapters to drop before it, or without it
+    core.take_block_copies()         copies to make after that
+    core.take_adapter_placements()   adapters to place after that
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
     core.follow_grammars(events, now)  what those answers may go on with that follow a grammar
@@ -28,13 +30,14 @@ from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
 from penstock.sched.queue import KeyedHeap
 from penstock.sched.scheduler import Scheduler
+from penstock.types.adapter import AdapterPlacement
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 from penstock.types.events import Abort, Add, Command, Drain, Stop, TokenEvent
 from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import Matcher
-from penstock.types.stats import RequestStats, StepStats, WaitReason
+from penstock.types.stats import AdapterCounts, RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class EngineSnapshot(NamedTuple):
     num_blocks_cached: int
     num_blocks_shared: int
     """Blocks that several requests hold."""
+    adapters: AdapterCounts
 
 
 class EngineCore:
@@ -98,8 +102,9 @@ class EngineCore:
         return self.scheduler.num_waiting
 
     def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
-        """Obey commands in order, then end what is past its deadline. Returns the finish events of all that ended by it.
+        """Obey commands in order, then end what is past its deadline, or waits for an adapter in vain.
 
+        Returns the finish events of all that ended by it.
         Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
         """
         events: list[TokenEvent] = []
@@ -115,6 +120,10 @@ class EngineCore:
                     self._closed = Rejected(RejectReason.DRAINING, "The server is shutting down.")
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
+        for request, rejected in self.scheduler.refused(now_ns):
+            reason = FinishReason.REJECTED if request.first_token_ns is None else FinishReason.ERROR
+            because = str(rejected.reason)
+            events += self._end(request.request_id, reason, now_ns, detail=rejected.detail, reject_reason=because)
         if commands or events:
             self.snapshot = self._take_snapshot()
         return events
@@ -139,6 +148,14 @@ class EngineCore:
         cached in the destination, and the next to arrive from the tier may be written to either block.
         """
         return self.scheduler.kv.take_block_copies()
+
+    def take_adapter_drops(self) -> Sequence[int]:
+        """Numbers of adapters that the executor must drop before those copies, whether there is a plan or not."""
+        return self.scheduler.kv.adapters.take_drops()
+
+    def take_adapter_placements(self) -> Sequence[AdapterPlacement]:
+        """Adapters that the executor must place after those copies, whether there is a plan or not."""
+        return self.scheduler.kv.adapters.take_placements()
 
     def finish(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
         """Commit a step: one event for each row that sampled or failed, in the order of the plan."""
@@ -184,11 +201,12 @@ class EngineCore:
         return failed
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
-        """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate or a load; None: no need to."""
+        """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate, a load or an adapter;
+        None: no need to."""
         deadline = self._deadlines.peek()
         times = [] if deadline is None else [deadline[0][0]]
-        if self.scheduler.wakeup_ns is not None:
-            times.append(self.scheduler.wakeup_ns)
+        if (wakeup_ns := self.scheduler.wakeup_ns(now_ns)) is not None:
+            times.append(wakeup_ns)
         tier = self.scheduler.kv.tier
         if tier is not None and (timeout_ns := tier.next_timeout_ns(now_ns)) is not None:
             times.append(timeout_ns)
@@ -216,6 +234,7 @@ class EngineCore:
         """Verify every invariant. Raises AssertionError. O(blocks + requests). For between steps."""
         self.scheduler.check()
         assert not self.scheduler.kv.pending_copies, "a copy of a block was not made in its step"
+        assert not self.scheduler.kv.adapters.has_orders, "an adapter was not placed, or not dropped, in its step"
         num_queued = self.scheduler.num_running + self.scheduler.num_waiting
         assert num_queued == len(self._requests), f"{len(self._requests)} requests live, {num_queued} are queued"
         assert self.scheduler.kv.tables.keys() <= self._requests.keys(), "a table outlived its request"
@@ -307,7 +326,12 @@ class EngineCore:
         pool = scheduler.kv.pool
         num_cached = pool.num_cached
         return EngineSnapshot(
-            scheduler.num_running, scheduler.news.waits_for, pool.num_available - num_cached, num_cached, pool.num_shared
+            scheduler.num_running,
+            scheduler.news.waits_for,
+            pool.num_available - num_cached,
+            num_cached,
+            pool.num_shared,
+            scheduler.kv.adapters.counts,
         )
 
     def _step_stats(self, plan: StepPlan, result: StepResult, outcome: StepOutcome, now_ns: int) -> StepStats:
@@ -327,6 +351,7 @@ class EngineCore:
             void=outcome.void,
             planned_ns=plan.now_ns,
             rows=plan.rows,
+            waited_ns=result.timing.waited_ns,
         )
 
 

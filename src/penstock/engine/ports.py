@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
@@ -71,6 +72,26 @@ class Executor(BlockMover, Protocol):
 
         With a step in flight that may be now or when it has ended: it writes to no token of a source that anybody reads, and
         has nothing to do with a destination.
+        """
+        ...
+
+    @property
+    def max_adapter_rank(self) -> int:
+        """Greatest rank of an adapter that it computes; 0: it computes none, and refuses rows with one."""
+        ...
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        """Put an adapter into as many blocks as it has pages, which no row holds: its own until it is dropped.
+
+        Rows that are admitted from now on may name it. Called in the order of `drop_adapter`, `copy_blocks` and `submit`, also
+        while a step without these blocks is in flight. This executor packed it, or another of the same model and
+        settings. Raises `ExecutorFailure`; ValueError for one that is placed already.
+        """
+        ...
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter: rows that name it are not in flight, and are released with the next step. One that is not placed
+        is ignored. Its blocks may be anybody's from now on.
         """
         ...
 

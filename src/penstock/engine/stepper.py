@@ -7,7 +7,9 @@ is the same in all of them. It takes the commands that have come and the time; i
              commands    apply them; requests that end by one (refused, cancelled) are told at once
              plan        ask the core for the next step
              departures  copy what is spilled, begin loads; they go on while the step runs
-             copies      of blocks, also without a plan: the next arrival may be written to either block of a copy
+             adapters    dropped, also without a plan, as the next two: what was evicted may be the destination of a copy
+             copies      of blocks: the next arrival may be written to either block of a copy
+             adapters    placed: one may get a block that was the source of a copy
              submit      the step takes off
              masks       for the rows that follow a grammar, once the step before was collected
     finish   collect     wait for the oldest step in flight
@@ -131,18 +133,25 @@ class Stepper:
         plan = core.begin(now_ns)
         if transfers is not None:
             transfers.depart()
-        copies = core.take_block_copies()
         if plan is None:
-            if copies:
-                self._executor.copy_blocks(copies)
+            self._prepare_blocks()
             return None
         flight = Flight(plan, self._clock.now_ns() - now_ns, core.awaits_masks(plan))
         self._flights.append(flight)
-        if copies:
-            self._executor.copy_blocks(copies)
+        self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
         self._restrict()
         return plan
+
+    def _prepare_blocks(self) -> None:
+        """Let the executor put into blocks what the next step finds there."""
+        core, executor = self._core, self._executor
+        for number in core.take_adapter_drops():
+            executor.drop_adapter(number)
+        if copies := core.take_block_copies():
+            executor.copy_blocks(copies)
+        for placement in core.take_adapter_placements():
+            executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 
     def finish(self) -> StepPlan:
         """The second half of a turn: wait for the oldest step in flight, and take over what it computed."""
@@ -165,6 +174,10 @@ class Stepper:
         self._turn_observer.on_turn(parts_ns)
         self._finishing = None
         return flight.plan
+
+    def close(self) -> None:
+        """Tell nobody any more: the one who is told knows the stepper, and two that know each other are freed late or never."""
+        self._tell = _tell_nobody
 
     def forget(self) -> None:
         """Drop the steps in flight: the executor failed, and nobody will collect them."""
@@ -191,3 +204,7 @@ class Stepper:
         except ExecutorFailure:
             self._tell(events, now_ns)  # they are of the step before, which went well
             raise
+
+
+def _tell_nobody(_events: list[TokenEvent], _now_ns: int) -> None:
+    pass

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from penstock.clock import Clock
 from penstock.engine.thread import Engine, EngineState
@@ -90,6 +91,10 @@ class Supervisor:
 
     def kv_waste_ratio(self) -> float:
         return self._engine.kv_waste_ratio()
+
+    def held(self) -> AbstractContextManager[None]:
+        """As `Engine.held`, of the present engine."""
+        return self._engine.held()
 
     def drain(self) -> None:
         """As `Engine.drain`; an engine that fails from now on is not replaced."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 
 from penstock.clock import Clock
@@ -103,6 +103,7 @@ class Engine:
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
         self._books = Books(clock)
         self._inbox = Inbox(clock)
+        core.scheduler.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
         watched = WatchedExecutor(executor, self._books)
         self._transfers = make_transfers(watched, self._inbox.nudge)
@@ -117,6 +118,10 @@ class Engine:
         )
         self._state_lock = threading.Lock()
         self._state = EngineState.STARTING
+        self._num_holds = 0
+        """Calls that have more requests to submit."""
+        self._has_waited = False
+        """The time-out of `close` has passed: a drain waits for nobody any more."""
         self._was_cut_short = False
         self._is_verified = True
         """The core has not worked since its last check."""
@@ -150,10 +155,31 @@ class Engine:
         """End a request with ABORT, within a step. Unknown and ended ids are ignored."""
         self._inbox.put(Abort(request_id, detail))
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Until the block ends, a drain waits and requests are taken: they are those of a call that was let in before."""
+        with self._state_lock:
+            self._num_holds += 1
+        try:
+            yield
+        finally:
+            with self._state_lock:
+                self._num_holds -= 1
+            if self._state is EngineState.DRAINING:
+                self._refuse_unless_held()
+
     def drain(self) -> None:
         """Refuse new requests from now on and finish the others; the thread ends when they have. Returns at once."""
         self._move_to(EngineState.DRAINING)
-        self._inbox.put(Drain())
+        self._refuse_unless_held()
+
+    def _refuse_unless_held(self) -> None:
+        if not self._is_held:
+            self._inbox.put(Drain())
+
+    @property
+    def _is_held(self) -> bool:
+        return self._num_holds > 0 and not self._has_waited
 
     def close(self, timeout_s: float) -> bool:
         """Drain, wait, abort what is left after `timeout_s`, join the thread, close the executor. Idempotent.
@@ -167,6 +193,9 @@ class Engine:
         else:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
+            self._was_cut_short |= self._is_held
+            self._has_waited = True
+            self._refuse_unless_held()
             for request_id in self._outbox.cut_short():
                 self.abort(request_id, SHUTTING_DOWN)
                 self._was_cut_short = True
@@ -175,6 +204,7 @@ class Engine:
             _logger.error("step %s did not come back; the executor stays open", self._step_ids())
             return False
         self._close_executor()
+        self._stepper.close()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
     def step_age_ns(self) -> int:
@@ -206,6 +236,7 @@ class Engine:
             num_blocks_cached=core.num_blocks_cached,
             num_blocks_shared=core.num_blocks_shared,
             num_rows_free=max(0, self._max_rows - core.num_running),
+            adapters=core.adapters,
         )
 
     def pool_map(self) -> PoolMap:
@@ -253,7 +284,7 @@ class Engine:
 
     def _is_done(self) -> bool:
         has_work = self._core.has_work or self._stepper.has_flights
-        return self._state is EngineState.DRAINING and self._inbox.is_empty and not has_work
+        return self._state is EngineState.DRAINING and not self._is_held and self._inbox.is_empty and not has_work
 
     def _idle(self) -> None:
         """Sleep until there is a command or a deadline."""

@@ -1,7 +1,8 @@
 """The block table: one request's blocks, and the names of their content. Made by `KVManager`; never gives out a block.
 
 A block's content is named by the chain of everything before it: hash(i) = H(hash(i - 1), tokens of block i), and
-hash(-1) = H(salt). Equal hashes thus mean equal prefixes from position 0, and requests of different salts never share a block.
+hash(-1) = H(salt, adapter). Equal hashes thus mean equal prefixes from position 0, and requests of different salts or adapters
+never share a block.
 H is BLAKE2b with a digest of 128 bits (RFC 7693).
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from sys import byteorder
 
+from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.plan import num_unread_blocks
 from penstock.types.request import Request
 
@@ -20,9 +22,10 @@ HASH_BYTES = 16
 TOKEN_BYTES = 4
 
 
-def root_hash(salt: bytes) -> bytes:
-    """The parent of a request's first block."""
-    return blake2b(salt, digest_size=HASH_BYTES, person=b"penstock-kv").digest()
+def root_hash(salt: bytes, adapter: AdapterRef | None = None) -> bytes:
+    """The parent of a request's first block: another for each adapter, whose keys and values are others."""
+    key = b"" if adapter is None else adapter.fingerprint
+    return blake2b(salt, digest_size=HASH_BYTES, key=key, person=b"penstock-kv").digest()
 
 
 def private_root_hash(request_id: str) -> bytes:
@@ -71,6 +74,8 @@ class BlockTable:
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
     """The group whose cached blocks these become after the request (`eviction.py`)."""
+    adapter: int = BASE
+    """The adapter that is pinned for the request while it holds blocks."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
 

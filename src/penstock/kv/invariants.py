@@ -8,21 +8,25 @@ from collections import Counter
 
 from penstock.kv.block_pool import NULL_BLOCK_ID
 from penstock.kv.manager import KVManager
+from penstock.types.adapter import BASE
 
 
 def check(manager: KVManager) -> None:
     """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
 
     1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
-    2. A block's reference count is the number of tables that hold it, those behind the fence included; no table holds it twice.
-       Null blocks stand for the first ones of a table that were given back, which were full, and for no others.
-    3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published.
+    2. A block's reference count is the number of tables that hold it, those behind the fence included, or 1 if a pinned adapter
+       lies in it; no table holds it twice. Null blocks stand for the first ones of a table that were given back, which were
+       full, and for no others.
+    3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published or holds an
+       adapter.
     4. Hash and block are one to one, and the index finds each content under its parent. Tables share only blocks that are
        full, or have given up the right to write without asking (after a fork).
     5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
        a group that has some.
     6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
-    7. A request that is said to compute a block next holds blocks, and computes that one as part of a prefill.
+    7. An adapter is pinned as often as tables have it, and no table without blocks has one.
+    8. A request that is said to compute a block next holds blocks, and computes that one as part of a prefill.
     """
     _check_free_list(manager)
     _check_groups(manager)
@@ -68,6 +72,14 @@ def _check_references(manager: KVManager) -> None:
         assert table.num_released <= table.num_full, f"{request_id!r} has given back a block that was not full"
         held.update(table.held)
     assert NULL_BLOCK_ID not in held, "the null block is in a table"
+    pins: Counter[int] = Counter()
+    for request_id, table in (*manager.tables.items(), *manager.fenced):
+        if table.adapter != BASE:
+            assert table.block_ids, f"{request_id!r} holds no blocks, and an adapter"
+            pins[table.adapter] += 1
+    manager.adapters.check(pins)
+    for number in pins:
+        held.update(manager.adapters.residents[number].block_ids)
     for block_id in range(manager.pool.num_blocks):
         count = manager.pool.ref_count(block_id)
         assert count == held[block_id], f"block {block_id} is held {held[block_id]} times and counts {count}"
@@ -79,7 +91,9 @@ def _check_index(manager: KVManager) -> None:
     manager.prefix.index.check()
     for block_id in manager.pool.free_block_ids():
         kept = manager.pool.is_kept(block_id)
-        assert kept == (block_id in manager.prefix.index.block_ids), f"free block {block_id} is kept or published, not both"
+        is_published, is_adapter = block_id in manager.prefix.index.block_ids, manager.adapters.holds(block_id)
+        assert not (is_published and is_adapter), f"free block {block_id} holds an adapter and is published"
+        assert kept == (is_published or is_adapter), f"free block {block_id} is kept without content, or has some and is not"
 
 
 def _check_aliasing(manager: KVManager) -> None:

@@ -1,6 +1,6 @@
 """The KV manager: owns every request's block table, from its first block to its last. Called by the scheduler alone; never
-decides which request runs. Callers ask the parts directly: `pool` counts blocks, `prefix` finds shared ones, `swapping` moves
-blocks to and from a tier below.
+decides which request runs. Callers ask the parts directly: `pool` counts blocks, `prefix` finds shared ones, `adapters` says
+what lies in others, `swapping` moves blocks to and from a tier below.
 
 How a table of block size 4 looks while a request of 11 tokens, 9 of them computed, is about to compute 2 more:
 
@@ -30,11 +30,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
+from penstock.kv.adapters import AdapterPages
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import BlockTable, pack, private_root_hash, root_hash, token_slice
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from penstock.kv.prefix_cache import NO_HIT, PrefixCache, PrefixHit
 from penstock.kv.tiers import Swapping, Tier
+from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.request import Request
 
 
@@ -73,6 +75,7 @@ class KVManager:
         """The moves between pool and tier; None without a tier."""
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
+        self.adapters = AdapterPages(self.pool, self._take)
         self._window = window
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
@@ -118,32 +121,48 @@ class KVManager:
         ref_count = self.pool.ref_count
         return sum(ref_count(block_id) == count for block_id, count in holds.items())
 
+    def num_freed_adapter_blocks(self, request_ids: Iterable[str], kept: int) -> int:
+        """Blocks of adapters that become available when all of these are suspended, but for the adapter of number `kept`."""
+        pins = Counter(self.tables[request_id].adapter for request_id in request_ids if request_id in self.tables)
+        for number in (BASE, kept):
+            pins.pop(number, None)
+        return self.adapters.num_freed(pins)
+
     def lookup_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self._names_content:
             return NO_HIT
         return self.prefix.lookup(request, self._table(request))
 
-    def allocate(self, request: Request, hit: PrefixHit, num_tokens: int) -> tuple[int, ...]:
+    def allocate(
+        self, request: Request, hit: PrefixHit, num_tokens: int, packed: PackedAdapter | None = None
+    ) -> tuple[int, ...]:
         """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
 
-        Takes `num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks` available blocks;
-        raises ValueError, and changes nothing, if there are fewer.
+        Its adapter is pinned, and placed from `packed` if it is not in the pool. Takes `num_blocks_for(num_tokens) -
+        len(hit.block_ids) + hit.num_free_blocks` available blocks, and the adapter's `num_missing`; raises ValueError, and
+        changes nothing, if there are fewer.
         """
         table = self._table(request)
         if self.tier is not None:
             self.tier.end_wait(request.request_id)
         if table.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
+        number = request.adapter_number
+        num_missing = self.adapters.num_missing(number, packed)
+        num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
+        if num_fresh + hit.num_free_blocks + num_missing > self.pool.num_available:
+            raise ValueError(
+                f"{num_fresh} + {hit.num_free_blocks} + {num_missing} blocks needed, {self.pool.num_available} available"
+            )
         if not self._names_content:  # nothing is shared, and nothing is found again
-            table.block_ids = self.pool.allocate(self.num_blocks_for(num_tokens))
+            self._pin(table, number, packed)
+            table.block_ids = self._take(num_fresh)
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
-        num_fresh = self.num_blocks_for(num_tokens) - len(hit.block_ids)
-        if num_fresh + hit.num_free_blocks > self.pool.num_available:
-            raise ValueError(f"{num_fresh} + {hit.num_free_blocks} blocks needed, {self.pool.num_available} available")
-        for block_id in hit.held:  # before the fresh ones, which would else be taken from among them
+        for block_id in hit.held:  # before the others, which would else be taken from among them
             self.pool.hold(block_id)
+        self._pin(table, number, packed)  # before the fresh ones for the same reason
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
@@ -231,6 +250,7 @@ class KVManager:
             num_full=min(parent.num_full, num_full),
             group=parent.group,
         )
+        self._pin(self.tables[child_id], parent.adapter)
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
 
     def look_again(self, request_id: str) -> None:
@@ -244,6 +264,7 @@ class KVManager:
             return
         if table.leads:
             self.prefix.lead_no_more(table)
+        self._unpin(table)
         self._give_back_all(table)
         table.block_ids, table.num_full, table.num_released = [], 0, 0
         self.num_slots.pop(request_id, None)
@@ -294,6 +315,7 @@ class KVManager:
 
     def _end(self, table: BlockTable) -> None:
         """Give back the blocks of a request that will not come again."""
+        self._unpin(table)
         if not self._names_content:
             for block_id in reversed(table.held):
                 self.pool.release(block_id, keep=False)
@@ -301,6 +323,17 @@ class KVManager:
         self._give_back_all(table)
         if self.swapping is not None and not self.prefix.is_shared:
             self.swapping.forget(table.hashes)
+
+    def _pin(self, table: BlockTable, number: int, packed: PackedAdapter | None = None) -> None:
+        if number != BASE:
+            self.adapters.pin(number, packed)
+            table.adapter = number
+
+    def _unpin(self, table: BlockTable) -> None:
+        """Before the table's blocks are given back, so that these are lost later: the adapter is copied again in no time."""
+        if table.adapter != BASE:
+            self.adapters.unpin(table.adapter, table.group)
+            table.adapter = BASE
 
     def take_block_copies(self) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
@@ -319,7 +352,8 @@ class KVManager:
             window = self._window if request.sampling.beams is None else 0
             table = self.tables[request.request_id] = BlockTable(window=window)
             if self._names_content:
-                table.root = root_hash(request.cache_salt) if self.prefix.is_shared else private_root_hash(request.request_id)
+                is_shared, adapter = self.prefix.is_shared, request.adapter
+                table.root = root_hash(request.cache_salt, adapter) if is_shared else private_root_hash(request.request_id)
         return table
 
     def _take(self, count: int) -> list[int]:
@@ -327,6 +361,7 @@ class KVManager:
         if self.tier is not None:
             self.tier.spill(taken, self.prefix.index)
         self.prefix.evict(taken)
+        self.adapters.evict(taken)
         return taken
 
     def _take_with_copy(self, count: int, source: int) -> list[int]:

@@ -20,11 +20,13 @@ class BlockState(StrEnum):
     FREE = "free"
     """Held by no request, and without content to reuse."""
     CACHED = "cached"
-    """Held by no request, with content that a prefix hit may revive."""
+    """Held by no request, with content that a prefix hit, or a request with the adapter that lies there, may revive."""
     HELD = "held"
     """Held by one request."""
     SHARED = "shared"
     """Held by several requests."""
+    ADAPTER = "adapter"
+    """Holds an adapter that requests with blocks have."""
     NULL = "null"
     """Block 0, which padding may be written to."""
 
@@ -65,8 +67,14 @@ class PoolMap:
     """As `waste_ratio` says."""
 
 
-_FREE, _CACHED, _SHARED, _NULL = range(4)
-_STATES = {_FREE: BlockState.FREE, _CACHED: BlockState.CACHED, _SHARED: BlockState.SHARED, _NULL: BlockState.NULL}
+_FREE, _CACHED, _SHARED, _ADAPTER, _NULL = range(5)
+_STATES = {
+    _FREE: BlockState.FREE,
+    _CACHED: BlockState.CACHED,
+    _SHARED: BlockState.SHARED,
+    _ADAPTER: BlockState.ADAPTER,
+    _NULL: BlockState.NULL,
+}
 _FIRST_OWNER = len(_STATES)
 
 
@@ -80,6 +88,10 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     for idx, block_ids in enumerate(holdings, start=_FIRST_OWNER):
         for block_id in block_ids:
             codes[block_id] = idx if ref_counts[block_id] < 2 else _SHARED
+    for resident in manager.adapters.residents.values():
+        if resident.num_pins:
+            for block_id in resident.block_ids:
+                codes[block_id] = _ADAPTER
     codes[NULL_BLOCK_ID] = _NULL
     runs = [_run(code, len(list(same))) for code, same in groupby(codes)]
     states: Counter[BlockState] = Counter(dict.fromkeys(BlockState, 0))
@@ -113,7 +125,7 @@ def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
         for idx in range(num_tokens // size, len(block_ids)):
             num_filled = max(0, num_tokens - idx * size)
             filled[block_ids[idx]] = max(filled.get(block_ids[idx], 0), num_filled)
-    num_held = manager.num_total_blocks - manager.pool.num_available
+    num_held = manager.num_total_blocks - manager.pool.num_available - manager.adapters.num_pinned_blocks
     num_empty = sum(size - num_filled for num_filled in filled.values())
     return min(1.0, num_empty / (num_held * size)) if num_held else 0.0
 

@@ -93,8 +93,9 @@ class PrefixCache:
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
         """Hash of a prefix -> when it was evicted."""
-        self._salts: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
-        """(tenant, tokens of the first block) -> its salt. Kept by tenant: a salt is there so that others learn nothing."""
+        self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
+        """(tenant, tokens of the first block) -> its root, which its salt and adapter decide. Kept by tenant: a salt is there
+        so that others learn nothing."""
 
     # Hits.
 
@@ -157,7 +158,7 @@ class PrefixCache:
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
         table = self._tables[request.request_id]
-        has_other_salt = self._begin(request)
+        has_other_root = self._begin(request)
         longest = request.num_tokens - 1
         if position == (longest if self.shares_parts else longest - longest % self._block_size):
             return PrefixStop(PrefixEnd.WHOLE, position)
@@ -171,17 +172,18 @@ class PrefixCache:
             differs = position > 0 and self.index.goes_on(table.parent(idx))
         if differs:
             return PrefixStop(PrefixEnd.DIFFERS, position)
-        return PrefixStop(PrefixEnd.SALT if has_other_salt and position == 0 else PrefixEnd.UNSEEN, position)
+        return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
 
     def _begin(self, request: Request) -> bool:
-        """Note the first block of a request, if it fills one. True if its tenant's last with the same had another salt."""
+        """Note the first block of a request, if it fills one. True if its tenant's last with the same had another root."""
         if request.num_prompt_tokens < self._block_size:
             return False
         # As bytes: a sixth of what a tuple of numbers takes.
         beginning = (request.tenant, pack(request.prompt_token_ids[: self._block_size]))
-        known = self._salts.get(beginning)
-        self._salts.put(beginning, request.cache_salt)
-        return known is not None and known != request.cache_salt
+        root = self._tables[request.request_id].root
+        known = self._roots.get(beginning)
+        self._roots.put(beginning, root)
+        return known is not None and known != root
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """The content of these blocks is about to be lost."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION
+from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, StepShape
 from penstock.types.request import FinishReason
@@ -99,6 +100,8 @@ class Arrival:
     """It was told before, in a part that may be lost."""
     arm: str = ""
     """Arm of the A/B test; empty where there was none."""
+    adapter: int = BASE
+    """Number of its adapter: the same for requests of the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,10 @@ class StepDone:
     num_blocks_cached: int
     num_blocks_held: int | None = None
     """While it was computed; None: the recording was made before Penstock told it."""
+    waited_ns: int = 0
+    """For how long the machine was another model's meanwhile."""
+    most_ns: int = 0
+    """How long it was to take at most, as others wanted the machine; 0: as long as it liked."""
 
     @property
     def shape(self) -> StepShape:
@@ -344,6 +351,8 @@ class _Part:
             num_blocks_free=free,
             num_blocks_cached=cached,
             num_blocks_held=line.get("held"),
+            waited_ns=line.get("waited", 0),
+            most_ns=line.get("most", 0),
         )
 
 
@@ -362,6 +371,7 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
         arm=line.get("arm", ""),
+        adapter=line.get("adapter", BASE),
     )
 
 

@@ -19,6 +19,7 @@ from penstock.lab.recording import Arrival, BlockId, Departure, Lost, Recording,
 from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
+from penstock.types.adapter import BASE, NoAdapters
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
@@ -50,7 +51,13 @@ def replay(recording: Recording, make_policies: Callable[[], Policies]) -> Repla
     """
     story, header, clock = _read(recording), recording.header, VirtualClock()
     executor = _RecordedExecutor(header.capacity, header.depth, story)
-    core = EngineCore(Scheduler(header.capacity, make_policies(), enable_prefix_caching=header.has_prefix_caching))
+    scheduler = Scheduler(
+        header.capacity,
+        make_policies(),
+        enable_prefix_caching=header.has_prefix_caching,
+        most_step_ns=executor.most_step_ns,
+    )
+    core = EngineCore(scheduler)
 
     def commands() -> list[Command]:
         """Those that are due."""
@@ -118,6 +125,8 @@ def _read(recording: Recording) -> _Story:
             case Arrival() if event.queued_ns is not None and not event.is_repeated:
                 if event.beam_width:
                     raise RecordingError("The recording has beam searches, of which it does not know what they chose.")
+                if event.adapter != BASE:
+                    raise RecordingError("The recording has adapters, and does not say what memory they took.")
                 arrivals[event.id] = event
                 requests[event.id], outputs[str(event.id)] = _request(event, contents), deque()
                 commands.append((event.queued_ns, event))
@@ -205,7 +214,7 @@ class _Contents:
         return tokens
 
 
-class _RecordedExecutor:
+class _RecordedExecutor(NoAdapters):
     """An `Executor` that computes nothing: steps end when they did, and requests get as many tokens as they got. Compares each
     plan with that of the recording.
     """
@@ -236,13 +245,18 @@ class _RecordedExecutor:
             return None
         return begins.popleft()
 
+    def most_step_ns(self) -> int:
+        """How long the step that comes next was to take at most."""
+        steps = self._story.steps
+        return steps[self._num_begun].most_ns if self._num_begun < len(steps) else 0
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._num_begun == len(self._story.steps):
             self.difference = self.difference or f"a step is planned at {plan.now_ns} ns, after the last one of the recording"
-            step_end_ns = plan.now_ns
+            step_end_ns, waited_ns = plan.now_ns, 0
         else:
             step = self._story.steps[self._num_begun]
-            step_end_ns = step.ended_ns
+            step_end_ns, waited_ns = step.ended_ns, step.waited_ns
             self._compare(plan, step)
             self._flights.append(step)
         self._num_begun += 1
@@ -256,7 +270,8 @@ class _RecordedExecutor:
                     continue
                 # Rows of padding, of requests that ended in the step before, and of those that were still running at the end.
                 tokens[row.request_id] = (left.popleft() if left else UNKNOWN_TOKEN_ID,)
-        self._results[plan.step_id] = StepResult(plan.step_id, tokens, StepTiming(plan.now_ns, step_end_ns), failures=failures)
+        timing = StepTiming(plan.now_ns + waited_ns, step_end_ns, waited_ns=waited_ns)
+        self._results[plan.step_id] = StepResult(plan.step_id, tokens, timing, failures=failures)
         return Ticket(plan.step_id, step_end_ns)
 
     def _compare(self, plan: StepPlan, step: StepDone) -> None:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Protocol
 
 from penstock.lab.cost_model import CostModel, Counts, cold_share, coldness_after
+from penstock.types.adapter import NoAdapters
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
@@ -69,7 +70,7 @@ class ModelledTimes:
         return duration_ns if self._host_noise is None else round(duration_ns * self._host_noise.draw(duration_ns))
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(NoAdapters):
     """Virtual: `submit` returns at once, and its ticket says when the step is done."""
 
     def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:

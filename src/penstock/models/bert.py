@@ -65,13 +65,14 @@ def values_with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def values_with_positions_behind(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a model whose table of positions has rows for the padding and those before it, too."""
     found = values_with_defaults(values)
-    if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
-        found["max_position_embeddings"] -= found["pad_token_id"] + 1
+    padding = found.setdefault("pad_token_id", 1)
+    if type(found["max_position_embeddings"]) is int and type(padding) is int:
+        found["max_position_embeddings"] -= padding + 1
     return found
 
 
 def _roberta_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return values_with_positions_behind({"vocab_size": 50265, "pad_token_id": 1, **values})
+    return values_with_positions_behind({"vocab_size": 50265, **values})
 
 
 _DISTILBERT_KEYS = {

@@ -325,6 +325,19 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
     return listings
 
 
+def list_folder(folder: Path) -> list[ModelSource]:
+    """The models that lie in a folder, by path: GGUF files, of one in parts the first, and directories with a config.json.
+
+    Raises OSError if it can't be read.
+    """
+    found = [
+        path
+        for path in folder.iterdir()
+        if (path.suffix == ".gguf" and path.is_file() and not _is_later_split(path)) or (path / "config.json").is_file()
+    ]
+    return [resolve(str(path), folder) for path in sorted(found)]
+
+
 def _list_entry(entry: CatalogEntry, cache_dir: Path) -> ModelListing:
     source = resolve(entry.name, cache_dir)
     return ModelListing(

@@ -25,7 +25,8 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
 
-_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
+BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
+"""The number of a layer, and the end of a tensor's name, which `Architecture.gguf_layer` has."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
@@ -112,7 +113,7 @@ def load_gguf(
     top = endings.top_names(architecture.gguf_top, head, ending)
     unread = () if ending is None or architecture.is_encoder else ("output.weight",)
     stored = {name: entry for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
-    pieces = find_pieces(stored, top=top, block=_BLOCK, layer=architecture.gguf_layer)
+    pieces = find_pieces(stored, top=top, block=BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
     spec = endings.with_ending(architecture.of_gguf(file, _read_spec(file, entries, served_len)), ending)
     checks.check_spec(spec, path)
@@ -221,7 +222,7 @@ def _find_architecture(file: GgufFile) -> Architecture:
     if file.get("general.type", str) == "adapter":
         raise ModelError(
             f"{file.path}: this is an adapter (LoRA), not a model.",
-            remedy="Penstock does not serve adapters yet: merge it into its model (llama-export-lora) and serve the result.",
+            remedy="Serve its model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
         )
     name = architectures.our_name(file.require("general.architecture", str), architectures.GGUF_NAMES, file.path)
     return architectures.find(name)

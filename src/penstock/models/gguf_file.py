@@ -170,6 +170,29 @@ def open_gguf(path: Path) -> GgufFile:
     return _joined([first, *(_open_part(file) for file in files[1:])])
 
 
+def read_gguf(path: Path, *, max_bytes: int) -> GgufFile:
+    """A file that is read into memory and not mapped, so that it may change or go. Raises ModelError, as for a longer one."""
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        num_bytes = path.stat().st_size
+        if num_bytes > max_bytes:
+            raise ModelError(
+                f"{path}: it has {num_bytes} bytes, and what it can hold at most takes {max_bytes}.",
+                remedy="Check that it belongs to this model.",
+            )
+        with path.open("rb") as file:
+            data = file.read(max_bytes)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: there is no such file.", remedy="Check the path.") from error
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
+    try:
+        return _parse(path, data)
+    except MalformedError as error:
+        raise ModelError(f"{path}: {error}.", remedy=error.remedy) from error
+
+
 def _joined(parts: list[GgufFile]) -> GgufFile:
     tensors: dict[str, TensorEntry] = {}
     for number, part in enumerate(parts):
@@ -203,7 +226,7 @@ def _open_part(path: Path) -> GgufFile:
     return parsed
 
 
-def _parse(path: Path, data: mmap.mmap) -> GgufFile:
+def _parse(path: Path, data: mmap.mmap | bytes) -> GgufFile:
     if data[:4] != b"GGUF":
         raise MalformedError("this is no GGUF file (its first bytes are not 'GGUF')")
     cursor = _Cursor(data, 4)
@@ -272,7 +295,7 @@ def _place(entries: list[TensorEntry], header_end: int, alignment: int, file_byt
 class _Cursor:
     """Reads values in order from the mapped file; never past its end."""
 
-    def __init__(self, data: mmap.mmap, position: int) -> None:
+    def __init__(self, data: mmap.mmap | bytes, position: int) -> None:
         self._data = data
         self._end = len(data)
         self.position = position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, hf_quantised, rope
+from penstock.models.architectures import Architecture
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
@@ -83,9 +84,8 @@ def load_hf_directory(
             for dense in files.dense
             for key, tensor in open_safetensors(path / dense.folder / "model.safetensors").items()
         }
-    scales = {_text_name(architecture.hf_name(name) or name): scale for name, scale in opened.scales.items()}
-    block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
-    pieces = find_pieces(tensors, top=top, block=block, layer=architecture.hf_layer)
+    scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
+    pieces = pieces_of(architecture, tensors, top)
     has_partial_rope = architecture.has_partial_rope
     read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
     spec = endings.with_ending(architecture.of_hf(config, read), ending)
@@ -193,7 +193,7 @@ def _refuse_adapter(path: Path) -> None:
     base = read_json(file).get("base_model_name_or_path", str) or "another model"
     raise ModelError(
         f"{path}: this is an adapter (LoRA, PEFT) of {base}, not a model.",
-        remedy="Penstock does not serve adapters yet: merge it into that model (peft's merge_and_unload) and serve the result.",
+        remedy="Serve that model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
     )
 
 
@@ -201,6 +201,17 @@ def _class_and_architecture(config: JsonFile) -> tuple[str, str]:
     """The class in config.json, and our name of its architecture."""
     hf_class = ", ".join(map(str, config.require("architectures", list))) or "none"
     return hf_class, architectures.our_name(hf_class, architectures.HF_CLASSES, config.path)
+
+
+def name_in_tables(architecture: Architecture, name: str) -> str:
+    """The name that the architecture's tables have for a directory's tensor, also of a model of more than text."""
+    return _text_name(architecture.hf_name(name) or name)
+
+
+def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str, str]) -> dict[str, list[Piece]]:
+    """The pieces of each of our weights, of tensors that are named as in the tables. `top` are those outside of layers."""
+    block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
+    return find_pieces(names, top=top, block=block, layer=architecture.hf_layer)
 
 
 def _text_name(name: str) -> str:

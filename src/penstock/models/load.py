@@ -1,4 +1,4 @@
-"""The files of a model that is present: load them, whichever format they have, and tell them from another model's."""
+"""Files of a model, or of an adapter, that are present: load them in any format, and tell them from another's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
+from penstock.models.adapter import AdapterFactors
 from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
 from penstock.models.generation import obeying
+from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Pooling
+from penstock.types.model_spec import ModelSpec, Pooling
 from penstock.types.vocab import GgufVocab
 
 
@@ -66,6 +68,20 @@ def load_model(
             pooling=pooling,
         )
     return obeying(model, generation)
+
+
+def load_adapter(path: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+    """The factors of the adapter in a folder of PEFT or in a GGUF file, for a model of this spec and program.
+
+    Raises ModelError for whatever is wrong with its files, or is not computed.
+    """
+    if path.suffix == ".gguf":
+        from penstock.models.gguf_adapter import read_gguf_adapter
+
+        return read_gguf_adapter(path, spec, program, max_rank=max_rank)
+    from penstock.models.peft import read_peft
+
+    return read_peft(path, spec, program, max_rank=max_rank)
 
 
 NUM_SAMPLES = 16

@@ -1,6 +1,8 @@
-"""The safetensors container: the tensors of a memory-mapped file by name. It knows no model and no quantisation.
+"""The safetensors container: the tensors of a file by name, memory-mapped or read. It knows no model and no quantisation.
 
-Read here rather than with the `safetensors` package, whose NumPy side has no bf16 and copies what it reads.
+A model's file is mapped. An adapter's is read, since its folder may change or go while a server runs: a mapped file that is cut
+short ends the process. Read here rather than with the `safetensors` package, whose NumPy side has no bf16 and copies what it
+reads.
 Specification: https://github.com/huggingface/safetensors#format.
 """
 
@@ -8,10 +10,11 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +35,20 @@ _DTYPES: Mapping[str, type[np.generic]] = {**FLOATS, **_INTEGERS}
 
 
 @dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies in its file."""
+
+    dtype: str
+    """As `StoredTensor.dtype`."""
+    shape: tuple[int, ...]
+    begin: int
+    """Bytes from the start of the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a mapped file."""
+    """A tensor of a file that is mapped, or was read."""
 
     path: Path
     """Its file, for error messages."""
@@ -78,17 +93,48 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{path}: there is no such file.", remedy="Fetch the model again.") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
-    header_bytes = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or header_bytes > min(_MAX_HEADER_BYTES, len(data) - 8):
+    header_bytes = _header_bytes(data[:8], len(data), _MAX_HEADER_BYTES, path)
+    entries = _entries(data[8 : 8 + header_bytes], len(data), path)
+    body = np.frombuffer(data, dtype=np.uint8)
+    return {name: StoredTensor(path, one.dtype, one.shape, body[one.begin : one.end]) for name, one in entries.items()}
+
+
+def read_entries(file: BinaryIO, path: Path, *, max_header_bytes: int) -> dict[str, TensorEntry]:
+    """The tensors of an open file by name; nothing but its header is read. Raises ModelError if it is corrupt, or longer."""
+    num_bytes = os.fstat(file.fileno()).st_size
+    header_bytes = _header_bytes(file.read(8), num_bytes, max_header_bytes, path)
+    return _entries(file.read(header_bytes), num_bytes, path)
+
+
+def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
+    """A tensor of an open file, read into memory. Raises ModelError if the file has become shorter."""
+    file.seek(entry.begin)
+    raw = np.frombuffer(file.read(entry.end - entry.begin), dtype=np.uint8)
+    if raw.nbytes != entry.end - entry.begin:
+        raise _corrupt(path, "it ends in the middle of a tensor")
+    return StoredTensor(path, entry.dtype, entry.shape, raw)
+
+
+def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
+    """Length of the header that the first eight bytes of a file tell."""
+    header_bytes = int.from_bytes(first, "little")
+    if len(first) < 8 or header_bytes > num_bytes - 8:
         raise _corrupt(path, "its header is longer than the file")
+    if header_bytes > max_bytes:
+        raise _corrupt(path, f"its header has {header_bytes} bytes, more than the {max_bytes} of any that is right")
+    return header_bytes
+
+
+def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
+    """The tensors that a header tells of; offsets are from the start of the file, of `num_bytes`."""
     try:
-        header = json_object(data[8 : 8 + header_bytes])
+        header = json_object(text)
     except ValueError as error:
         raise _corrupt(path, f"its header can't be read as a JSON object: {error}") from error
-    body = np.frombuffer(data, dtype=np.uint8)[8 + header_bytes :]
-    tensors = {name: _tensor(name, item, body, path) for name, item in header.items() if name != "__metadata__"}
-    _check_cover(sorted(tuple(header[name]["data_offsets"]) for name in tensors), len(body), path)
-    return tensors
+    start = 8 + len(text)
+    entries = {name: _entry(name, item, start, num_bytes, path) for name, item in header.items() if name != "__metadata__"}
+    _check_cover(sorted((entry.begin - start, entry.end - start) for entry in entries.values()), num_bytes - start, path)
+    return entries
 
 
 def _check_cover(ranges: Iterable[tuple[int, int]], num_bytes: int, path: Path) -> None:
@@ -102,7 +148,7 @@ def _check_cover(ranges: Iterable[tuple[int, int]], num_bytes: int, path: Path) 
         raise _corrupt(path, f"the last tensor ends at byte {at} of {num_bytes}")
 
 
-def _tensor(name: str, item: Any, body: NDArray[np.uint8], path: Path) -> StoredTensor:
+def _entry(name: str, item: Any, start: int, num_bytes: int, path: Path) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -112,11 +158,11 @@ def _tensor(name: str, item: Any, body: NDArray[np.uint8], path: Path) -> Stored
         raise _corrupt(path, f"its entry of {name!r} is malformed")
     if len(shape) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in shape) > _MAX_VALUES:
         raise _corrupt(path, f"the tensor {name!r} has the shape {shape}")
-    if not begin <= end <= len(body):
-        raise _corrupt(path, f"the tensor {name!r} ends at byte {end} of {len(body)}")
+    if not begin <= end <= num_bytes - start:
+        raise _corrupt(path, f"the tensor {name!r} ends at byte {end} of {num_bytes - start}")
     if dtype in _DTYPES and math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize != end - begin:
         raise _corrupt(path, f"the tensor {name!r} has {end - begin} bytes, which does not fit its shape {shape}")
-    return StoredTensor(path, dtype, shape, body[begin:end])
+    return TensorEntry(dtype, shape, start + begin, start + end)
 
 
 def _corrupt(path: Path, cause: str) -> ModelError:

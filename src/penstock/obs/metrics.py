@@ -12,11 +12,12 @@ import threading
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.obs.signals import SustainedLoad
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats, StepStats, TierStats
+from penstock.types.stats import AdapterStats, EngineLoad, RequestStats, StepStats, TierStats
 
 
 class Histogram:
@@ -106,6 +107,27 @@ class RequestCounts:
             self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """Whether a model is in memory now, and what its loads have come to. Its deployment tells."""
+
+    state: str
+    states: tuple[str, ...]
+    """All states that there are."""
+    num_waiting: int
+    """Requests that wait for it to be loaded."""
+    num_loads: int
+    num_load_failures: int
+    load_ns: int
+    """Time of all loads that ended well."""
+    num_unloads: Mapping[str, int]
+    """By reason."""
+    memory_bytes: Mapping[str, int]
+    """Memory that it may come to use, by part; empty: it is not loaded."""
+    machine_ns: int
+    """For how long its steps had the machine; 0 of a model that takes no turns."""
+
+
 class Metrics(RequestCounts):
     """Counters and histograms of one served model. Implements the engine's `Observer`, `TokenObserver` and `TurnObserver`.
 
@@ -150,8 +172,12 @@ class Metrics(RequestCounts):
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
-        self.read_shared_texts: Callable[[], int] | None = None
-        """Number of texts that were answered without being computed; None: the model reads no texts."""
+        self.read_adapters: Callable[[], AdapterStats] | None = None
+        """Counts of the registry of adapters; None: the model is served without."""
+        self.read_residence: Callable[[], Residence] | None = None
+        """None: nobody loads and unloads it."""
+        self.num_shared_texts: int | None = None
+        """Texts that were answered without being computed, counted by the desk; None: the model reads no texts."""
 
     def connect(
         self,
@@ -164,6 +190,11 @@ class Metrics(RequestCounts):
         self.read_load = load
         self.read_signals = signals
         self.read_waste = waste
+
+    def disconnect(self) -> None:
+        """Nobody runs the model any more: the gauges are 0, and the counts stay."""
+        self.connect(load=EngineLoad, signals=SustainedLoad)
+        self.num_weight_bytes, self.tier.is_open = 0, False
 
     def count_rejected(self, reason: str, arm: str = "") -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
@@ -218,6 +249,8 @@ class Metrics(RequestCounts):
         self.batch_size.observe(stats.counts.num_rows)
         self.batch_tokens.observe(stats.counts.num_tokens)
         self._observe_part("total", stats.ended_ns - stats.started_ns)
+        if stats.waited_ns:
+            self._observe_part("turn", stats.waited_ns)
         self._observe_parts(stats.parts_ns)
 
     def _count_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:

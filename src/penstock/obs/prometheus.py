@@ -15,9 +15,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.obs.metrics import Histogram, Metrics, RequestCounts
+from penstock.obs.metrics import Histogram, Metrics, RequestCounts, Residence
 from penstock.obs.signals import SustainedLoad
-from penstock.types.stats import EngineLoad, TierStats, WaitReason
+from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, TierStats, WaitReason
 
 __all__ = ["CONTENT_TYPE", "expose"]
 
@@ -57,6 +57,8 @@ class _Snapshot:
             self._requests = [((arm,), counts) for arm, counts in metrics.arms.items()]
         # Outside the lock: these have locks of their own.
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
+        adapters = metrics.read_adapters() if metrics.read_adapters else None
+        residence = None if metrics.read_residence is None else metrics.read_residence()
         with metrics.lock:
             metrics.settle()
             self.families = [
@@ -67,6 +69,8 @@ class _Snapshot:
                 self._gauge("settings_info", "1; the hash names settings of scheduling.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
+                *self._residence(residence),
+                *self._adapters(load.adapters, adapters),
                 *self._sizes(metrics),
                 *self._latencies(metrics),
             ]
@@ -118,8 +122,8 @@ class _Snapshot:
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
-        if metrics.read_shared_texts is not None:
-            yield self._counter("shared_texts", "Texts answered without being computed.", metrics.read_shared_texts())
+        if metrics.num_shared_texts is not None:
+            yield self._counter("shared_texts", "Texts answered without being computed.", metrics.num_shared_texts)
 
     def _ends(self, metrics: Metrics) -> Iterator[Metric]:
         labels = ["model", *self._arm_label]
@@ -163,6 +167,40 @@ class _Snapshot:
         yield self._counter(f"{name}_bytes", f"Bytes written to and read from the {words}.", moved, "direction")
         yield self._counter(f"{name}_dropped_blocks", "KV blocks not written: too many on their way.", dropped)
         yield self._counter(f"{name}_failures", "KV blocks that did not arrive, by reason.", failures, "reason")
+
+    def _adapters(self, pool: AdapterCounts, beside: AdapterStats | None) -> Iterator[Metric]:
+        """Only if the model is served with some. Names are no labels: there may be as many as clients like."""
+        if beside is None:
+            return
+        places = {"running": pool.num_running, "idle": pool.num_resident - pool.num_running, "memory": beside.num_in_memory}
+        loads = {"ok": beside.num_loads, "failed": beside.num_failures}
+        evictions = {"kv_cache": pool.num_evictions, "memory": beside.num_evictions}
+        text = "Adapters in the KV cache, with running requests or without, and in memory beside it."
+        yield self._gauge("adapters", text, places, "place")
+        yield self._gauge("adapter_names", "Adapters that were named, or asked for.", beside.num_registered)
+        yield self._gauge("adapter_kv_blocks", "KV cache blocks with adapters.", pool.num_blocks)
+        yield self._gauge("adapter_memory_bytes", "Adapters in memory beside the KV cache.", beside.num_bytes)
+        yield self._counter("adapter_loads", "Adapters that were read from files.", loads, "result")
+        yield self._counter("adapter_load_seconds", "Time of reading, checking and packing.", beside.load_ns / _SECOND_NS)
+        yield self._counter("adapter_placements", "Adapters that were put into the KV cache.", pool.num_placements)
+        yield self._counter("adapter_evictions", "Adapters that lost their place to others.", evictions, "place")
+
+    def _residence(self, residence: Residence | None) -> Iterator[Metric]:
+        if residence is None:
+            return
+        states = {state: int(state == residence.state) for state in residence.states}
+        yield self._gauge("model_state", "1 for the state that the model is in.", states, "state")
+        yield self._gauge(
+            "model_requests_waiting_for_load", "Requests that wait for the model to be loaded.", residence.num_waiting
+        )
+        loads = {"ok": residence.num_loads, "failed": residence.num_load_failures}
+        yield self._counter("model_loads", "Loads of the model, by their end.", loads, "result")
+        yield self._counter("model_load_seconds", "Time of the loads that ended well.", residence.load_ns / _SECOND_NS)
+        yield self._counter("model_unloads", "How often the model left memory.", residence.num_unloads, "reason")
+        text = "Memory that the model may come to use, by part; none while it is not loaded."
+        yield self._gauge("memory_bytes", text, residence.memory_bytes, "part")
+        text = "For how long the model's steps had the CPU; 0 where steps take no turns."
+        yield self._counter("machine_seconds", text, residence.machine_ns / _SECOND_NS)
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
         yield self._histogram("batch_size", "Requests with a row, per step.", metrics.batch_size, 1.0)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.clock import Clock
+from penstock.types.adapter import BASE
 from penstock.types.errors import ConfigError
 from penstock.types.plan import PaddingId
 from penstock.types.request import FinishReason, Request
@@ -66,7 +67,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 class PrefixIds:
-    """Numbers for contents of blocks. The same prefix under the same salt has the same numbers."""
+    """Numbers for contents of blocks. The same prefix under the same salt and adapter has the same numbers."""
 
     def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
         self._block_size = block_size
@@ -78,9 +79,10 @@ class PrefixIds:
         """(parent, first token) -> children of the parent that begin so: id and packed tokens, the newest last."""
         self._num_ids = 0
 
-    def root(self, salt: bytes) -> int:
-        """The parent of first blocks under a salt. Numbers of roots are not told to anybody."""
-        return self._known((NOBODY, salt)) or self._put((NOBODY, salt))
+    def root(self, salt: bytes, adapter: int = BASE) -> int:
+        """The parent of first blocks under a salt, for an adapter. Numbers of roots are not told to anybody."""
+        key = (NOBODY - adapter, salt)
+        return self._known(key) or self._put(key)
 
     def chain(self, parent: int, token_ids: Sequence[int]) -> tuple[list[int | list[int]], int]:
         """The blocks of `token_ids`, which continue `parent`, as they are told, and the id of the last full one.
@@ -326,7 +328,7 @@ class _Writer:
 
     def queued(self, request: Request, now_ns: int) -> None:
         number = self._new_number(request.request_id)
-        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt), request.prompt_token_ids)
+        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, request.adapter_number), request.prompt_token_ids)
         sampling = request.sampling
         line: dict[str, object] = {
             "kind": "request",
@@ -347,6 +349,8 @@ class _Writer:
             line["beams"] = sampling.beams.width
         if sampling.follows_grammar:
             line["grammar"] = True
+        if request.adapter is not None:
+            line["adapter"] = request.adapter.number
         self._lives[request.request_id] = (request, parent, line)
         self._say(line)
 
@@ -399,6 +403,10 @@ class _Writer:
             line["rows"] = rows
         line["state"] = (stats.num_running, stats.num_waiting, stats.num_blocks_free, stats.num_blocks_cached)
         line["held"] = stats.counts.num_blocks_held
+        if stats.waited_ns:
+            line["waited"] = stats.waited_ns
+        if stats.counts.most_ns:
+            line["most"] = stats.counts.most_ns
         self._pending = (line, stats.parts_ns)
 
     def door(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:

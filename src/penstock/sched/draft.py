@@ -4,9 +4,11 @@ by the scheduler and its planners (`extending.py`, `joining.py`, `padding.py`); 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.sched.policies.base import StepLimits
+from penstock.types.adapter import BASE
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.request import Request
 from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
@@ -117,7 +119,10 @@ class StepDraft:
         if request.output_token_ids:
             token_ids = (*token_ids, *request.output_token_ids)
         num_prompt, num_computed = request.num_prompt_tokens, request.num_computed_tokens
-        row = AdmitRow(request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at)
+        number = request.adapter_number
+        row = AdmitRow(
+            request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at, number
+        )
         self.admits[request.request_id] = row
 
     def add_row(
@@ -148,6 +153,17 @@ class StepDraft:
             counts.num_prefill_pairs += num_pairs(row)
         if request.max_computed_tokens:
             counts.num_recomputed_tokens += num_recomputed(request, row)
+
+    def group_by_adapter(self, running: Mapping[str, Request]) -> None:
+        """Let decodes of one adapter lie side by side, so that its weights are read once; and count. O(rows)."""
+        numbers = {
+            row.request_id: request.adapter.number
+            for row in self.rows
+            if (request := running[row.request_id]).adapter is not None
+        }
+        self.counts.num_adapter_rows, self.counts.num_adapters = len(numbers), len(set(numbers.values()))
+        first, rest = self.rows[: self.num_decode_rows], self.rows[self.num_decode_rows :]
+        self.rows = sorted(first, key=lambda row: numbers.get(row.request_id, BASE)) + rest
 
     def take_back(self, request: Request) -> None:
         """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""

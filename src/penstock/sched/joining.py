@@ -4,7 +4,8 @@ from running requests, unless the order lets a higher class pause a lower one.
 A request whose next block is being computed by a running prefill (its leader) stands aside until the block is there, instead of
 computing it again. Others pass meanwhile, so that the machine is not idle, and leave it a row and the blocks that it will need:
 so it loses nothing. It waits only while its leader runs and has not computed that block, and is the first when it comes back.
-It does not wait for a leader that it outranks, which others of its own rank might keep from computing.
+It does not wait for a leader that it outranks, which others of its own rank might keep from computing. A request whose adapter
+is being loaded stands aside in the same way (`adapters.py`).
 The same holds in a static or dynamic batch: its rows join as the step's tokens allow, and padding is counted by prompt lengths.
 """
 
@@ -15,12 +16,14 @@ from collections.abc import Sequence
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
+from penstock.sched.adapters import Adapters
 from penstock.sched.choosing.groups import Groups, num_rows_of
 from penstock.sched.draft import StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
-from penstock.sched.queue import Follower, WaitingQueue
+from penstock.sched.queue import AwaitedAdapter, Follower, WaitingQueue
 from penstock.sched.running import Running
+from penstock.types.adapter import PackedAdapter
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, WaitReason
 
@@ -40,6 +43,7 @@ class Joining:
         running: Running,
         groups: Groups,
         padding: Padding,
+        adapters: Adapters,
         *,
         max_step_tokens: int,
     ) -> None:
@@ -56,6 +60,7 @@ class Joining:
         self._running = running
         self._groups = groups
         self._padding = padding
+        self._adapters = adapters
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
@@ -78,13 +83,16 @@ class Joining:
             return False
         draft.promised.num_blocks = sum(map(running.missing_blocks, running))
         for follower in self._waiting.aside:
-            if self._kv.prefix.is_coming(follower.awaited):
+            if self._is_awaiting(follower):
                 self._keep_place(follower, draft)
+        packed = self._adapters.packed(request)
+        if self._adapters.await_load(request, packed, now_ns) is not None or self._adapters.is_full(request):
+            return False
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
-        if self._has_room_for(request, hit, query_len, draft):
+        if self._has_room_for(request, hit, query_len, draft, packed):
             return False
-        return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns))
+        return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns, packed))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """How many requests may join; if the gate calls a batch, none that was not called."""
@@ -152,6 +160,18 @@ class Joining:
             self.keep_tokens(draft, request, now_ns)
             if budget.tokens_left == 0:
                 return
+            packed = self._adapters.packed(request)
+            awaited_adapter = self._adapters.await_load(request, packed, now_ns)
+            if awaited_adapter is not None:
+                if self._is_full(draft):
+                    return
+                draft.num_let_in += request is fresh
+                self._step_aside(request, awaited_adapter, draft)
+                draft.set_aside.append((request.request_id, WaitReason.ADAPTER))
+                continue
+            if self._adapters.is_full(request):
+                counts.waits_for = WaitReason.ADAPTER
+                return
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
             if awaited is not None and not self._order.outranks(request, awaited.leader, now_ns):
@@ -175,8 +195,8 @@ class Joining:
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
-            if not self._has_room_for(request, hit, query_len, draft):
-                lower = self._whom_to_pause(request, hit, query_len, draft, now_ns) if may_pause else ()
+            if not self._has_room_for(request, hit, query_len, draft, packed):
+                lower = self._whom_to_pause(request, hit, query_len, draft, now_ns, packed) if may_pause else ()
                 # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
                 if not lower or self._waits_for_load(request, hit, draft, now_ns):
                     return
@@ -188,7 +208,7 @@ class Joining:
                 continue
             if self._waits_for_load(request, hit, draft, now_ns):
                 return
-            self._admit(draft, request, hit, query_len, now_ns)
+            self._admit(draft, request, hit, query_len, now_ns, packed)
             if is_long:
                 budget.long_prefills.append(request)
             draft.num_let_in += request is fresh
@@ -216,31 +236,39 @@ class Joining:
         if not len(self._waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
-        if waits_for is WaitReason.LOADING:
-            return WaitReason.LOADING
+        if waits_for in (WaitReason.LOADING, WaitReason.ADAPTER):
+            return waits_for
         if waits_for is WaitReason.MEMORY or (draft.preemptions and not draft.admissions):
             return WaitReason.MEMORY
         if self._is_full(draft):
             return WaitReason.ROWS
         if len(self._waiting.aside) == len(self._waiting):
-            return WaitReason.PREFIX
+            num_adapters = sum(1 for _ in self._waiting.adapters_aside)
+            return WaitReason.ADAPTER if num_adapters == len(self._waiting) else WaitReason.PREFIX
         is_short_of_tokens = draft.budget.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
-        """Requests that stood aside come back once their blocks are there, or their leaders run no more; the others keep their
-        places."""
+        """Requests that stood aside come back once what they await is there, or comes no more; the others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
-            if self._kv.prefix.is_coming(follower.awaited):
+            if self._is_awaiting(follower):
                 self._keep_place(follower, draft)
             else:
                 back.append(follower)
         self._waiting.call_back(back)
 
-    def _step_aside(self, request: Request, awaited: Awaited, draft: StepDraft) -> None:
+    def _is_awaiting(self, follower: Follower) -> bool:
+        awaited = follower.awaited
+        if isinstance(awaited, AwaitedAdapter):
+            return self._adapters.is_awaited(follower.request)
+        return self._kv.prefix.is_coming(awaited)
+
+    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, draft: StepDraft) -> None:
         kv = self._kv
-        num_blocks = kv.num_blocks_for(request.num_tokens) - kv.prefix.num_common_blocks(request, awaited.leader)
+        num_blocks = kv.num_blocks_for(request.num_tokens)
+        if isinstance(awaited, Awaited):
+            num_blocks -= kv.prefix.num_common_blocks(request, awaited.leader)
         most_blocks = self._running.most_blocks(request, request.num_tokens)
         follower = Follower(request, awaited, min(num_blocks, most_blocks))
         self._waiting.step_aside(follower)
@@ -290,11 +318,13 @@ class Joining:
             return True
         return self._has_ranks and sum(not self._order.outranks(request, long, now_ns) for long in longs) < limit
 
-    def _has_room_for(self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft) -> bool:
+    def _has_room_for(
+        self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, packed: PackedAdapter | None
+    ) -> bool:
         if self._num_taken_rows(draft) + num_rows_of(request) > self._running.max_rows:
             draft.counts.waits_for = WaitReason.ROWS
             return False
-        if self._running.has_room_for(request, hit, query_len, draft.promised.num_blocks):
+        if self._running.has_room_for(request, hit, query_len, draft.promised.num_blocks, packed=packed):
             return True
         draft.counts.waits_for = WaitReason.MEMORY
         return False
@@ -317,7 +347,13 @@ class Joining:
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(
-        self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, now_ns: int
+        self,
+        request: Request,
+        hit: PrefixHit,
+        query_len: int,
+        draft: StepDraft,
+        now_ns: int,
+        packed: PackedAdapter | None,
     ) -> Sequence[Request]:
         """Requests that the first waiting one may pause; none if it could not be admitted without all of them."""
         running, pauses = self._running, self._order.pauses
@@ -331,7 +367,7 @@ class Joining:
         leaving = self._groups.running_members(lower)
         if self._num_taken_rows(draft) - self._groups.num_rows(leaving) + num_rows_of(request) > running.max_rows:
             return ()
-        is_enough = running.has_room_for(request, hit, query_len, draft.promised.num_blocks, without=leaving)
+        is_enough = running.has_room_for(request, hit, query_len, draft.promised.num_blocks, without=leaving, packed=packed)
         return lower if is_enough else ()
 
     def _pause_one(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> None:
@@ -342,7 +378,15 @@ class Joining:
         draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
 
-    def _admit(self, draft: StepDraft, request: Request, hit: PrefixHit, query_len: int, now_ns: int) -> None:
+    def _admit(
+        self,
+        draft: StepDraft,
+        request: Request,
+        hit: PrefixHit,
+        query_len: int,
+        now_ns: int,
+        packed: PackedAdapter | None = None,
+    ) -> None:
         self._waiting.remove(request)
         self._running.join(request)
         members = self._groups.members(request)
@@ -350,7 +394,7 @@ class Joining:
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
         for member in members:
             draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
-        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len))
+        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len, packed))
         draft.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)

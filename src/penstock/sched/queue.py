@@ -4,8 +4,8 @@ memory.
 The order of service:
 
 1. Preempted requests, among themselves in the order policy's order: they were served before.
-2. Requests that were called to a batch, as they were called. A request that waits for a prefix which another computes stands
-   aside meanwhile, and is the first of these when it comes back.
+2. Requests that were called to a batch, as they were called. A request that waits for a prefix which another computes, or for
+   its adapter, stands aside meanwhile, and is the first of these when it comes back.
 3. All others, which wait for the gate, each in its bucket.
 
 Every operation is O(log n) or better, amortised; there is no work per waiting request and step. That is why requests that share
@@ -185,11 +185,20 @@ class Bucket(Lanes):
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedAdapter:
+    """An adapter that is being loaded."""
+
+    number: int
+    until_ns: int
+    """When the request is refused if it has not come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Follower:
     """A request that stands aside."""
 
     request: Request
-    awaited: Awaited
+    awaited: Awaited | AwaitedAdapter
     num_blocks: int
     """Blocks that it will need beyond those that it shares with its leader; requests that pass leave it as many, and a row."""
 
@@ -226,8 +235,15 @@ class WaitingQueue:
 
     @property
     def aside(self) -> Collection[Follower]:
-        """Requests that wait for a prefix, in the order in which their turns came."""
+        """Requests that wait for a prefix or an adapter, in the order in which their turns came."""
         return self._aside.values()
+
+    @property
+    def adapters_aside(self) -> Iterator[tuple[Follower, AwaitedAdapter]]:
+        """Those that wait for an adapter."""
+        for follower in self._aside.values():
+            if isinstance(follower.awaited, AwaitedAdapter):
+                yield follower, follower.awaited
 
     def views(self) -> tuple[BucketView, ...]:
         """The buckets in which requests wait, ascending."""
@@ -283,12 +299,12 @@ class WaitingQueue:
         return next(iter(self._called.values()), None)
 
     def step_aside(self, follower: Follower) -> None:
-        """Its turn had come, but another computes what it lacks: it lets others pass until it is called back."""
+        """Its turn had come, but what it lacks is being computed or loaded: it lets others pass until it is called back."""
         self.remove(follower.request)
         self._aside[follower.request.request_id] = follower
 
     def call_back(self, followers: Sequence[Follower]) -> None:
-        """They wait for no prefix any more, and go before all requests that they let pass."""
+        """They stand aside no more, and go before all requests that they let pass."""
         for follower in reversed(followers):
             request = follower.request
             del self._aside[request.request_id]

@@ -14,6 +14,7 @@ from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, VictimView, cheaper_method
 from penstock.sched.queue import WaitingQueue
+from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.plan import Capacity
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
@@ -175,6 +176,14 @@ class Running:
         """The same until its limit; its last token is never computed and takes no place. A text has one block, for one step."""
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
+    def final_blocks_alone(self, request: Request) -> int:
+        """The same of a request with all beams of its search, which share the full blocks of their prompt."""
+        num_blocks = self._final_blocks(request)
+        if request.sampling.beams is None:
+            return num_blocks
+        num_shared = request.num_prompt_tokens // self._capacity.block_size
+        return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
+
     def has_room_for(
         self,
         request: Request,
@@ -182,20 +191,30 @@ class Running:
         query_len: int,
         num_promised_blocks: int,
         without: Collection[Request] = (),
+        packed: PackedAdapter | None = None,
     ) -> bool:
         """May the request join, with a first chunk of `query_len`, once the requests of `without` had left?
 
-        `num_promised_blocks`: free blocks that running prefills will need for the tokens they have. All running beams of a
-        search are among `without`, or none.
+        `packed`: its adapter, unless that is in the pool. `num_promised_blocks`: free blocks that running prefills will need
+        for the tokens they have. All running beams of a search are among `without`, or none.
         """
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
+        adapters, number = self._kv.adapters, request.adapter_number
+        num_adapter_blocks = adapters.num_pinned_blocks
         staying: Collection[Request] = self.requests.values()
         if without:
             leaving = {other.request_id for other in without}
             num_available += self._kv.num_freed_blocks(leaving, kept=hit.block_ids)
+            num_freed = self._kv.num_freed_adapter_blocks(leaving, kept=number)
+            num_available += num_freed
+            num_adapter_blocks -= num_freed
             num_promised -= sum(map(self.missing_blocks, without))
             num_final -= sum(map(self._final_blocks, without))
             staying = [other for other in self if other.request_id not in leaving]
+        if number != BASE:
+            num_missing = adapters.num_missing(number, packed)
+            num_available -= num_missing
+            num_adapter_blocks += num_missing
         num_shared = len(hit.block_ids) - hit.num_free_blocks
         num_chunk = self._kv.num_blocks_for(hit.num_tokens + query_len) - num_shared
         if not staying:
@@ -213,7 +232,7 @@ class Running:
             num_prompt_blocks=min(num_prompt - num_shared, self.most_blocks(request, request.num_tokens)) + num_fork_blocks,
             num_final_blocks=min(num_limit - num_shared, self._final_blocks(request)) + num_final_fork_blocks,
             num_running=len(staying) + len(forks),
-            num_growth_blocks=max(0, num_final - (num_total - num_available) - num_promised),
+            num_growth_blocks=max(0, num_final - (num_total - num_available - num_adapter_blocks) - num_promised),
             num_total_blocks=num_total,
             block_size=self._kv.block_size,
             swaps=cheaper_method(self.prefill_ns_per_token, self._kv.load_ns_per_token) is PreemptMethod.SWAP,

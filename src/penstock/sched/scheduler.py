@@ -39,13 +39,14 @@ split and end with their first step, and each holds one block meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
 from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
 from penstock.sched import progress
+from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
 from penstock.sched.choosing.beams import Beams
 from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
 from penstock.sched.choosing.groups import Groups
@@ -58,6 +59,7 @@ from penstock.sched.policies.base import BudgetView, GateDecision, Policies, Ste
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running, most_blocks
+from penstock.types.adapter import AdapterSource
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.events import TokenEvent
 from penstock.types.plan import Capacity, RowPlan, StepPlan
@@ -77,7 +79,12 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         tier: Tier | None = None,
         speculation: Speculation | None = None,
+        most_step_ns: Callable[[], int] = lambda: 0,
+        adapters: AdapterSource | None = None,
+        max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
+        """`most_step_ns` tells how long a step should take at most, as others want the machine now; 0: as long as it likes.
+        `adapters`: where those of requests come from; of them `max_adapters` different ones run at once."""
         if speculation is not None and capacity.has_state:
             raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
         if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
@@ -103,6 +110,7 @@ class Scheduler:
         self._groups = Groups(capacity.block_size)
         self._running = Running(self.kv, policies, self._waiting, self._groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
+        self._adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
         self._joining = Joining(
             self.kv,
             policies,
@@ -110,6 +118,7 @@ class Scheduler:
             self._running,
             self._groups,
             self._padding,
+            self._adapters,
             max_step_tokens=capacity.max_step_tokens,
         )
         if capacity.is_one_pass:
@@ -121,14 +130,16 @@ class Scheduler:
         self._takes_beams = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, which was made ahead, found a request to pause: the next one is not made ahead."""
+        self._most_step_ns = most_step_ns
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
 
-    @property
-    def wakeup_ns(self) -> int | None:
-        """When the gate wants to be asked again."""
-        return self._joining.wakeup_ns
+    def wakeup_ns(self, now_ns: int) -> int | None:
+        """When the gate wants to be asked again, or a request has waited long enough for its adapter."""
+        gate_ns = self._joining.wakeup_ns
+        adapter_ns = self._adapters.wakeup_ns(now_ns) if self._waiting.aside else None
+        return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
         """Nobody wants to know why prefix hits stopped: that need not be looked for."""
@@ -160,6 +171,8 @@ class Scheduler:
     def add(self, request: Request, now_ns: int) -> Rejected | None:
         """Queue a request, or say why it can never be served."""
         rejected = refusal(request, self.capacity) or self._refuse_beams(request)
+        if rejected is None and request.adapter is not None:
+            rejected = self._adapters.want(request.adapter)
         if rejected is None:
             progress.limit(request, max_total_tokens(request, self.capacity))
             self._predict(request)
@@ -207,6 +220,14 @@ class Scheduler:
         progress.end(request, reason, stop_reason)
         self._policies.predictor.ended(request)
 
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, when an adapter has come that somebody waits for, or comes no more."""
+        self._adapters.listen(wake)
+
+    def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
+        """Waiting requests that can't be served after all: their adapters can't be had, or don't fit beside them."""
+        return self._adapters.refused(now_ns) if self._waiting.aside else ()
+
     # schedule
 
     def schedule(self, now_ns: int) -> StepPlan | None:
@@ -236,6 +257,7 @@ class Scheduler:
         prefills = self._extending.decodes(draft)
         if len(prefills) > 1:
             prefills = self._joining.rank(prefills, now_ns)
+        draft.counts.most_ns = self._most_step_ns()
         draft.budget.limits = self._ask_budget(draft.counts, prefills)
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, prefills, decision, now_ns)
@@ -249,6 +271,7 @@ class Scheduler:
             num_decodes=counts.num_decodes,
             prefill_context_len=prefills[0].num_computed_tokens if prefills else 0,
             last_step=self._last_step,
+            most_ns=counts.most_ns,
         )
         limits = self._policies.budget.limits(view)
         if not self._running and counts.num_tokens >= limits.max_tokens:
@@ -284,8 +307,10 @@ class Scheduler:
             draft.counts.waits_for = self._joining.waits_for(draft)
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
-        rows = tuple(draft.rows)
         counts = draft.counts
+        if self.kv.adapters.num_pinned:
+            draft.group_by_adapter(self._running.requests)
+        rows = tuple(draft.rows)
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
         counts.max_prefill_tokens = max(0, draft.budget.limits.max_tokens - counts.num_decodes)
@@ -308,7 +333,7 @@ class Scheduler:
         flight.
         """
         flight = self._flights.arrive(plan.step_id)
-        self._record(plan, flight.counts, now_ns)
+        self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
         outcome = StepOutcome(flight.counts, flight.void)
         grouped, failures = tuple(self._groups.by_id), result.failures
         advances = progress.advance(
@@ -379,12 +404,12 @@ class Scheduler:
         event = TokenEvent(request.request_id, token_ids, now_ns, answer.logprobs, reason, stop_reason, num_cached)
         outcome.events.append(event)
 
-    def _record(self, plan: StepPlan, counts: StepCounts, now_ns: int) -> None:
-        """Note what the step was and how long it took."""
+    def _record(self, plan: StepPlan, counts: StepCounts, now_ns: int, waited_ns: int) -> None:
+        """Note what the step was and how long it took, without its wait for other models: that tells nothing of its work."""
         began_ns = self._last_commit_ns if counts.num_decodes else max(plan.now_ns, self._last_commit_ns)
-        duration_ns = now_ns - began_ns
+        duration_ns = now_ns - began_ns - waited_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
-        self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs)
+        self._last_step = StepRecord(counts.num_decodes, num_prefill_tokens, duration_ns, counts.num_prefill_pairs, waited_ns)
         self._last_commit_ns = now_ns
         if not counts.num_decodes and num_prefill_tokens:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
@@ -442,6 +467,8 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
 def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
     if request.sampling.beams is not None or request.sampling.follows_grammar:
         return Rejected(RejectReason.INVALID, "The model reads texts and writes none: it takes no beam search and no grammar.")
+    if request.adapter is not None:
+        return Rejected(RejectReason.INVALID, "Adapters are for models that write text, and this one reads it.", param="model")
     if request.num_prompt_tokens <= capacity.max_model_len:
         return None
     detail = (

@@ -30,7 +30,8 @@ import uvicorn
 import penstock
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
 from penstock.serve.http.connection import Acceptor, HttpConnection
@@ -161,7 +162,7 @@ class Server(uvicorn.Server):
 
     async def _end(self) -> None:
         timeout_s = self._server_config.shutdown_timeout_s
-        loads = [running.engine.load() for running in self._deployment.models]
+        loads = [running.engine.load() for running in self._deployment.running]
         num_requests = counted(sum(load.num_running + load.num_waiting for load in loads), "request")
         _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
         try:
@@ -187,8 +188,8 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     """The text that is printed when requests can come: the address, and a command that works."""
     url = _base_url(config, listener)
     default = deployment.default
-    name, names = default.name, ", ".join(running.name for running in deployment.models)
-    path, body = _first_request(default)
+    name, names = default.name, ", ".join(served.name for served in deployment.served)
+    path, body = _first_request(default.running)
     prompt = orjson.dumps({"model": name, **body}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
     insecure = " -k" if config.ssl_certfile else ""
@@ -198,15 +199,15 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     )
 
 
-def _first_request(running: RunningModel) -> tuple[str, dict[str, object]]:
-    """A route that the model answers, and a body without its name."""
-    encoder = running.model.encoder
+def _first_request(running: RunningModel | None) -> tuple[str, dict[str, object]]:
+    """A route that the model answers, as far as that is known before it is loaded, and a body without its name."""
+    encoder = None if running is None else running.model.encoder
     if encoder is not None and encoder.task is Task.RERANK:
         return "/v1/rerank", {"query": "Hello!", "documents": ["Good morning.", "Goodbye."]}
     if encoder is not None:
         return "/v1/embeddings" if encoder.task is Task.EMBED else "/classify", {"input": "Hello!"}
     # Without drawing: what a small model says at the default temperature looks like a fault of ours.
-    if running.chat_template is None:
+    if running is not None and running.chat_template is None:
         return "/v1/completions", {"prompt": "Once upon a time", "temperature": 0}
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
 

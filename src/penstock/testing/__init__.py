@@ -1,5 +1,6 @@
 """Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
 
+from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, make_text, sizes_of, text_capacity
 from penstock.testing.driver import Driver, Outcome, run_to_completion
 from penstock.testing.hash_executor import (
@@ -16,12 +17,14 @@ __all__ = [
     "DEFAULT_CAPACITY",
     "Driver",
     "Expected",
+    "FakeAdapters",
     "HashExecutor",
     "HashMatcher",
     "HashModel",
     "Outcome",
     "expected_state",
     "expected_tokens",
+    "make_adapter",
     "make_core",
     "make_load",
     "make_request",

@@ -11,10 +11,12 @@ from typing import Any
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import Observer, RequestJournal
 from penstock.kv.tiers import Tier
+from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.testing.hash_executor import DEFAULT_CAPACITY
+from penstock.types.adapter import AdapterRef, AdapterSource
 from penstock.types.plan import Capacity
 from penstock.types.request import Request
 from penstock.types.sampling import Matcher, SamplingParams
@@ -34,6 +36,7 @@ def make_request(
     predicted_new_tokens: int | None = None,
     matcher: Matcher | None = None,
     second_at: int = 0,
+    adapter: AdapterRef | None = None,
     **sampling_fields: Any,
 ) -> Request:
     """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`.
@@ -56,6 +59,7 @@ def make_request(
         predicted_new_tokens=predicted_new_tokens,
         matcher=matcher,
         second_at=second_at,
+        adapter=adapter,
     )
 
 
@@ -100,6 +104,8 @@ def make_scheduler(
     *,
     enable_prefix_caching: bool = True,
     tier: Tier | None = None,
+    adapters: AdapterSource | None = None,
+    max_adapters: int = DEFAULT_MAX_ADAPTERS,
     **capacity_fields: Any,
 ) -> Scheduler:
     """A scheduler with the default policies; other fields replace those of `capacity`."""
@@ -108,6 +114,8 @@ def make_scheduler(
         policies or make_policies(),
         enable_prefix_caching=enable_prefix_caching,
         tier=tier,
+        adapters=adapters,
+        max_adapters=max_adapters,
     )
 
 
@@ -119,8 +127,18 @@ def make_core(
     journal: RequestJournal | None = None,
     enable_prefix_caching: bool = True,
     tier: Tier | None = None,
+    adapters: AdapterSource | None = None,
+    max_adapters: int = DEFAULT_MAX_ADAPTERS,
     **capacity_fields: Any,
 ) -> EngineCore:
     """A core over `make_scheduler`."""
-    scheduler = make_scheduler(capacity, policies, enable_prefix_caching=enable_prefix_caching, tier=tier, **capacity_fields)
+    scheduler = make_scheduler(
+        capacity,
+        policies,
+        enable_prefix_caching=enable_prefix_caching,
+        tier=tier,
+        adapters=adapters,
+        max_adapters=max_adapters,
+        **capacity_fields,
+    )
     return EngineCore(scheduler, observer=observer, journal=journal)

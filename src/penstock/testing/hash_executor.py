@@ -13,6 +13,9 @@ before it. Blocks before the window may belong to others by then.
 With `Capacity.is_one_pass` there is no KV, and nothing is sampled: the answer to a text is a hash of all its tokens
 (`expected_state`), and it must be computed whole.
 
+An adapter is a number that takes the place of `ROOT`, and fills each of its pages with content that follows from it. A step
+that computes a row of an adapter reads all its pages: one that was given to others too early shows.
+
 `HashMatcher` is a made-up grammar: a hash of the tokens before says which may come next. A mask that is used one token too
 early or too late, or of another request, allows other tokens, so it changes the answer.
 """
@@ -25,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.types.adapter import BASE, AdapterRef, PackedAdapter
 from penstock.types.errors import ExecutorFailure, GrammarFailure
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket
 from penstock.types.request import FinishReason
@@ -42,6 +46,27 @@ def mix(value: int, word: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
     return z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class HashAdapter:
+    """The content of an adapter."""
+
+    root: int
+    num_pages: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * SLOT_BYTES
+
+    def pages(self, num_slots: int) -> tuple[list[int], ...]:
+        """The contents of its blocks."""
+        return tuple([mix(mix(self.root, idx), slot) for slot in range(num_slots)] for idx in range(self.num_pages))
+
+
+def root_of(adapter: AdapterRef | None) -> int:
+    """The value "before" position 0 of a request with an adapter, which follows from its fingerprint."""
+    return ROOT if adapter is None else mix(ROOT, int.from_bytes(adapter.fingerprint[:8], "little"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +128,10 @@ def expected_tokens(
     model: HashModel,
     max_model_len: int,
     matcher: Matcher | None = None,
+    adapter: AdapterRef | None = None,
 ) -> Expected:
     """The oracle: the answer computed from the whole prefix, with no cache, no blocks and no steps. Uses up `matcher`."""
-    value = ROOT
+    value = root_of(adapter)
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
     generated: list[int] = []
@@ -146,6 +172,16 @@ SLOT_BYTES = 8
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedAdapter:
+    """An adapter and its blocks."""
+
+    root: int
+    block_ids: tuple[int, ...]
+    pages: tuple[list[int], ...]
+    """The content of each of its blocks."""
+
+
 @dataclass(slots=True)
 class HashRow:
     """The executor's notes on one request."""
@@ -159,6 +195,9 @@ class HashRow:
     """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
     second_at: int = 0
+    adapter: int = BASE
+    placed: PlacedAdapter | None = None
+    """Its adapter as it was placed when the row was admitted."""
     num_unread: int = 0
     """The first blocks, which no further row reads, since they lie before the window: others may have them."""
 
@@ -217,6 +256,7 @@ class HashExecutor:
         """How many rows have the block in their table."""
         self._written: set[int] = set()
         """Blocks that were filled or overwritten since the last step; the rows that had them are released with the next."""
+        self._adapters: dict[int, PlacedAdapter] = {}
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
         self._in_flight: deque[HashStep] = deque()
         self._to_compute: deque[HashStep] = deque()
@@ -233,12 +273,48 @@ class HashExecutor:
         """Requests admitted and not released."""
         return len(self._rows)
 
+    @property
+    def max_adapter_rank(self) -> int:
+        return 1
+
+    @property
+    def adapters(self) -> Mapping[int, PlacedAdapter]:
+        """Those that are placed, by number."""
+        return self._adapters
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        if number in self._adapters:
+            raise ValueError(f"adapter {number} is placed already")
+        assert isinstance(packed, HashAdapter), f"{packed} was packed by another executor"
+        assert number != BASE, "the base is no adapter"
+        assert len(set(block_ids)) == len(block_ids) == packed.num_pages, f"{packed.num_pages} pages are put into {block_ids}"
+        size = self._capacity.block_size
+        pages = packed.pages(size)
+        for block_id, page in zip(block_ids, pages, strict=True):
+            self._check_block_id(block_id)
+            self._check_not_in_flight(block_id)
+            self._check_no_adapter(block_id)
+            self._written.add(block_id)
+            self._slots[block_id * size : (block_id + 1) * size] = page
+            self._ends[block_id] = size
+        self._adapters[number] = PlacedAdapter(packed.root, tuple(block_ids), pages)
+
+    def drop_adapter(self, number: int) -> None:
+        placed = self._adapters.pop(number, None)
+        for step in self._in_flight:
+            assert placed is None or all(row.placed is not placed for row in step.rows), f"adapter {number} is in flight"
+
+    def _check_no_adapter(self, block_id: int) -> None:
+        for number, placed in self._adapters.items():
+            assert block_id not in placed.block_ids, f"block {block_id} is given out, and adapter {number} lies in it"
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self._capacity.block_size
         for source, destination in pairs:
             self._check_block_id(source)
             self._check_block_id(destination)
             self._check_not_in_flight(destination)
+            self._check_no_adapter(destination)
             self._written.add(destination)
             content = self._slots[source * size : (source + 1) * size]
             self._slots[destination * size : (destination + 1) * size] = content
@@ -264,6 +340,7 @@ class HashExecutor:
         for block_id, content in zip(block_ids, contents, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is written")
+            self._check_no_adapter(block_id)
             self._written.add(block_id)
             self._slots[block_id * size : (block_id + 1) * size] = struct.unpack(f"<{size}Q", content)
             self._ends[block_id] = size
@@ -279,6 +356,8 @@ class HashExecutor:
         for block_id in self._written:
             assert self._holders[block_id] == 0, f"block {block_id} is held by a row and was overwritten"
         self._written.clear()
+        for request_id, known in self._rows.items():
+            assert self._adapters.get(known.adapter) is known.placed, f"the adapter of {request_id!r} was dropped"
         for admit in plan.admits:
             self._admit(admit)
         assert len(self._rows) <= self._capacity.max_rows, f"{len(self._rows)} requests of at most {self._capacity.max_rows}"
@@ -377,6 +456,8 @@ class HashExecutor:
         num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
         row.second_at = admit.second_at
+        assert admit.adapter == BASE or admit.adapter in self._adapters, f"the adapter of {admit.request_id!r} is not placed"
+        row.adapter, row.placed = admit.adapter, self._adapters.get(admit.adapter)
         self._rows[admit.request_id] = row
         if isinstance(admit.request_id, PaddingId):
             self._append_null_blocks(row, admit.block_ids)
@@ -402,6 +483,7 @@ class HashExecutor:
         for block_id in block_ids:
             self._check_block_id(block_id)
             assert block_id not in row.held, f"block {block_id} is twice in one table"
+            self._check_no_adapter(block_id)
             row.block_ids.append(block_id)
             self._holders[block_id] += 1
 
@@ -472,7 +554,8 @@ class HashExecutor:
     ) -> None:
         end = plan.context_len + plan.query_len
         is_padding = isinstance(plan.request_id, PaddingId)
-        value = ROOT if is_padding or not plan.context_len else self._read_window(row, plan.context_len)
+        root = self._read_adapter(row)
+        value = root if is_padding or not plan.context_len else self._read_window(row, plan.context_len)
         for position in range(plan.context_len, end):
             value = mix(value, row.token_ids[position])
             self._write(row, position, value)
@@ -484,6 +567,16 @@ class HashExecutor:
             if row.sampling.logprobs is not None:
                 num_top = row.sampling.logprobs
                 logprobs[plan.request_id] = tuple([self.model.logprobs(token_id, num_top) for token_id in sampled])
+
+    def _read_adapter(self, row: HashRow) -> int:
+        """The value before position 0, after a look at all pages of the row's adapter."""
+        if row.placed is None:
+            return ROOT
+        size = self._capacity.block_size
+        for block_id, page in zip(row.placed.block_ids, row.placed.pages, strict=True):
+            content = self._slots[block_id * size : (block_id + 1) * size]
+            assert content == page, f"block {block_id} of adapter {row.adapter} is another's"
+        return row.placed.root
 
     def _sample(self, row: HashRow, end: int, num_tokens: int, mask: bytes | None) -> tuple[int, ...]:
         """The row's next tokens after `end` computed ones; all but the last are computed, too."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -67,7 +67,9 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._named_tokens = special_tokens
-        self._decode_piece = piece_decoder(backend.spelling)
+        self._bytes_of = partial(
+            _bytes_of, backend, piece_decoder(backend.spelling)
+        )  # no method: tables would know their owner
         self._special_ids = backend.special_ids.union(extra_eos_token_ids)
         self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
         """Tokens that end a text, the tokenizer's own first."""
@@ -133,24 +135,34 @@ class Tokenizer:
         both are of one length. None: nothing is cut. Raises `Rejected` as `encode`, where the special tokens leave no room for
         a text, and for pairs of which the tokenizer does not say how they stand together.
         """
-        flat = [text for one in texts for text in ((one,) if isinstance(one, str) else one)]
-        encoded = iter(self._encode(flat, add_special_tokens=False))
-        result = []
-        for one in texts:
-            parts = [next(encoded)] if isinstance(one, str) else [next(encoded), next(encoded)]
-            ends = self._ends_of_one if isinstance(one, str) else self._ends_of_pair
-            if ends is None:
-                raise Rejected(
-                    RejectReason.INVALID, "The model's tokenizer does not say which tokens go around one text or a pair."
-                )
-            if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
-                parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
-            token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
-            if len(parts) == 2:
-                second_at = len(token_ids) if ends.has_types else 0
-                token_ids += [*parts[1], *ends.parts[2]]
-            result.append(TextTokens(tuple(token_ids), second_at))
-        return result
+        lists = [(one,) if isinstance(one, str) else one for one in texts]
+        different = list(dict.fromkeys([text for parts in lists for text in parts]))
+        found = dict(zip(different, self._encode(different, add_special_tokens=False), strict=True))
+        return [
+            self.with_ends([found[text] for text in parts], max_tokens=max_tokens, truncation_side=truncation_side)
+            for parts in lists
+        ]
+
+    def with_ends(
+        self,
+        parts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | None = None,
+        truncation_side: TruncationSide = "right",
+    ) -> TextTokens:
+        """A text, or the two of a pair, as `encode_texts` makes it of their tokens without special ones."""
+        ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
+        if ends is None:
+            raise Rejected(
+                RejectReason.INVALID, "The model's tokenizer does not say which tokens go around one text or a pair."
+            )
+        if max_tokens is not None and sum(map(len, parts)) + ends.num_tokens > max_tokens:
+            parts = _cut(parts, max_tokens, ends.num_tokens, truncation_side)
+        token_ids, second_at = [*ends.parts[0], *parts[0], *ends.parts[1]], 0
+        if len(parts) == 2:
+            second_at = len(token_ids) if ends.has_types else 0
+            token_ids += [*parts[1], *ends.parts[2]]
+        return TextTokens(tuple(token_ids), second_at)
 
     @cached_property
     def _ends_of_one(self) -> Ends | None:
@@ -205,15 +217,15 @@ class Tokenizer:
                 f"before it cuts them into tokens; at most {MAX_EXPANDED_BYTES} are taken. Shorten the text.",
             )
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        backend = self._backend
-        piece = backend.piece(token_id)
-        if piece is None or token_id in backend.silent_ids:
-            return b""
-        return piece.encode() if token_id in backend.literal_ids else self._decode_piece(piece)
+
+def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: int) -> bytes:
+    piece = backend.piece(token_id)
+    if piece is None or token_id in backend.silent_ids:
+        return b""
+    return piece.encode() if token_id in backend.literal_ids else decode_piece(piece)
 
 
-def _cut(parts: list[list[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[list[int]]:
+def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
     """The texts cut so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
     room = max_tokens - num_ends
     if room < len(parts):

@@ -95,3 +95,11 @@ class CorruptBlock(PenstockError):
 def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
     """`1 token`, `2 tokens`. `plural`: if it is not the noun with an s. `spec` formats the number, as in an f-string."""
     return f"{number:{spec}} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+class ModelAway(Exception):
+    """A request asks for a model that is not loaded, or that leaves. `serve` has it loaded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the model {name} is not loaded")
+        self.name = name

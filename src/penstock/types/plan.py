@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.types.adapter import BASE
 from penstock.types.sampling import SamplingParams
 
 
@@ -48,6 +49,8 @@ class AdmitRow:
     sampling: SamplingParams
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: it is one text."""
+    adapter: int = BASE
+    """Number of its adapter, which was placed before this step and is not dropped before the row is released."""
 
 
 @dataclass(slots=True)

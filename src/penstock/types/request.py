@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.sampling import Matcher, SamplingParams
 
 ARM_A, ARM_B = "A", "B"
@@ -63,6 +64,8 @@ class Request:
     """Matcher of the grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the prompt is one text."""
+    adapter: AdapterRef | None = None
+    """The adapter that its tokens are computed with; None: the model as it is."""
 
     # Progress: written by `sched/progress.py` alone.
     status: RequestStatus = RequestStatus.WAITING
@@ -95,6 +98,11 @@ class Request:
     def num_behind(self) -> int:
         """Tokens that it has and that are not computed: 1 for a decode."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def adapter_number(self) -> int:
+        """The number of its adapter, as plans name it."""
+        return BASE if self.adapter is None else self.adapter.number
 
     @property
     def num_prompt_tokens(self) -> int:

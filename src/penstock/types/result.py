@@ -29,6 +29,8 @@ class StepTiming:
     end_ns: int
     parts: Mapping[str, int] = field(default_factory=dict)
     """Named shares of the step (linear, attention, sampling, host, ...), where the executor knows them."""
+    waited_ns: int = 0
+    """For how long, before `start_ns`, the executor was ready and the machine did the work of other models."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ class WaitReason(StrEnum):
     """The rest of its prefix, which the tier below the pool is bringing."""
     PREFIX = "prefix"
     """A part of its prompt that another computes just now."""
+    ADAPTER = "adapter"
+    """Its adapter, which is being loaded, or as many different ones run as may."""
     GATE = "gate"
     """The batch is closed, or waits for more."""
 
@@ -39,8 +41,8 @@ class PrefixEnd(StrEnum):
     """It was there, and its memory was given to others."""
     DIFFERS = "differs"
     """The cache goes on with other tokens."""
-    SALT = "different salt"
-    """The same tenant sent the same tokens under another salt."""
+    SALT = "different salt or adapter"
+    """The same tenant sent the same tokens under another salt, or for another adapter."""
     UNSEEN = "never seen"
 
 
@@ -134,12 +136,18 @@ class StepCounts:
     num_prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache by this step's admissions."""
     num_prefix_hit_tokens: int = 0
+    most_ns: int = 0
+    """How long it should take at most, since others want the machine; 0: as long as it likes."""
     max_prefill_tokens: int = 0
     """Tokens that the budget left to prompts; under `itl` the state of its controller."""
     waits_for: WaitReason = WaitReason.NOTHING
     """The thing that the first waiting request lacked when the step was planned."""
     num_blocks_held: int = 0
-    """Blocks that requests hold while the step is computed: also those that end with it."""
+    """Blocks that requests and their adapters hold while the step is computed: also of requests that end with it."""
+    num_adapters: int = 0
+    """Different adapters that rows have."""
+    num_adapter_rows: int = 0
+    """Rows with an adapter."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
 
@@ -172,6 +180,8 @@ class StepStats:
     """The instant for which it was planned, also if that was while the step before it ran."""
     rows: Sequence[RowPlan] = ()
     """Its plan's."""
+    waited_ns: int = 0
+    """The part of it in which the machine did the work of other models."""
 
 
 @dataclass(slots=True)
@@ -219,6 +229,36 @@ class TierStats:
     """Blocks by reason (`FailureReason`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """The adapters in the KV pool at a moment."""
+
+    num_resident: int = 0
+    """Adapters in the pool."""
+    num_running: int = 0
+    """Those of them that running requests have."""
+    num_blocks: int = 0
+    """Blocks of all of them. Those of adapters that run count as held, the others as cached."""
+    num_placements: int = 0
+    """Since the engine began, as below: how often an adapter was put into the pool."""
+    num_evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The adapters beside the KV pool: counts since the start, and what is there now."""
+
+    num_registered: int = 0
+    num_in_memory: int = 0
+    num_bytes: int = 0
+    """Bytes of host memory that adapters take, packed."""
+    num_loads: int = 0
+    load_ns: int = 0
+    """Time of all loads that ended well: of reading, checking and packing."""
+    num_failures: int = 0
+    num_evictions: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """How busy the engine is at a moment. Counts of requests, tokens and blocks; all 0 before anything is known."""
@@ -238,8 +278,9 @@ class EngineLoad:
     """Held by several requests."""
     num_rows_free: int = 0
     """How many more may run at the same time, if there are blocks for them."""
+    adapters: AdapterCounts = AdapterCounts()
 
     @property
     def num_blocks_held(self) -> int:
-        """By one request or several."""
+        """By requests, or by their adapters."""
         return self.num_blocks_total - self.num_blocks_free - self.num_blocks_cached

@@ -35,13 +35,14 @@ from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
+from penstock.types.adapter import NoAdapters
 from penstock.types.errors import ExecutorFailure
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
 
 
-class CudaExecutor:
+class CudaExecutor(NoAdapters):
     """See `engine.ports.Executor` for the contract.
 
     On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.

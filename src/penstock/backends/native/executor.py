@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK
-from penstock.backends.native._native import Engine, KvFormat, RowSampling, RowTable, Team
+from penstock.backends.native._native import (
+    Account,
+    AdapterFormat,
+    AdapterImage,
+    Engine,
+    KvFormat,
+    RowSampling,
+    RowTable,
+    Team,
+)
 from penstock.backends.native.lowering import lower
+from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
+from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype, padded_head_dim
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -27,13 +39,14 @@ TIME_PARTS = ("rows", "linear", "attention", "sampling")
 class NativeExecutor:
     """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
-    Executors that are given the same `team` share its threads: their steps take turns. Without one the executor makes a team of
-    `num_threads`, where 0 is one per usable core. `variant` forces an instruction set (`penstock env` lists them).
-    Raises `ModelError` for what the backend can't compute, MemoryError if there is no room, ValueError for a capacity
-    that the kernels can't work with (`block_size` must be a multiple of 16, but for texts). `poison` is for tests: what is
-    stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If `expert_file` is given, the
-    descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses. `rounds_floats`: weights
-    that are floats become int8 (`lower`), by default those of a program that reads texts; else bf16.
+    Executors that are given the same `team` share its threads: their steps take turns, each as its `account` (by default one of
+    its own). Without a team the executor makes one of `num_threads`, where 0 is one per usable core. `variant` forces an
+    instruction set (`penstock env` lists them). Raises `ModelError` for what the backend can't compute, MemoryError if there is
+    no room, ValueError for a capacity that the kernels can't work with (`block_size` must be a multiple of 16, but for texts).
+    `poison` is for tests: what is stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If
+    `expert_file` is given, the descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses.
+    `rounds_floats`: weights that are floats become int8 (`lower`), by default those of a program that reads texts; else bf16.
+    Rows may have adapters of a rank up to `max_adapter_rank`; without, no instruction knows of them.
     """
 
     def __init__(
@@ -48,12 +61,14 @@ class NativeExecutor:
         max_model_len: int,
         kv_dtype: KvDtype = KvDtype.INT8,
         team: Team | None = None,
+        account: Account | None = None,
         num_threads: int = 0,
         variant: str = "",
         poison: bool = False,
         on_packed: Callable[[int], object] | None = None,
         expert_file: int | None = None,
         rounds_floats: bool | None = None,
+        max_adapter_rank: int = 0,
     ) -> None:
         state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
@@ -81,11 +96,26 @@ class NativeExecutor:
             num_states=state.num_layers if state else 0,
             state_columns=state.num_columns if state else 0,
             state_width=state.width if state else 0,
+            account=account,
         )
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
         rounds = is_one_pass if rounds_floats is None else rounds_floats
-        lower(program, model.weights, self._engine, num_positions=max_model_len, on_packed=on_packed, rounds_floats=rounds)
+        if max_adapter_rank:
+            _enable_adapters(self._engine, max_adapter_rank, rounds_floats=rounds)
+        self._max_adapter_rank = max_adapter_rank
+        self._program = program
+        self._sites = lower(
+            program,
+            model.weights,
+            self._engine,
+            num_positions=max_model_len,
+            on_packed=on_packed,
+            rounds_floats=rounds,
+            has_adapters=max_adapter_rank > 0,
+        )
+        self._placed: dict[int, tuple[int, ...]] = {}
+        """Number of an adapter -> its blocks."""
         self._engine.settle()
         self._opened_rows: RowTable | None = RowTable(
             num_blocks=num_blocks,
@@ -177,6 +207,28 @@ class NativeExecutor:
         for block_id, content in zip(block_ids, contents, strict=True):
             self._engine.write_block(block_id, np.frombuffer(content, np.uint8))
 
+    @property
+    def max_adapter_rank(self) -> int:
+        return self._max_adapter_rank
+
+    @property
+    def adapter_packer(self) -> AdapterPacker:
+        """The packer of adapters for this executor and others of its model and settings; it outlives this one."""
+        return _Packer(self._program, self._engine.adapter_format, self._sites, self._max_adapter_rank)
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        if not isinstance(packed, AdapterImage):
+            raise ValueError(f"adapter {number} was packed for another backend")
+        self._engine.place_adapter(number, packed, block_ids)
+        self._placed[number] = tuple(block_ids)
+
+    def drop_adapter(self, number: int) -> None:
+        block_ids = self._placed.pop(number, ())
+        if block_ids:
+            self._engine.drop_adapter(number)
+        for block_id in block_ids if self._poison else ():
+            self._engine.poison_block(block_id)
+
     def submit(self, plan: StepPlan) -> Ticket:
         if self._flight is not None:
             raise ValueError(f"step {plan.step_id} was submitted before step {self._flight} was collected")
@@ -186,6 +238,8 @@ class NativeExecutor:
             self._wants_logprobs.discard(request_id)
             self._with_grammar.discard(request_id)
         for row in plan.admits:
+            if row.adapter != BASE and row.adapter not in self._placed:
+                raise ValueError(f"request {row.request_id!r} has adapter {row.adapter}, which is not placed")
             slot = rows.admit(row)
             if self._capacity.is_one_pass:
                 continue
@@ -235,7 +289,8 @@ class NativeExecutor:
 
     def _timing(self, start_ns: int) -> StepTiming:
         """The times of a step that has just ended."""
-        return StepTiming(start_ns, time.monotonic_ns(), dict(zip(TIME_PARTS, self._engine.times(), strict=True)))
+        waited_ns, parts = self._engine.waited_ns, dict(zip(TIME_PARTS, self._engine.times(), strict=True))
+        return StepTiming(start_ns + waited_ns, time.monotonic_ns(), parts, waited_ns)
 
     def _forget_stale(self, plan: StepPlan) -> None:
         """Poisons buffers, and blocks beyond their rows' computed tokens: they have no meaning, and any use becomes visible."""
@@ -262,8 +317,11 @@ class NativeExecutor:
                     found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
         return found
 
-    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle."""
+    def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
+        """Logits after each token of a text with an adapter that is placed, [len(token_ids), vocab_size]; for tests.
+
+        Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere.
+        """
         if self._capacity.is_one_pass:
             raise ValueError("the program has no logits: it reads texts")
         size = self._capacity.block_size
@@ -286,6 +344,7 @@ class NativeExecutor:
                 table,
                 np.arange(end - begin, dtype=np.int32),
                 logits[begin:end],
+                adapter,
             )
         return logits
 
@@ -293,6 +352,46 @@ class NativeExecutor:
         """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
         self._opened = self._opened_rows = None
+
+
+def _enable_adapters(engine: Engine, max_rank: int, *, rounds_floats: bool) -> None:
+    if rounds_floats:
+        raise ModelError(
+            "adapters change no weights that are rounded to int8, as those of models that read texts are.",
+            remedy="Use adapters with models that write text.",
+        )
+    try:
+        engine.enable_adapters(max_rank)
+    except ValueError as error:
+        raise ModelError(f"{error}; it is {max_rank}.", remedy="Set --max-lora-rank to 256 or less.") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packer:
+    """An `AdapterPacker` that outlives its executor."""
+
+    program: Program
+    format: AdapterFormat
+    sites: Mapping[str, Sequence[int]]
+    max_rank: int
+
+    def __call__(self, factors: AdapterFactors) -> PackedAdapter:
+        factors.check(self.program, max_rank=self.max_rank)
+        found: list[tuple[int, NDArray[np.float32], NDArray[np.float32]]] = []
+        for name, pair in factors.by_weight.items():
+            if name not in self.sites:
+                raise ModelError(
+                    f"the adapter changes {name!r}, which the native backend can't compute yet.",
+                    remedy="Use an adapter that leaves it alone, or --backend reference.",
+                )
+            a, b = (np.ascontiguousarray(factor, np.float32) for factor in pair)
+            found.extend((site, a, b) for site in self.sites[name])
+        try:
+            return self.format.pack(found)
+        except ValueError as error:
+            raise ModelError(
+                f"{error}.", remedy="Use another adapter, or a larger --block-size for a part that is too large."
+            ) from error
 
 
 def make_row_sampling(params: SamplingParams) -> RowSampling:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
+from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
 from penstock.models.program import (
     Act,
@@ -107,20 +108,24 @@ def lower(
     num_positions: int,
     on_packed: Callable[[int], object] | None = None,
     rounds_floats: bool = False,
-) -> None:
+    has_adapters: bool = False,
+) -> Mapping[str, Sequence[int]]:
     """Fill an empty engine with the program's weights and instructions. No request will be longer than `num_positions`.
 
     `rounds_floats`: the floats of linear operations become int8 with a scale for each of a matrix's rows, else bf16.
     `on_packed` is told the bytes of each part of a matrix, as in the file, when it has been taken over.
+    `has_adapters`: rows may have adapters, which were enabled in the engine. Then the result has the engine's sites of each of
+    `models.adapter.sites` that is computed. Without, no instruction knows of adapters.
 
     Raises `ModelError` for an operation or a weight format that this backend can't compute.
     """
     check_program(program)
     known = _Weights(program, weights, engine, on_packed, rounds_floats)
-    emitter = _Emitter(program, known, engine, num_positions)
+    emitter = _Emitter(program, known, engine, num_positions, has_adapters=has_adapters)
     for group in fuse(program.ops, known):
         emitter.emit(group)
     emitter.flush_all()
+    return emitter.sites
 
 
 def check_program(program: Program) -> None:
@@ -306,10 +311,11 @@ def _read_by(op: Op) -> set[str | None]:
 class _Emitter:
     """Gives groups to the engine, in order; holds the ids of buffers, and what they hold at present."""
 
-    def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int) -> None:
+    def __init__(self, program: Program, weights: _Weights, engine: Engine, num_positions: int, *, has_adapters: bool) -> None:
         self._widths = dict(program.buffers)
         self._num_kv_heads, self._head_dim = program.num_kv_heads, program.head_dim
         self._num_positions = num_positions
+        self._vocab_size = program.vocab_size
         self._weights = weights
         self._engine = engine
         self._softcaps = {op.x: op.cap for op in program.ops if isinstance(op, Softcap)}
@@ -326,6 +332,9 @@ class _Emitter:
         self._later: list[RowOp] = []
         """Row operations of the instruction after that one."""
         self._on_samples = False
+        self._has_adapters = has_adapters
+        self.sites: dict[str, list[int]] = {}
+        """Site -> the engine's sites of the operations that adapters change there."""
 
     def emit(self, group: Group) -> None:
         """Raises ModelError for an operation that the engine lacks."""
@@ -426,6 +435,10 @@ class _Emitter:
             self._row(RowOpKind.EMBED, out=self._written(op.out), weight=self._weights.matrix(op.weight), value=op.scale)
         else:
             self._row(RowOpKind.LOOKUP, out=self._written(op.out), weight=self._weights.table(op.weight), value=op.scale)
+        if self._has_adapters:
+            site = self._engine.add_embedding_site(self._widths[op.out], self._vocab_size)
+            self.sites.setdefault(site_of(op), []).append(site)
+            self._row(RowOpKind.ADAPT_EMBEDDING, out=self._buffer(op.out), weight=site, value=op.scale)
 
     def _emit_positions(self, op: EmbedPositions) -> None:
         if self._num_positions > op.num_positions:
@@ -464,8 +477,10 @@ class _Emitter:
 
     def _emit_products(self, ops: Sequence[Linear]) -> None:
         inputs = [self._activation(op.x, op.weight) for op in ops]
+        sites = self._add_sites(ops, inputs)
         self.flush()
-        self._engine.add_linear([self._linear(op, x) for op, x in zip(ops, inputs, strict=True)], self._on_samples)
+        linears = [self._linear(op, x) for op, x in zip(ops, inputs, strict=True)]
+        self._engine.add_linear(linears, self._on_samples, sites=sites)
 
     def _emit_activated(self, group: ActivatedProduct) -> None:
         op, act = group.op, group.act
@@ -476,6 +491,22 @@ class _Emitter:
         self._engine.add_linear([(weight, x, out, bias, NONE)], self._on_samples, ACTIVATION_KINDS[act.activation])
         self._with_zero.add(act.out)
 
+    def _add_sites(self, ops: Sequence[Linear | Logits], inputs: Sequence[int]) -> list[int]:
+        """The sites of operations that are one product, whose inputs these activations are; none without adapters.
+
+        The first half of what an adapter adds is a row operation behind the input's conversion, the other half part of the
+        product.
+        """
+        found: list[int] = []
+        for slot, (op, x) in enumerate(zip(ops, inputs, strict=True)) if self._has_adapters else ():
+            order = self._weights.order(op.weight)
+            order_id = NONE if order is None else self._weights.order_id(order)
+            matrix = self._weights.matrix(op.weight, is_ordered=True)
+            found.append(self._engine.add_adapter_site(matrix, order_id, self._on_samples, slot))
+            self.sites.setdefault(site_of(op), []).append(found[-1])
+            self._row(RowOpKind.SHRINK, x=x, weight=found[-1])
+        return found
+
     def _linear(self, op: Linear, activation: int) -> tuple[int, int, int, int, int]:
         bias = self._weights.vector_or_none(op.bias)
         residual = NONE if op.residual is None else self._buffer(op.residual)
@@ -483,11 +514,11 @@ class _Emitter:
 
     def _emit_logits(self, op: Logits) -> None:
         activation = self._activation(op.x, op.weight)
+        sites = self._add_sites((op,), (activation,))
         self.flush()
         out = self._written(op.out)
-        self._engine.add_linear(
-            [(self._weights.matrix(op.weight, is_ordered=True), activation, out, NONE, NONE)], self._on_samples
-        )
+        matrix = self._weights.matrix(op.weight, is_ordered=True)
+        self._engine.add_linear([(matrix, activation, out, NONE, NONE)], self._on_samples, sites=sites)
         self._engine.set_logits(out, op.scale, self._softcaps.get(op.out, 0.0))
 
     def _emit_states(self, op: States) -> None:
@@ -500,10 +531,11 @@ class _Emitter:
     def _emit_gated(self, group: Gated) -> None:
         gate, up, act = group.gate, group.up, group.act
         activation = self._activation(gate.x, gate.weight)
+        sites = self._add_sites((gate, up), (activation, activation)) or (NONE, NONE)
         self.flush()
         out = self._written(act.out)
         matrix, other = (self._weights.matrix(op.weight, is_ordered=True) for op in (gate, up))
-        self._engine.add_gated(matrix, other, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples)
+        self._engine.add_gated(matrix, other, activation, out, ACTIVATION_KINDS[act.activation], self._on_samples, *sites)
 
     def _emit_experts(self, op: Experts) -> None:
         weights, num_experts = self._weights, op.num_experts

@@ -11,11 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.reference.adapters import PagedFactors, pack_factors
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
 from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
+from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
+from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -37,7 +40,7 @@ class ReferenceExecutor:
     """Rows never see each other: what a row computes and samples depends on that row alone.
 
     With `poison`, blocks that a row gets are filled with NaN where they hold no KV of its own, so that a
-    stale read makes the step fail with `ExecutorFailure`.
+    stale read makes the step fail with `ExecutorFailure`. Rows may have adapters of a rank up to `max_adapter_rank`.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class ReferenceExecutor:
         max_model_len: int,
         kv_dtype: KvDtype = KvDtype.INT8,
         poison: bool = False,
+        max_adapter_rank: int = 0,
     ) -> None:
         has_state, is_one_pass = program.state is not None, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
@@ -61,12 +65,17 @@ class ReferenceExecutor:
                 f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
                 remedy="End programs of texts in `States`, others in `Logits`.",
             )
+        if is_one_pass and max_adapter_rank:
+            raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         self._program = program
         self._interpreter = Interpreter(program, model.weights, num_positions=max_model_len)
         self._kv_dtype = kv_dtype
         # A text keeps nothing in its block.
         self._cache = self._make_cache(1 if is_one_pass else num_blocks, 1 if is_one_pass else block_size, poison=poison)
-        self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size)
+        self._max_adapter_rank = max_adapter_rank
+        self._adapters: dict[int, tuple[PagedFactors, tuple[int, ...]]] = {}
+        """Number -> the adapter, and the blocks with its pages."""
+        self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size, placed=self._adapters.keys())
         self._sampling: dict[int, SamplingParams] = {}
         """Parameters by slot."""
         self._awaits: _Awaits | None = None
@@ -102,6 +111,42 @@ class ReferenceExecutor:
         for block_id, content in zip(block_ids, contents, strict=True):
             self._check_block_id(block_id)
             self._cache.write_block(block_id, content)
+
+    @property
+    def max_adapter_rank(self) -> int:
+        return self._max_adapter_rank
+
+    @property
+    def adapter_packer(self) -> AdapterPacker:
+        """The packer of adapters for this executor and others of its model and settings."""
+        program, page_bytes, max_rank = self._program, self.block_bytes, self._max_adapter_rank
+        return lambda factors: pack_factors(factors, program, page_bytes=page_bytes, max_rank=max_rank)
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        if number == BASE or number in self._adapters:
+            raise ValueError(f"adapter {number} is placed already, or is none")
+        if not isinstance(packed, PagedFactors) or len(block_ids) != packed.num_pages:
+            raise ValueError(f"adapter {number} was packed for another executor, or has another number of pages than blocks")
+        for block_id, page in zip(block_ids, packed.pages, strict=True):
+            self._check_block_id(block_id)
+            self._cache.write_block(block_id, page)
+        self._adapters[number] = packed, tuple(block_ids)
+
+    def drop_adapter(self, number: int) -> None:
+        if number in self._adapters:
+            _, block_ids = self._adapters.pop(number)
+            self._cache.forget(block_ids, 0)
+
+    def _adapter(self, number: int) -> AdapterFactors | None:
+        """The factors as the pages have them now. Raises ExecutorFailure for an adapter that was dropped."""
+        if number == BASE:
+            return None
+        if number not in self._adapters:
+            raise ExecutorFailure(f"adapter {number} was dropped while a row had it")
+        paged, block_ids = self._adapters[number]
+        pages = [bytearray(self.block_bytes) for _ in block_ids]
+        self.read_blocks(block_ids, [memoryview(page) for page in pages])
+        return paged.factors(b"".join(pages))
 
     def _check_block_id(self, block_id: int) -> None:
         if not NULL_BLOCK < block_id < self._capacity.num_blocks:
@@ -185,13 +230,16 @@ class ReferenceExecutor:
     def close(self) -> None:
         self._is_closed = True
 
-    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits at every position of one sequence, computed from scratch beside the cache. [num_tokens, vocab_size]"""
+    def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
+        """Logits at every position of one sequence, with an adapter that is placed, computed from scratch beside the cache.
+        [num_tokens, vocab_size]
+        """
         num_tokens = len(token_ids)
         state = self._program.state
         cache = self._make_cache(1, max(num_tokens, state.num_columns if state else 0), poison=False)
         indices = np.arange(num_tokens)
         row = RowRun(cache, np.array(token_ids, np.int32), 0, indices, np.zeros(1, np.int32), gathered=indices)
+        row.adapter = self._adapter(adapter)
         return self._interpreter.run(row)
 
     def _make_cache(self, num_blocks: int, block_size: int, *, poison: bool) -> KvCache:
@@ -235,6 +283,7 @@ class ReferenceExecutor:
                 block_table=self._batches.block_tables[batch.row_slots[i]],
                 gathered=np.array([end - start - 1] if samples else [], np.int64),
                 second_at=int(self._batches.second_at[batch.row_slots[i]]),
+                adapter=self._adapter(int(self._batches.adapters[batch.row_slots[i]])),
             )
         )
 

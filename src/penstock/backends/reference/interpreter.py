@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
+from penstock.models.adapter import AdapterFactors, site_of
 from penstock.models.program import (
     Act,
     Add,
@@ -70,6 +71,8 @@ class RowRun:
     """[T, width]; what `GatherRows` and its like wrote, and what comes of it, [S, width]"""
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the row is one text."""
+    adapter: AdapterFactors | None = None
+    """Changes of the program's matrices for this row alone."""
     first: int = field(init=False)
     """Position of the first token that products see now."""
 
@@ -136,7 +139,11 @@ class Interpreter:
         return vector
 
     def _embed(self, op: Embed, row: RowRun) -> None:
-        row.buffers[op.out] = self._matrix(op.weight)[row.token_ids] * np.float32(op.scale)
+        rows = self._matrix(op.weight)[row.token_ids]
+        if factors := _factors(op, row):
+            a, b = factors
+            rows = rows + product(a.T[row.token_ids], b, row.first)
+        row.buffers[op.out] = rows * np.float32(op.scale)
 
     def _embed_positions(self, op: EmbedPositions, row: RowRun) -> None:
         row.buffers[op.out] = row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions]
@@ -162,12 +169,21 @@ class Interpreter:
         row.buffers[op.out] = out if op.bias is None else out + self._vector(op.bias)
 
     def _linear(self, op: Linear, row: RowRun) -> None:
-        out = product(row.buffers[op.x], self._matrix(op.weight), row.first)
+        out = self._adapted_product(op, row)
         if op.bias is not None:
             out = out + self._vector(op.bias)
         if op.residual is not None:
             out = out + row.buffers[op.residual]
         row.buffers[op.out] = out
+
+    def _adapted_product(self, op: Linear | Logits, row: RowRun) -> F32:
+        """x @ weight.T, and (x @ A.T) @ B.T of the row's adapter."""
+        x = row.buffers[op.x]
+        out = product(x, self._matrix(op.weight), row.first)
+        if factors := _factors(op, row):
+            a, b = factors
+            out = out + product(product(x, a, row.first), b, row.first)
+        return out
 
     def _rope(self, op: Rope, row: RowRun) -> None:
         half = len(op.inv_freq)
@@ -300,12 +316,17 @@ class Interpreter:
         row.buffers[op.x] = cap * np.tanh(row.buffers[op.x] / cap)
 
     def _logits(self, op: Logits, row: RowRun) -> None:
-        row.buffers[op.out] = product(row.buffers[op.x], self._matrix(op.weight), row.first) * np.float32(op.scale)
+        row.buffers[op.out] = self._adapted_product(op, row) * np.float32(op.scale)
 
     def _states(self, op: States, row: RowRun) -> None:
         if op.is_normalised:
             x = row.buffers[op.x]
             row.buffers[op.x] = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), np.float32(1e-12))
+
+
+def _factors(op: Linear | Embed | Logits, row: RowRun) -> tuple[F32, F32] | None:
+    """The row's adapter has these factors for an operation, or none."""
+    return None if row.adapter is None else row.adapter.by_weight.get(site_of(op))
 
 
 def product(x: F32, weight: F32, first_position: int) -> F32:

@@ -87,6 +87,8 @@ class Explanation:
     num_decode_steps: int
     decode_with_prompts_ns: int
     """The part of `decode_ns` in steps that computed prompts of others, too."""
+    other_models_ns: int
+    """The part of its steps in which the machine was another model's."""
     mean_batch: float
     """Requests in its steps, itself included."""
     max_batch: int
@@ -133,6 +135,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_resume_tokens=life.num_resume_tokens,
         num_decode_steps=decodes.num_steps,
         decode_with_prompts_ns=decodes.prompts_ns,
+        other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
         longest_gap=decodes.longest,
@@ -192,6 +195,7 @@ _WAITS = {
     WaitReason.GATE.value: "for its batch",
     WaitReason.LOADING.value: "for its prefix to be loaded",
     WaitReason.PREFIX.value: "for a prefix that another request computes",
+    WaitReason.ADAPTER.value: "for its adapter",
 }
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {
@@ -222,6 +226,8 @@ def _sentences(told: Explanation) -> Iterator[str]:
         yield _prompt(told)
     if told.num_generated_tokens:
         yield _tokens(told)
+    if told.other_models_ns > _LEAST_SHARE * (told.prefill_ns + told.decode_ns):
+        yield f"For {duration(told.other_models_ns)} of that the machine was another model's."
     yield from _pauses(told)
     if told.longest_gap is not None and _is_notable(told, told.longest_gap):
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
@@ -316,6 +322,8 @@ def gap_cause(gap: Gap) -> str:
         return "it had lost its place meanwhile"
     if step is None:
         return "unknown"
+    if 2 * step.waited_ns > gap.gap_ns:
+        return f"for {duration(step.waited_ns)} of it the machine was another model's"
     if gap.gap_ns > 2 * step.duration_ns:
         return f"the step itself took {duration(step.duration_ns)}, the rest passed outside of steps"
     if step.largest is None:

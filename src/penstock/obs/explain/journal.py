@@ -46,7 +46,8 @@ class Journal:
     def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
         """`max_ended`: requests that are remembered after their end. `speaks_for_calls`: requests of one call (`parent_id`) are
         told as one, under the call's id."""
-        self._speaks_for_calls = speaks_for_calls
+        self.speaks_for_calls = speaks_for_calls
+        """Set before the engine starts."""
         self._coming: dict[str, tuple[Request, int]] = {}
         """Call -> the last of its requests that were queued since the last news, and when. The engine thread has this and the
         next three."""
@@ -74,7 +75,7 @@ class Journal:
     # For the engine thread.
 
     def on_queued(self, request: Request, now_ns: int) -> None:
-        call_id = request.parent_id if self._speaks_for_calls else ""
+        call_id = request.parent_id if self.speaks_for_calls else ""
         if not call_id:
             self._come(request, now_ns)
         elif call_id in self._watched:
@@ -201,12 +202,13 @@ class Journal:
     def _step_note(self, stats: StepStats) -> StepNote:
         duration_ns = stats.ended_ns - stats.started_ns
         if not stats.counts.prefills:
-            return StepNote(duration_ns, stats.counts.num_rows)
+            return StepNote(duration_ns, stats.counts.num_rows, waited_ns=stats.waited_ns)
         row = max(stats.counts.prefills, key=_query_len)
         life = self._lives.get(row.request_id)
         largest = Prefilled(row.request_id, row.query_len, life.num_prompt_tokens if life else 0)
         num_tokens = sum(map(_query_len, stats.counts.prefills))
-        return StepNote(duration_ns, stats.counts.num_rows, num_tokens, len(stats.counts.prefills), largest)
+        num_prefills = len(stats.counts.prefills)
+        return StepNote(duration_ns, stats.counts.num_rows, num_tokens, num_prefills, largest, stats.waited_ns)
 
     def _begin(self, admission: Admission, now: WaitMark) -> None:
         life = self._lives.get(admission.request_id)
@@ -237,6 +239,7 @@ class Journal:
         prefills.num_rows += stats.counts.num_rows
         if stats.counts.num_rows > prefills.max_rows:
             prefills.max_rows = stats.counts.num_rows
+        prefills.waited_ns += stats.waited_ns
         num_behind = life.num_target_tokens - context_len - query_len
         if num_behind > 1:
             return

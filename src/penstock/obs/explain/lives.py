@@ -45,6 +45,8 @@ class StepNote:
     num_prefill_tokens: int = 0
     num_prefills: int = 0
     largest: Prefilled | None = None
+    waited_ns: int = 0
+    """The part in which the machine was another model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Span:
     max_rows: int = 0
     prompts_ns: int = 0
     """Time until the ends of those steps that computed prompts, too."""
+    waited_ns: int = 0
+    """Time in which the machine was another model's."""
     longest: Gap | None = None
 
     def add(self, other: Span) -> None:
@@ -75,6 +79,7 @@ class Span:
         self.num_rows += other.num_rows
         self.max_rows = max(self.max_rows, other.max_rows)
         self.prompts_ns += other.prompts_ns
+        self.waited_ns += other.waited_ns
         self.note_gap(other.longest)
 
     def note_gap(self, gap: Gap | None) -> None:
@@ -94,6 +99,7 @@ class StepLog:
         self._prompt_gaps_ns = array("q")
         """The same; 0 of steps without prompts."""
         self._durations_ns = array("q")
+        self._waits_ns = array("q")
         self._rows = array("i")
         self._prefill_tokens = array("i")
         self._prefills = array("i")
@@ -118,6 +124,7 @@ class StepLog:
         self._gaps_ns.append(gap_ns)
         self._prompt_gaps_ns.append(gap_ns if note.num_prefills else 0)
         self._durations_ns.append(note.duration_ns)
+        self._waits_ns.append(note.waited_ns)
         self._rows.append(note.num_rows)
         self._prefill_tokens.append(note.num_prefill_tokens)
         self._prefills.append(note.num_prefills)
@@ -142,11 +149,12 @@ class StepLog:
         gaps_ns = self._gaps_ns[first:last]
         longest_ns = max(gaps_ns)
         note = self._note(first + gaps_ns.index(longest_ns))
-        return Span(len(rows), sum(rows), max(rows), sum(self._prompt_gaps_ns[first:last]), Gap(longest_ns, note))
+        prompts_ns, waited_ns = sum(self._prompt_gaps_ns[first:last]), sum(self._waits_ns[first:last])
+        return Span(len(rows), sum(rows), max(rows), prompts_ns, waited_ns, Gap(longest_ns, note))
 
     @property
     def _columns(self) -> tuple[array[int], ...]:
-        times = (self._gaps_ns, self._prompt_gaps_ns, self._durations_ns)
+        times = (self._gaps_ns, self._prompt_gaps_ns, self._durations_ns, self._waits_ns)
         counts = (self._rows, self._prefill_tokens, self._prefills)
         return (*times, *counts, self._largest_tokens, self._largest_prompt_tokens)
 
@@ -155,7 +163,8 @@ class StepLog:
         largest = None
         if request_id is not None:
             largest = Prefilled(request_id, self._largest_tokens[idx], self._largest_prompt_tokens[idx])
-        return StepNote(self._durations_ns[idx], self._rows[idx], self._prefill_tokens[idx], self._prefills[idx], largest)
+        counts = (self._rows[idx], self._prefill_tokens[idx], self._prefills[idx])
+        return StepNote(self._durations_ns[idx], *counts, largest, self._waits_ns[idx])
 
 
 REASONS = tuple(WaitReason)

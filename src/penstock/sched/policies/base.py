@@ -192,9 +192,11 @@ class StepRecord:
     """All its other tokens."""
     duration_ns: int
     """From the commit before to its own, which is the latency between two tokens of the requests that decode. If none did, from
-    its plan, unless that was made before: there may have been a pause."""
+    its plan, unless that was made before: there may have been a pause. Without `waited_ns`."""
     num_prefill_pairs: int = 0
     """Pairs of a prefill token and one before it in its request: the work of attention."""
+    waited_ns: int = 0
+    """For how long the machine was another model's meanwhile."""
 
 
 @dataclass(slots=True)
@@ -211,6 +213,8 @@ class BudgetView:
     """Computed tokens of the first running request that is more than one token behind; 0 without one."""
     last_step: StepRecord | None
     """The last that was committed; the same object until there is another. None before the first."""
+    most_ns: int = 0
+    """The step should not take longer, since others want the machine; 0: it may take as long as it likes."""
 
 
 UNLIMITED = 1 << 30

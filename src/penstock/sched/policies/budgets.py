@@ -13,6 +13,8 @@ HELD_PROBE_PERIOD = 16
 """One of so many steps that are held to a time is made smaller, if they are alike: after a stall they may all be too long."""
 HELD_PROBE_SHARE = 8
 """The smaller step has one in so many of the tokens, so that most of it is the part that every step takes."""
+HELD_PROBE_GROWTH = 2
+"""Where a step can't be smaller, as it has one text, the next one has so many times its tokens."""
 STEPS_TO_LEARN = 4
 """The same of steps without decodes, which are held to a time: their shapes differ, and so each tells something."""
 PAIRS_SMOOTHING = 8
@@ -188,6 +190,8 @@ class HoldLatency(Budget):
     mean; by how much the slowest in a hundred exceed that is observed too, and the target of the mean is lower by as much.
     Without decodes the whole step is the prefills'.
 
+    Where other models want the machine, a step takes no longer than it is told (`BudgetView.most_ns`), also without decodes.
+
     A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
     would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target,
     prefills get a share of the step's time (`min_prefill_share`), so no prompt starves.
@@ -224,9 +228,9 @@ class HoldLatency(Budget):
         if view.last_step is not None and view.last_step is not self._seen:
             self._observe(view.last_step)
         num_prefill_tokens = view.max_step_tokens - view.num_decodes
-        if view.num_decodes and self.cost.is_known:
+        if (view.num_decodes or view.most_ns) and self.cost.is_known:
             num_prefill_tokens = self._chunk_tokens = min(num_prefill_tokens, self._affordable_tokens(view))
-            if self._is_probe_due:
+            if view.num_decodes and self._is_probe_due:
                 num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
         max_tokens = view.num_decodes + num_prefill_tokens
         if not self.long_prefill_token_threshold:
@@ -242,6 +246,8 @@ class HoldLatency(Budget):
         least_ns = self.cost.least_ns(view.num_decodes)
         default_ns = max(self.fluent_itl_ns, self.max_slowdown * least_ns)
         target_ns = self.slo_itl_ns / self.excess if self.slo_itl_ns else default_ns
+        if view.most_ns:
+            target_ns = min(target_ns, view.most_ns) if view.num_decodes else view.most_ns
         token_ns = self.cost.token_ns(view.prefill_context_len)
         smallest_ns = self.min_chunk_tokens * token_ns
         self._is_strained = target_ns - least_ns < smallest_ns
@@ -286,7 +292,7 @@ class HoldStep(Budget):
 
     step_ns: int = 2_500_000
     """Duration of a step, unless its fixed part asks for more."""
-    max_fixed_share: float = 0.1
+    max_fixed_share: float = 0.3
     """Share of a step's time for what every step takes, however few its tokens. (0, 1)"""
     first_step_tokens: int = 128
     """Tokens of the first step, of which nothing is known."""
@@ -309,8 +315,13 @@ class HoldStep(Budget):
             token_ns = self.cost.prefill_ns + self.cost.attention_ns * self.pairs_per_token
             num_prefill_tokens = max(1, int((max(self.step_ns, least_ns / self.max_fixed_share) - least_ns) / token_ns))
         self._held_tokens = num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
-        if self._num_equal >= HELD_PROBE_PERIOD - 1:
+        if self._num_equal == HELD_PROBE_PERIOD - 1:
             num_prefill_tokens = max(1, num_prefill_tokens // HELD_PROBE_SHARE)
+        elif self._num_equal >= HELD_PROBE_PERIOD and view.last_step is not None:
+            # The smaller step did not come about, since a text is never split: only a larger one tells what a token takes.
+            num_prefill_tokens = HELD_PROBE_GROWTH * max(num_prefill_tokens, view.last_step.num_prefill_tokens)
+            num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
+            self._num_equal = 0
         return StepLimits(view.num_decodes + num_prefill_tokens)
 
     def _observe(self, step: StepRecord) -> None:

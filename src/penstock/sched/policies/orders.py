@@ -159,7 +159,7 @@ class EarliestDeadlineFirst(Order):
     ) -> None:
         del rows, requests, num_decodes
         if last_step is not None:
-            duration_ns = last_step.duration_ns
+            duration_ns = last_step.duration_ns + last_step.waited_ns
             self._step_ns = _smoothed(self._step_ns, duration_ns)
             if last_step.num_prefill_tokens:
                 self._prompt_ns = _smoothed(self._prompt_ns, max(0, duration_ns - self._decode_step_ns))

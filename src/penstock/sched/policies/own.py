@@ -177,6 +177,8 @@ def parameters_of(factory: Callable[..., object]) -> Mapping[str, Parameter]:
     """The parameters that can be given by name; empty for a class in C that does not say."""
     if getattr(factory, "__init__", None) is getattr(Order, "__init__"):  # noqa: B009  # a class without one inherits Protocol's
         return {}
+    if all(getattr(factory, name, None) is getattr(object, name) for name in ("__init__", "__new__")):
+        return {}  # as `signature` says, which parses a text for it and leaves half a megabyte to the garbage collector
     try:
         parameters = signature(factory).parameters
     except ValueError:

@@ -3,8 +3,8 @@
 `RequestChecks` is the outermost layer of the app, in plain ASGI. It reads a request's head and counts the bytes of its body.
 Every answer carries the request's id. A failure that nothing else caught becomes a 500 here, with its cause in the log only.
 
-`takes_json` makes an endpoint that reads its body whole. FastAPI would parse a body of any size on the event loop, check it in
-its own way, and answer with errors of its own shape. So its routes take the request alone, and endpoints get bytes.
+`takes_json` makes an endpoint that reads its body whole, as bytes. Their meaning is left to the endpoint: it parses large
+bodies off the event loop, and answers with errors in the shape of its API.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ID_HEADER = b"x-request-id"
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
 
-_HEADERS_KEY, _IDENTITY_KEY, _KEY_NAME_KEY = "penstock.headers", "penstock.request_identity", "penstock.key_name"
+_HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
+_KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key_name", "penstock.is_admin"
 """Keys of a request's scope, under which the checks leave their findings."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
@@ -107,12 +108,33 @@ def key_name(scope: Scope) -> str:
     return name
 
 
+def require_admin(scope: Scope) -> None:
+    """Raise 401 or 403 unless the request may change what is served: its key is an admin's, or no key is asked of anybody."""
+    if not scope[_IS_ADMIN_KEY]:
+        if not key_name(scope):
+            raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
+        message = "This needs an admin's key: one that the server was started with as --admin-api-key."
+        raise ApiError(403, message, code="admin_key_required", error_type="permission_error")
+
+
 class RequestChecks:
-    def __init__(self, app: ASGIApp, *, new_request_id: Callable[[], str], keys: KeyRing | None, max_body_bytes: int) -> None:
-        """`keys`: None if the server asks for none. Then pages of other sites are kept out instead."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        new_request_id: Callable[[], str],
+        keys: KeyRing | None,
+        admin_keys: KeyRing | None = None,
+        max_body_bytes: int,
+    ) -> None:
+        """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
+
+        `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
+        """
         self._app = app
         self._new_request_id = new_request_id
         self._keys = keys
+        self._admin_keys = admin_keys
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,8 +171,19 @@ class RequestChecks:
             raise invalid(f"The header X-Request-Id {rule}.", "X-Request-Id")
         if self._keys is None:
             _keep_other_sites_out(scope)
-        elif scope["path"] not in OPEN_PATHS:
+        if self._admin_keys is None:
+            scope[_IS_ADMIN_KEY] = self._keys is None
+        else:
+            self._look_for_admin(scope, self._admin_keys)
+        if self._keys is not None and scope["path"] not in OPEN_PATHS and not scope[_IS_ADMIN_KEY]:
             scope[_KEY_NAME_KEY] = _name_of_key(scope, self._keys)
+
+    def _look_for_admin(self, scope: Scope, admin_keys: KeyRing) -> None:
+        """Take note of whether the key is an admin's. A malformed one is told by the check of all keys, if there is one."""
+        scope[_IS_ADMIN_KEY] = False
+        with suppress(ApiError):
+            scope[_KEY_NAME_KEY] = _name_of_key(scope, admin_keys)
+            scope[_IS_ADMIN_KEY] = True
 
 
 class _Exchange:
@@ -284,11 +317,11 @@ def _announced_bytes(scope: Scope) -> int:
 
 
 def takes_json(answer: JsonEndpoint) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-    """An endpoint for FastAPI, which reads the body and calls `answer`."""
+    """An endpoint of a route, which reads the body and calls `answer`."""
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
-            # Not `http.body()`: FastAPI keeps this request, and would keep the body in it while the answer is streamed.
+            # Not `http.body()`: the route keeps this request, and would keep the body in it while the answer is streamed.
             data = await _read(http.scope, http.receive)
             return await answer(data, http)
         except (ApiError, Rejected) as error:

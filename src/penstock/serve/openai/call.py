@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.deploy.running import RunningModel
 from penstock.text.grammar import Grammar
+from penstock.types.adapter import AdapterRef
 from penstock.types.sampling import SamplingParams
 
 
@@ -103,6 +104,8 @@ class AnswerOptions:
 class Call:
     running: RunningModel
     """The model that answers."""
+    adapter: AdapterRef | None = None
+    """The adapter that it answers with."""
     terms: Terms
     prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...]
     adds_special_tokens: bool

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.served import ServedModel
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.read import Reader, find_model
+from penstock.serve.openai.read import Reader, find_asked
 from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
 from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWriter, respond
@@ -54,24 +56,39 @@ class ModelsEndpoint:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
 
-    async def list(self) -> dict[str, Any]:
-        """The names under which models are served."""
-        cards = [_card(name, running) for running in self._deployment.models for name in running.model.served_names]
+    async def list(self, _http: HttpRequest) -> dict[str, Any]:
+        """The names under which models are served, and those of adapters that were named or asked for."""
+        cards: list[dict[str, Any]] = []
+        for served in self._deployment.served:
+            cards += [_card(name, served) for name in served.names]
+            adapters = () if served.adapters is None else served.adapters.registered()
+            cards += [_adapter_card(one.name, served, one.path) for one in adapters]
         return {"object": "list", "data": cards}
 
-    async def get(self, model_id: str) -> dict[str, Any]:
+    async def get(self, http: HttpRequest) -> dict[str, Any]:
         """The model with this name."""
-        return _card(model_id, find_model(model_id, self._deployment))
+        model_id = http.path_params["model_id"]
+        served, adapter = find_asked(model_id, self._deployment)
+        if adapter is None or served.adapters is None:
+            return _card(model_id, served)
+        return _adapter_card(model_id, served, served.adapters.path(adapter))
 
 
-def _card(name: str, running: RunningModel) -> dict[str, Any]:
-    model = running.model
+def _adapter_card(name: str, served: ServedModel, path: Path | None) -> dict[str, Any]:
+    """An adapter's, in vLLM's form: `parent` is its model."""
+    return _card(name, served) | {"root": str(path), "parent": served.name}
+
+
+def _card(name: str, served: ServedModel) -> dict[str, Any]:
+    """Facts that only a load can tell are null before the first one."""
+    info = served.info
     return {
         "id": name,
         "object": "model",
-        "created": model.created_unix_s,
+        "created": 0 if info is None else info.created_unix_s,
         "owned_by": "penstock",
-        "root": model.root,
+        "root": name if info is None else info.root,
         "parent": None,
-        "max_model_len": model.max_model_len,
+        "max_model_len": None if info is None else info.max_model_len,
+        "status": {"value": served.state.value} | ({"cause": served.failure} if served.failure else {}),
     }

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from penstock.admission.door import Place
+from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
+from penstock.obs.explain.journal import Journal
 from penstock.serve.openai.call import Call, Owner, Terms
 from penstock.types.request import Request, RequestStatus
 
@@ -28,11 +30,13 @@ _CANCELLED = "the request was cancelled"
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """A call that has ended, with no more of it than is needed to ask for it."""
+    """A call that has ended, with no more of it than is needed to ask for it. Its model may be unloaded meanwhile."""
 
-    running: RunningModel
     terms: Terms
     engine_ids: tuple[str, ...]
+    journal: Journal
+    clock: Clock
+    unix_time_s: Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +131,10 @@ class RunningCall:
 
 
 class InFlight:
-    def __init__(self, deployment: Deployment, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self._isolating = frozenset(
-            [running.name for running in deployment.models if isolates_tenants(config, running.prefix_sharing)]
-        )
-        """Names of models where each tenant shares cached prefixes with itself alone."""
+        self._isolates = {sharing: isolates_tenants(config, sharing) for sharing in (None, "all", "tenant")}
+        """By the models' setting: does each tenant share cached prefixes with itself alone?"""
         self._num_opened = 0
         self._calls: dict[str, list[Flight]] = {}
         """By the client's ids, which need not be unique."""
@@ -148,7 +150,7 @@ class InFlight:
 
     def isolates_tenants(self, running: RunningModel) -> bool:
         """True if each tenant of a model shares cached prefixes with itself alone."""
-        return running.name in self._isolating
+        return self._isolates[running.prefix_sharing]
 
     def open(self, call: Call, requests: Sequence[Request], echoes: Sequence[str], place: Place) -> RunningCall:
         """Submit the requests. Close the result, whatever happens."""
@@ -164,7 +166,8 @@ class InFlight:
         return opened
 
     def add(self, call: Flight) -> None:
-        """The call is in flight from now on, until `land`."""
+        """The call is in flight from now on, until `land`, and uses its model so long. The caller uses it already."""
+        call.running.begin_use(is_user=True)
         self._calls.setdefault(call.terms.request_id, []).append(call)
 
     def land(self, call: Flight) -> None:
@@ -178,6 +181,7 @@ class InFlight:
         calls.remove(call)
         if not calls:
             del self._calls[call.terms.request_id]
+        call.running.end_use()
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
         """Abort what runs under this id for this owner. False if there is nothing: other owners' requests can't be seen."""
@@ -211,14 +215,13 @@ class InFlight:
         return [call for calls in self._calls.values() for call in calls if call.terms.owner == owner]
 
     def _tell(self, call: Flight | _Landed) -> Told | None:
-        running = call.running
-        if running.journal is None:
+        landed, requests = (call, ()) if isinstance(call, _Landed) else (_landed(call), call.requests)
+        if landed is None:
             return None
-        requests = () if isinstance(call, _Landed) else call.requests
         # Seen before the journal is asked: what ends meanwhile is in it.
         live = [request for request in requests if request.status is not RequestStatus.FINISHED]
-        known = {told.request_id: told for told in running.journal.explain_all(call.engine_ids, running.clock.now_ns)}
-        now_ns = running.clock.now_ns()
+        known = {told.request_id: told for told in landed.journal.explain_all(call.engine_ids, landed.clock.now_ns)}
+        now_ns = landed.clock.now_ns()
         for request in live:
             if request.request_id not in known:  # the engine has not taken it from its inbox: it is no less on its way
                 known[request.request_id] = explain_intake(request, now_ns)
@@ -227,7 +230,7 @@ class InFlight:
             return None
         age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
         num_forgotten = len(call.engine_ids) - len(choices)
-        return Told(call.terms.request_id, running.sources.unix_time_s() - age_s, choices, num_forgotten)
+        return Told(call.terms.request_id, landed.unix_time_s() - age_s, choices, num_forgotten)
 
     def _log_slow(self, call: Flight) -> None:
         limit_s = self.config.slow_request_s
@@ -245,15 +248,22 @@ class InFlight:
 
     def _remember(self, call: Flight) -> None:
         """Keep what is needed to explain it after its end."""
-        journal = call.running.journal
-        if journal is None:
+        landed = _landed(call)
+        if landed is None:
             return
-        landed = _Landed(call.running, call.terms, call.engine_ids)
         self._landed.append(landed)
         self._landed_of.setdefault(landed.terms.request_id, []).append(landed)
-        if len(self._landed) > journal.max_ended:
+        if len(self._landed) > landed.journal.max_ended:
             oldest = self._landed.popleft()
             same = self._landed_of[oldest.terms.request_id]
             same.remove(oldest)
             if not same:
                 del self._landed_of[oldest.terms.request_id]
+
+
+def _landed(call: Flight) -> _Landed | None:
+    """The call as it is remembered; None if its model remembers none."""
+    running = call.running
+    if running.journal is None:
+        return None
+    return _Landed(call.terms, call.engine_ids, running.journal, running.clock, running.sources.unix_time_s)

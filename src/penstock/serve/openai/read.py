@@ -17,7 +17,9 @@ from starlette.types import Scope
 
 from penstock.config import ServerConfig
 from penstock.deploy.arms import Arms
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ServedModel
 from penstock.serve.errors import ApiError, invalid, model_not_found, shorten
 from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
 from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Owner, Terms, TextPrompt, TokenPrompt
@@ -36,6 +38,7 @@ from penstock.serve.openai.schemas import (
     NotYet,
     parse_body,
 )
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import counted
 from penstock.types.request import ARM_B
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
@@ -82,6 +85,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 _TENANT = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
 _RETRY_COUNT = b"x-stainless-retry-count"
 """OpenAI's and Anthropic's clients number their attempts in it."""
+ARRIVAL_KEY = "penstock.arrival_ns"
+"""Key of a request's scope: when it came, if it was read before."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -89,11 +94,31 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 
 
 def find_model(name: str | None, deployment: Deployment) -> RunningModel:
-    """The model that a request names; without a name the default one. Raises 404."""
-    running = deployment.find(name)
-    if running is None:
-        raise model_not_found(name or "", deployment.served_names)
-    return running
+    """The model that a request names; without a name the default one. Raises 404, and `ModelAway` if it is not loaded."""
+    return find_served(name, deployment).answerer()
+
+
+def find_served(name: str | None, deployment: Deployment) -> ServedModel:
+    """The same, loaded or not. Raises 404."""
+    served, _ = find_asked(name, deployment)
+    return served
+
+
+def find_asked(name: str | None, deployment: Deployment) -> tuple[ServedModel, AdapterRef | None]:
+    """The model that a request names, loaded or not, and its adapter if the name is one's. Raises 404.
+
+    Models go first, then adapters that are known. A name that nothing has yet is looked up in the folders of adapters, which
+    reads a small file at most.
+    """
+    served = deployment.find(name)
+    if served is not None:
+        return served, None
+    owner = deployment.adapters_of(name or "")
+    for served in (owner,) if owner is not None else deployment.served if name else ():
+        adapter = None if served.adapters is None else served.adapters.find(name or "")
+        if adapter is not None:
+            return served, adapter
+    raise model_not_found(name or "", deployment.names)
 
 
 class Reader:
@@ -108,13 +133,14 @@ class Reader:
     def chat(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/chat/completions`. Raises `ApiError`."""
         body = parse_body(data, ChatCompletionBody, self._ignored)
-        running, terms = self._begin(body, scope)
+        running, adapter, terms = self._begin(body, scope)
         num_logprobs = _chat_logprobs(body)
         sampling, grammar = read_sampling(body, num_logprobs, running), asked_grammar(body)
         conversation = read_conversation(body)
         max_tokens, max_tokens_param = _chat_max_tokens(body)
         return _call(
             running,
+            adapter,
             body,
             data,
             terms,
@@ -131,7 +157,7 @@ class Reader:
     def completion(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/completions`. Raises `ApiError`."""
         body = parse_body(data, CompletionBody, self._ignored)
-        running, terms = self._begin(body, scope)
+        running, adapter, terms = self._begin(body, scope)
         if body.echo and body.logprobs is not None:
             raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
         if body.best_of is not None and body.best_of != body.num_choices:
@@ -142,6 +168,7 @@ class Reader:
             raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
         return _call(
             running,
+            adapter,
             body,
             data,
             terms,
@@ -156,11 +183,16 @@ class Reader:
             has_prompt=bool(body.echo),
         )
 
-    def _begin(self, body: GenerationBody, scope: Scope) -> tuple[RunningModel, Terms]:
-        """The model that is asked, and the terms."""
+    def _begin(self, body: GenerationBody, scope: Scope) -> tuple[RunningModel, AdapterRef | None, Terms]:
+        """The model that is asked, the adapter, which begins to be loaded, and the terms."""
         if body.request_id is not None:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
-        running = find_model(body.model, self._deployment)
+        served, adapter = find_asked(body.model, self._deployment)
+        running = served.answerer()
+        if adapter is not None and running.adapters is not None and body.model is not None:
+            if failure := running.adapters.failure(body.model):
+                raise invalid(failure, "model")
+            running.adapters.want(adapter)
         if running.model.encoder is not None:
             raise invalid(
                 f"{running.name} turns texts into numbers and writes none. Ask /v1/embeddings, /v1/rerank or /classify, or "
@@ -184,7 +216,7 @@ class Reader:
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             param = "stream_options.continuous_usage_stats"
             raise invalid(f"'{param}' needs 'include_usage': true.", param)
-        return running, terms
+        return running, adapter, terms
 
 
 def read_sampling(body: GenerationBody, num_logprobs: int | None, running: RunningModel) -> SamplingParams:
@@ -245,6 +277,7 @@ def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) 
 
 def _call(
     running: RunningModel,
+    adapter: AdapterRef | None,
     body: GenerationBody,
     data: bytes,
     terms: Terms,
@@ -265,7 +298,7 @@ def _call(
         answer_id=answer_id,
         model_name=body.model or running.name,
         created_unix_s=running.sources.unix_time_s(),
-        system_fingerprint=running.model.fingerprint,
+        system_fingerprint=running.model.fingerprint + ("" if adapter is None else f"_{adapter.fingerprint.hex()[:8]}"),
         is_streamed=bool(body.stream),
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.continuous_usage_stats),
@@ -278,6 +311,7 @@ def _call(
     )
     return Call(
         running=running,
+        adapter=adapter,
         terms=terms,
         prompts=prompts,
         adds_special_tokens=adds_special_tokens,
@@ -504,8 +538,10 @@ def read_terms(
 ) -> Terms:
     """From the headers, and from fields of the body, which are the last three; time-outs are those of the call's arm.
 
-    Raises 400 for what is malformed, contradicts the other or asks for what is not there.
+    `arrival_ns`: now, unless the request has waited for its model. Raises 400 for what is malformed, contradicts the other or
+    asks for what is not there.
     """
+    arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
     owner, arm = read_owner(scope, config), ""
     if arms is not None:
         arm = arms.arm_of(owner.tenant, user)

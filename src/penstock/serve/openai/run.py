@@ -15,7 +15,7 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.call import Call, Conversation, TextPrompt, TokenPrompt
+from penstock.serve.openai.call import Call, Conversation, Terms, TextPrompt, TokenPrompt
 from penstock.serve.openai.grammars import matchers_of
 from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.text.chat import require_chat_template
@@ -60,18 +60,51 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
-    """Hold places in the queue until the block ends, which must submit the call or give up. Raises `Rejected`."""
+    """Hold places in the queue until the block ends, which must submit the call or give up.
+
+    Raises `Rejected`, and `ModelAway` if the model leaves.
+    """
     engine, admission = running.engine, running.admission
-    try:
-        place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
-    except Rejected as rejected:
-        running.metrics.count_rejected(rejected.reason, ask.arm)
-        running.on_refused(ask.tenant, ask.arm, rejected.reason)
-        raise
-    try:
-        yield place
-    finally:
-        admission.leave(place)
+    with running.using():
+        try:
+            place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
+        except Rejected as rejected:
+            running.metrics.count_rejected(rejected.reason, ask.arm)
+            running.on_refused(ask.tenant, ask.arm, rejected.reason)
+            raise
+        try:
+            yield place
+        finally:
+            admission.leave(place)
+
+
+def ask_of(
+    terms: Terms,
+    claim: bytes,
+    *,
+    num_requests: int,
+    num_chars: int,
+    num_token_ids: int,
+    max_new_tokens: int | None,
+    min_new_tokens: int,
+) -> Ask:
+    """A call of these terms and this size, as the door is told of it."""
+    return Ask(
+        num_requests=num_requests,
+        num_chars=num_chars,
+        num_token_ids=num_token_ids,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        tenant=terms.owner.tenant,
+        priority=terms.priority,
+        deadline_ns=terms.deadline_ns,
+        queue_deadline_ns=terms.queue_deadline_ns,
+        first_token_deadline_ns=terms.first_token_deadline_ns,
+        slo_ttft_ns=terms.slo_ttft_ns,
+        claim=claim,
+        is_retry=terms.is_retry,
+        arm=terms.arm,
+    )
 
 
 def _ask(call: Call) -> Ask:
@@ -86,21 +119,14 @@ def _ask(call: Call) -> Ask:
     max_tokens = _asked_tokens(call)
     # An answer that nothing can stop is as long as it may be.
     is_endless = not (sampling.stop_token_ids or sampling.stop or call.grammar)
-    return Ask(
+    return ask_of(
+        terms,
+        call.claim,
         num_requests=num_prompts * call.num_choices,
         num_chars=num_chars,
         num_token_ids=num_token_ids,
         max_new_tokens=max_tokens,
         min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
-        tenant=terms.owner.tenant,
-        priority=terms.priority,
-        deadline_ns=terms.deadline_ns,
-        queue_deadline_ns=terms.queue_deadline_ns,
-        first_token_deadline_ns=terms.first_token_deadline_ns,
-        slo_ttft_ns=terms.slo_ttft_ns,
-        claim=call.claim,
-        is_retry=terms.is_retry,
-        arm=terms.arm,
     )
 
 
@@ -273,6 +299,7 @@ def _requests(
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,
                     cache_salt=salt,
+                    adapter=call.adapter,
                     matcher=None if matchers is None else matchers[len(requests)],
                 )
             )

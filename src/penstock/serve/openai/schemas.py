@@ -1,7 +1,7 @@
 """The request bodies of the OpenAI routes, as types with names, kinds and ranges of every field, and `parse_body`, which makes
 one of the bytes that a client sent, on any thread.
 
-FastAPI writes the OpenAPI document from the types. A body that would keep the interpreter's lock for long is refused early:
+The OpenAPI document is written from the types. A body that would keep the interpreter's lock for long is refused early:
 very many objects, or very many findings, each of which costs a microsecond or two. So every list ends at its first wrong item
 and every object has a limit. Rules that need more than one field, or the model, are in `read`.
 """

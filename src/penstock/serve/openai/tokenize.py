@@ -11,7 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
 from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Conversation
@@ -61,18 +62,20 @@ class TokenizeEndpoint:
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
         running, prompt, body = await self._off_loop(data, lambda: self._read(data))
-        if isinstance(prompt, Conversation):
-            tenant = read_owner(http.scope, self._config).tenant
-            prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
-        text = prompt
-        return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
+        with running.using():
+            if isinstance(prompt, Conversation):
+                tenant = read_owner(http.scope, self._config).tenant
+                prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
+            text = prompt
+            return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
         del http
         body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
         running = find_model(body.model, self._deployment)
-        return await _answer(running, len(data), lambda: _text(body, running))
+        with running.using():
+            return await _answer(running, len(data), lambda: _text(body, running))
 
     def _read(self, data: bytes) -> tuple[RunningModel, str | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._ignored)
@@ -87,7 +90,7 @@ class TokenizeEndpoint:
         return running, body.prompt, body
 
     async def _off_loop(self, data: bytes, read: Callable[[], _Read]) -> _Read:
-        return await self._deployment.default.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
+        return await self._deployment.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
 
 def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> dict[str, Any]:

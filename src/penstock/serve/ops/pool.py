@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from fastapi import Request as HttpRequest
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
 from penstock.serve.errors import unavailable
 from penstock.serve.openai.in_flight import InFlight
@@ -27,9 +28,9 @@ class PoolEndpoint:
         self._drawn: dict[str, tuple[int, PoolMap]] = {}
         """The last drawing of each model's pool, and when it was made."""
 
-    async def kv(self, http: HttpRequest, model: str | None = None) -> Response:
+    async def kv(self, http: HttpRequest) -> Response:
         """Every block of a model, neighbours of one kind as one: `[state, blocks]`, or `["held", blocks, owner]`."""
-        running = find_model(model, self._deployment)
+        running = find_model(http.query_params.get("model"), self._deployment)
         names = self._in_flight.names_of(read_owner(http.scope, self._in_flight.config))
         return await json_answer(lambda: _as_json(self._draw(running), names))
 

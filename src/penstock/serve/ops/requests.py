@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from fastapi import Request as HttpRequest
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
@@ -27,7 +27,6 @@ _OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", Fin
 
 async def json_answer(make: Callable[[], Any]) -> Response:
     """The answer with what `make` returns, which is called in a thread, too. Raises what it raises."""
-    # A response of our own, since FastAPI would go through every item of a list on the event loop.
     data = await asyncio.to_thread(lambda: orjson.dumps(make()))
     return Response(data, media_type="application/json")
 
@@ -42,9 +41,10 @@ class RequestsEndpoint:
         tell = self._in_flight.explain_running(owner)
         return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in tell()]})
 
-    async def explain(self, request_id: str, http: HttpRequest) -> Response:
+    async def explain(self, http: HttpRequest) -> Response:
         """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
         owner = read_owner(http.scope, self._in_flight.config)
+        request_id = http.path_params["request_id"]
         asks = [self._in_flight.explain(candidate, owner) for candidate in _candidates(request_id)]
 
         def make() -> dict[str, Any]:
@@ -60,9 +60,9 @@ class RequestsEndpoint:
 
         return await json_answer(make)
 
-    async def cancel(self, request_id: str, http: HttpRequest) -> dict[str, Any]:
+    async def cancel(self, http: HttpRequest) -> dict[str, Any]:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
-        owner = read_owner(http.scope, self._in_flight.config)
+        owner, request_id = read_owner(http.scope, self._in_flight.config), http.path_params["request_id"]
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
             raise ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
@@ -102,6 +102,7 @@ def _choice(told: Explanation, index: int) -> dict[str, Any]:
             "queue": _ms(told.queue_ns),
             "prefill": _ms(told.prefill_ns),
             "decode": _ms(told.decode_ns),
+            "other_models": _ms(told.other_models_ns),
         },
         "waited": {
             "for_ms": _parts(told.waited_for_ns),

@@ -6,43 +6,55 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import penstock
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ModelState, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.errors import unavailable
-from penstock.serve.openai.read import find_model
+from penstock.serve.openai.read import find_served
+from penstock.types.stats import AdapterCounts
 
 
 class StatusEndpoint:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self, _http: HttpRequest) -> dict[str, Any]:
         """Is the process alive? 503 only when a restart of the process is the remedy for one of its models."""
-        for running in self._deployment.models:
+        for running in self._deployment.staying:
             state = running.engine.state
             if state in (EngineState.FAILED, EngineState.STOPPED):
                 raise unavailable(f"The engine{self._of(running)} has {state}.")
         return {"status": "ok"}
 
-    async def ready(self) -> dict[str, Any]:
-        """Can the server take work for every model? 503 while one starts, drains or is made anew, too."""
-        for running in self._deployment.models:
+    async def ready(self, _http: HttpRequest) -> dict[str, Any]:
+        """Can the server take work? 503 while a model drains or is made anew, too, and if none can be loaded."""
+        if all(served.state is ModelState.FAILED for served in self._deployment.served):
+            raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
+        for running in self._deployment.staying:
             state = running.engine.state
             if state is not EngineState.READY:
                 raise unavailable(f"Not ready: the engine{self._of(running)} is {state}.")
         return {"status": "ready"}
 
-    async def load(self, model: str | None = None) -> dict[str, Any]:
-        """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name."""
-        metrics = find_model(model, self._deployment).metrics
+    async def load(self, http: HttpRequest) -> dict[str, Any]:
+        """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name.
+
+        Without `model` it is the default one, and all are listed, with the memory that they share.
+        """
+        name = http.query_params.get("model")
+        served = find_served(name, self._deployment)
+        metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         waste = await asyncio.to_thread(metrics.read_waste)  # may wait for the engine's thread
         return {
+            "state": served.state.value,
             "server_load": now.num_running + now.num_waiting,
             "requests_running": now.num_running,
             "requests_waiting": now.num_waiting,
@@ -50,6 +62,7 @@ class StatusEndpoint:
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,
             "kv_waste_ratio": round(waste, 5),
+            **_adapters(now.adapters, metrics),
             "sustained": {
                 "window_s": WINDOW_S,
                 "queue_depth": round(sustained.queue_depth, 3),
@@ -60,19 +73,58 @@ class StatusEndpoint:
                 "drain_rate": round(sustained.drain_rate, 3),
             },
             "desired_replicas": sustained.desired_replicas,
+        } | (self._all() if name is None else {})
+
+    def _all(self) -> dict[str, Any]:
+        memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
+        return {
+            "models": [_line(served, now_ns) for served in self._deployment.served],
+            "memory": {"limit_bytes": memory.total_bytes(), "free_bytes": max(0, memory.left_bytes())},
         }
 
     def _of(self, running: RunningModel) -> str:
         """The model's name, where it is not the only one."""
-        return f" of {running.name}" if len(self._deployment.models) > 1 else ""
+        return f" of {running.name}" if len(self._deployment.served) > 1 else ""
 
-    async def version(self) -> dict[str, Any]:
+    async def version(self, _http: HttpRequest) -> dict[str, Any]:
         return {"version": penstock.__version__}
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _http: HttpRequest) -> Response:
         """Prometheus' text format."""
         # In a thread of asyncio's, where no text is worked on: it takes a millisecond, and first imports the Prometheus client.
-        return await asyncio.to_thread(_render, [running.metrics for running in self._deployment.models])
+        return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served])
+
+
+def _adapters(pool: AdapterCounts, metrics: Metrics) -> dict[str, Any]:
+    """How many there are where; nothing of a model that is served without."""
+    if metrics.read_adapters is None:
+        return {}
+    beside = metrics.read_adapters()
+    return {
+        "adapters": {
+            "running": pool.num_running,
+            "kv_cache": pool.num_resident,
+            "kv_blocks": pool.num_blocks,
+            "memory": beside.num_in_memory,
+            "memory_bytes": beside.num_bytes,
+            "names": beside.num_registered,
+        }
+    }
+
+
+def _line(served: ServedModel, now_ns: int) -> dict[str, Any]:
+    """A model among others. Memory is what it may come to use: a KV cache fills with time."""
+    load, running = served.metrics.read_load(), served.running
+    return {
+        "name": served.name,
+        "state": served.state.value,
+        "requests_running": load.num_running,
+        "requests_waiting": load.num_waiting,
+        "requests_waiting_for_load": served.num_waiting,
+        "memory_bytes": served.held_bytes,
+        "machine_s": round(served.read_machine_ns() / 1e9, 3),
+        "last_used_s": None if running is None else round(max(0, now_ns - running.used_ns) / 1e9, 3),
+    }
 
 
 def _render(metrics: Sequence[Metrics]) -> Response:

@@ -7,11 +7,11 @@ call knows neither JSON nor HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.deploy.running import RunningModel
 from penstock.serve.openai.call import Terms
-from penstock.types.encoder import TruncationSide
+from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048
 """Texts of one call, as at OpenAI."""
@@ -46,11 +46,26 @@ class TextsCall:
     texts: Sequence[TextInput]
     """1 to `MAX_TEXTS`, prompts included. None is empty."""
     name_of: Callable[[int], str]
-    """The place of a text in the body, for messages."""
+    """The place of a text in the body, for messages; of a pair, that of its second text."""
+    first_name_of: Callable[[int], str] | None = None
+    """The place of a pair's first text, if it has one of its own."""
     truncation: Truncation | None
     """None: a text that is too long is refused."""
     claim: bytes
     """The same for a call that is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, or a pair of texts, as the model reads it. It is found by its name: hashing all its tokens takes longer."""
+
+    name: bytes
+    """Equal for equal tokens alone."""
+    tokens: TextTokens = field(compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

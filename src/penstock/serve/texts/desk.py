@@ -1,8 +1,9 @@
 """The desk of a model: its texts that are with the engine, each different one once, whoever asks for it.
 
-`run` asks it for texts and is told their numbers. A text that somebody asks for already is computed for both; with a cache
-(`--embedding-cache`) also one whose numbers were asked for a while ago. Texts have the same numbers for everybody, but the time
-of an answer tells that somebody else asked, so tenants that may not share prefixes share no texts either.
+`run` asks it for texts and is told their numbers. A text that somebody asks for already is computed for both, if that one is in
+no less of a hurry; with a cache (`--embedding-cache`) also one whose numbers were asked for a while ago. Texts have the same
+numbers for everybody, but the time of an answer tells that somebody else asked, so tenants that may not share prefixes share no
+texts either.
 
 All belongs to the event loop.
 """
@@ -12,29 +13,48 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from penstock.deploy.running import RunningModel
+from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
-from penstock.types.encoder import TextTokens
+from penstock.obs.metrics import Metrics
+from penstock.serve.texts.call import Text
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 ENTRY_BYTES = 256
 """Bytes of memory for the books of one entry of the cache: its key, its place in the order, the object of its numbers."""
-_HASH_BYTES = 16
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 """The parameters of every text: nothing is drawn."""
 
-
-_Key = tuple[str, TextTokens]
+_Key = tuple[str, Text]
 """The tenant, where tenants share nothing, and the text."""
+
+
+class Urgency(NamedTuple):
+    """Terms of a call that decide when its texts are computed: less is stricter, and None asks for nothing."""
+
+    priority: int = 0
+    deadline_ns: int | None = None
+    queue_deadline_ns: int | None = None
+    first_token_deadline_ns: int | None = None
+    slo_ttft_ns: int | None = None
+
+    def is_enough_for(self, other: Urgency) -> bool:
+        """True if a text of this urgency that came before has its turn no later, and is given up no later, than the other."""
+        limits = [(mine, its) for mine, its in zip(self, other, strict=True) if its is not None]
+        return all(mine is not None and mine <= its for mine, its in limits)
 
 
 class Asker(Protocol):
     """A call that waits for texts."""
 
-    def request_for(self, text: TextTokens) -> Request:
+    @property
+    def urgency(self) -> Urgency:
+        """Its present one."""
+        ...
+
+    def request_for(self, text: Text) -> Request:
         """A request with the call's own id, urgency and tenant."""
         ...
 
@@ -42,7 +62,7 @@ class Asker(Protocol):
         """Called before the call's requests are submitted, for the books of the door."""
         ...
 
-    def take(self, text: TextTokens, states: bytes, chunk: OutputChunk | None) -> None:
+    def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
         """Called with the numbers of a text; without a chunk they were in the cache. `wake` follows."""
         ...
 
@@ -50,7 +70,7 @@ class Asker(Protocol):
         """Called if the engine has no numbers. `wake` follows."""
         ...
 
-    def ask_again(self, text: TextTokens) -> None:
+    def ask_again(self, text: Text) -> None:
         """Called if the request of another call was to answer, and was ended for that call's sake. `wake` follows."""
         ...
 
@@ -60,11 +80,12 @@ class Asker(Protocol):
 class _Work:
     """One text at the engine."""
 
-    __slots__ = ("askers", "key", "owner", "request_id")
+    __slots__ = ("askers", "key", "owner", "request_id", "urgency")
 
     def __init__(self, key: _Key, request_id: str, owner: Asker) -> None:
         self.key = key
         self.request_id = request_id
+        self.urgency = owner.urgency
         self.owner = owner
         """The call whose request it is; it may have left."""
         self.askers: dict[Asker, None] = {owner: None}
@@ -73,42 +94,40 @@ class _Work:
 class Desk:
     """The desk of one model. As a reader of the bridge, it takes the chunks of all requests that it submits."""
 
-    def __init__(self, running: RunningModel, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
-        self.running = running
+    def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
+        self._bridge = bridge
+        self._metrics = metrics
+        metrics.num_shared_texts = metrics.num_shared_texts or 0
         self._isolates_tenants = isolates_tenants
         self._cache = _Cache(max_cache_bytes)
         self._at_work: dict[_Key, _Work] = {}
+        """The engine has a text twice if a second call is in a greater hurry; then the second is here."""
         self._by_id: dict[str, _Work] = {}
         """The same by the engine's request ids."""
         self._touched: dict[Asker, None] = {}
         self._num_calls = 0
-        self.num_shared = 0
-        """Texts that were answered without being computed."""
-
-    def count_shared(self) -> int:
-        """Number of texts that were answered without being computed. For any thread."""
-        return self.num_shared
 
     def new_engine_id(self, request_id: str) -> str:
         """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
         self._num_calls += 1
         return f"{request_id}/{self._num_calls}"
 
-    def ask(self, texts: Sequence[TextTokens], asker: Asker, tenant: str) -> None:
+    def ask(self, texts: Sequence[Text], asker: Asker, tenant: str) -> None:
         """Have the asker told the numbers of texts, which are all different and which it does not wait for yet.
 
         Texts of the cache are told at once. Raises what the engine's `submit` raises.
         """
         requests = []
+        urgency = asker.urgency
         for text in texts:
             key = (tenant if self._isolates_tenants else "", text)
             states = self._cache.find(key)
             work = self._at_work.get(key)
             if states is not None:
-                self.num_shared += 1
+                self._count_shared()
                 asker.take(text, states, None)
-            elif work is not None:
-                self.num_shared += 1
+            elif work is not None and work.urgency.is_enough_for(urgency):
+                self._count_shared()
                 work.askers[asker] = None
             else:
                 request = asker.request_for(text)
@@ -116,7 +135,7 @@ class Desk:
                 requests.append(request)
         if requests:
             asker.enter(requests)
-            self.running.bridge.submit(requests, self)
+            self._bridge.submit(requests, self)
 
     def leave(self, asker: Asker, detail: str) -> None:
         """The asker waits for nothing any more. Texts that nobody else waits for are aborted."""
@@ -125,7 +144,7 @@ class Desk:
             del work.askers[asker]
             if not work.askers:
                 self._forget(work)
-                self.running.bridge.abort(work.request_id, detail)
+                self._bridge.abort(work.request_id, detail)
 
     def put(self, chunk: OutputChunk) -> None:
         """Called by the bridge."""
@@ -154,8 +173,13 @@ class Desk:
             asker.wake()
 
     def _forget(self, work: _Work) -> None:
-        del self._at_work[work.key], self._by_id[work.request_id]
-        self.running.bridge.forget(work.request_id)
+        del self._by_id[work.request_id]
+        if self._at_work.get(work.key) is work:
+            del self._at_work[work.key]
+        self._bridge.forget(work.request_id)
+
+    def _count_shared(self) -> None:
+        self._metrics.num_shared_texts = (self._metrics.num_shared_texts or 0) + 1
 
 
 class _Cache:
@@ -165,12 +189,12 @@ class _Cache:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
-        """Hash of the key -> numbers, the one that was asked for last at the end."""
+        """Name of the key -> numbers, the one that was asked for last at the end."""
 
     def find(self, key: _Key) -> bytes | None:
         if not self._entries:
             return None
-        name = _hash(key)
+        name = _entry_name(key)
         states = self._entries.get(name)
         if states is not None:
             self._entries.move_to_end(name)
@@ -181,15 +205,13 @@ class _Cache:
         size = len(states) + ENTRY_BYTES
         if size > self._max_bytes:
             return
-        self._entries[_hash(key)] = states
+        self._entries[_entry_name(key)] = states
         self._num_bytes += size
         while self._num_bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self._num_bytes -= len(oldest) + ENTRY_BYTES
 
 
-def _hash(key: _Key) -> bytes:
-    """The name of an entry, which is short whatever the text is."""
+def _entry_name(key: _Key) -> bytes:
     tenant, text = key
-    ids = ",".join(map(str, text.token_ids))
-    return blake2b(f"{tenant}\0{text.second_at}\0{ids}".encode(), digest_size=_HASH_BYTES).digest()
+    return blake2b(tenant.encode() + b"\0" + text.name, digest_size=len(text.name)).digest() if tenant else text.name

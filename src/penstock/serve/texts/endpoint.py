@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
-from penstock.deploy.off_loop import OffLoop
-from penstock.deploy.running import Deployment
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
+from penstock.deploy.running import RunningModel
 from penstock.serve.http.checks import JsonEndpoint
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.in_flight import InFlight
@@ -24,9 +25,13 @@ from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk
 from penstock.serve.texts.run import run
+from penstock.serve.texts.tokens import work_size
+from penstock.serve.texts.write import write_json
 
-INLINE_MAX_ANSWER_BYTES = 1 << 16
-"""Numbers up to here, 42 vectors of 384, are written within a millisecond, so the event loop does it."""
+INLINE_MAX_ANSWER_SIZE = 1 << 16
+"""Answers up to here, 25 vectors of 384, are written within a millisecond, so the event loop does it."""
+ITEM_SIZE = 1024
+"""A vector, or a label with its score, takes as long as so many bytes of numbers beside its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,37 +67,44 @@ class TextsEndpoint:
     """Answers the bodies of all faces. Has the desk of each model."""
 
     def __init__(self, deployment: Deployment, config: ServerConfig, in_flight: InFlight) -> None:
-        self._off_loop = deployment.default.off_loop
+        self._off_loop = deployment.off_loop
+        self._config = config
         self._in_flight = in_flight
-        self._desks: dict[str, Desk] = {
-            running.name: Desk(
-                running,
-                isolates_tenants=in_flight.isolates_tenants(running),
-                max_cache_bytes=config.embedding_cache_bytes,
-            )
-            for running in deployment.models
-            if running.model.encoder is not None
-        }
-        for desk in self._desks.values():
-            desk.running.metrics.read_shared_texts = desk.count_shared
+        self._desks: WeakKeyDictionary[RunningModel, Desk] = WeakKeyDictionary()
+        """The desk of each encoder that is loaded; it has no reference to that."""
+        for running in deployment.running:
+            if running.model.encoder is not None:
+                self._desk(running)
 
     async def answer(self, data: bytes, http: HttpRequest, read: Read) -> Response:
         """Answer a body as `read` reads it. Raises `ApiError` and `Rejected`."""
         answer = await self._off_loop.run(len(data), lambda: read(load_json(data), data, http.scope), limit=INLINE_MAX_BYTES)
         return await self._respond(answer, http)
 
+    def _desk(self, running: RunningModel) -> Desk:
+        if running not in self._desks:
+            self._desks[running] = Desk(
+                running.bridge,
+                running.metrics,
+                isolates_tenants=self._in_flight.isolates_tenants(running),
+                max_cache_bytes=self._config.embedding_cache_bytes,
+            )
+        return self._desks[running]
+
     async def _respond(self, answer: Answer, http: HttpRequest) -> Response:
         call = answer.call
-        results = await unless_gone(http, run(call, self._desks[call.running.name], self._in_flight))
-        size = results.num_bytes
-        content = (
-            _json(answer, results)
-            if size <= INLINE_MAX_ANSWER_BYTES
-            else await call.running.off_loop.finish(size, lambda: _json(answer, results))
-        )
+        results = await unless_gone(http, run(call, self._desk(call.running), self._in_flight))
+        if _size(call, results) <= INLINE_MAX_ANSWER_SIZE:
+            content = write_json(answer.write(results))
+        else:  # its time is no memory: others' long texts are refused for the bytes that are in flight
+            num_bytes = max(results.num_bytes, LARGE_SIZE + 1)
+            content = await call.running.off_loop.finish(num_bytes, lambda: write_json(answer.write(results)))
         headers = {"Server-Timing": results.server_timing} if results.server_timing else None
         return Response(content, media_type="application/json", headers=headers)
 
 
-def _json(answer: Answer, results: TextResults) -> bytes:
-    return orjson.dumps(answer.write(results), option=orjson.OPT_SERIALIZE_NUMPY)
+def _size(call: TextsCall, results: TextResults) -> int:
+    """The work of writing an answer, in bytes: its numbers, its items, and the texts, which some faces tell back."""
+    encoder = call.running.model.encoder
+    num_labels = 1 if encoder is None else max(1, len(encoder.labels))
+    return results.num_bytes + ITEM_SIZE * num_labels * len(results.results) + work_size(call)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.serve.texts.call import TextResults, TextsCall, Truncation
+from penstock.serve.texts.call import TextResult, TextsCall, Truncation
 from penstock.serve.texts.numbers import cosine, embedding, scores
 from penstock.serve.texts.read import DOCUMENT_PROMPTS, QUERY_PROMPTS, Asked, prompt_for, require_scores
-from penstock.types.encoder import ScoreFunction, Task
+from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +25,34 @@ class Pairs:
     second_name: Callable[[int], str]
 
     def call(self, asked: Asked, truncation: Truncation | None, *, is_search: bool) -> TextsCall:
-        """The call whose results have the scores. `is_search`: the firsts are questions to which the seconds are answers, so
-        an embedding model's prompts for these are put before them. Raises 400 if the model has no scores.
-        """
+        """The call whose results have the scores; `texts` says what `is_search` is. Raises 400 if the model has no scores."""
         require_scores(asked)
+        texts = self.texts(asked.encoder, is_search=is_search)
         if asked.encoder.task is Task.RERANK:
-            pairs = [(self._first(index), second) for index, second in enumerate(self.seconds)]
-            return asked.call(pairs, self.second_name, truncation)
-        query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search else ((), ())
-        first_prompt, second_prompt = prompt_for(asked.encoder, *query), prompt_for(asked.encoder, *document)
-        texts = [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
+            return asked.call(texts, self.second_name, truncation, first_name_of=self.first_name)
         return asked.call(texts, self._name, truncation)
 
-    def scores(self, asked: Asked, results: TextResults, *, is_raw: bool = False) -> list[float]:
-        """A score for each pair, by the model's own function; raw: the head's number. Cosines are the same either way."""
-        encoder = asked.encoder
+    def texts(self, encoder: EncoderInfo, *, is_search: bool = False) -> Sequence[str | tuple[str, str]]:
+        """The texts that the model reads: pairs, or the firsts and behind them the seconds.
+
+        `is_search`: the firsts are questions to which the seconds are answers, so an embedding model's prompts for these are
+        put before them.
+        """
+        if encoder.task is Task.RERANK:
+            return [(self._first(index), second) for index, second in enumerate(self.seconds)]
+        query, document = (QUERY_PROMPTS, DOCUMENT_PROMPTS) if is_search else ((), ())
+        first_prompt, second_prompt = prompt_for(encoder, *query), prompt_for(encoder, *document)
+        return [first_prompt + text for text in self.firsts] + [second_prompt + text for text in self.seconds]
+
+    def scores(self, encoder: EncoderInfo, results: Sequence[TextResult], *, is_raw: bool = False) -> list[float]:
+        """A score for each pair, by the model's own function; raw: the head's number. Cosines are the same either way.
+
+        `results` are those of `texts`, in their order.
+        """
         if encoder.task is Task.RERANK:
             function = ScoreFunction.NONE if is_raw else encoder.scores
-            return [scores(result, function)[0] for result in results.results]
-        vectors = [embedding(result, encoder) for result in results.results]
+            return [scores(result, function)[0] for result in results]
+        vectors = [embedding(result, encoder) for result in results]
         firsts, seconds = vectors[: len(self.firsts)], vectors[len(self.firsts) :]
         return [cosine(firsts[0 if len(firsts) == 1 else index], second) for index, second in enumerate(seconds)]
 

@@ -13,7 +13,8 @@ from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 
 from penstock.config import ServerConfig
-from penstock.deploy.running import Deployment, RunningModel
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.call import Terms
@@ -90,13 +91,19 @@ class Asked:
     """The model, as the client calls it."""
 
     def call(
-        self, texts: Sequence[TextInput], name_of: Callable[[int], str], truncation: Truncation | None = None
+        self,
+        texts: Sequence[TextInput],
+        name_of: Callable[[int], str],
+        truncation: Truncation | None = None,
+        *,
+        first_name_of: Callable[[int], str] | None = None,
     ) -> TextsCall:
         return TextsCall(
             running=self.running,
             terms=self.terms,
             texts=texts,
             name_of=name_of,
+            first_name_of=first_name_of,
             truncation=truncation,
             claim=self.claim,
         )
@@ -228,6 +235,9 @@ def read_truncation(kept_tokens: int | None, side: TruncationSide | None, runnin
     """vLLM's `truncate_prompt_tokens`: keep so many, -1 for as many as the model takes; None: nothing is cut. Raises 400."""
     limit = running.model.max_model_len
     if kept_tokens is None:
+        if side == "left":
+            param = "truncation_side"
+            raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate_prompt_tokens', too.", param)
         return None
     if kept_tokens == 0:
         param = "truncate_prompt_tokens"

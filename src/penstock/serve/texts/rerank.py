@@ -88,7 +88,7 @@ class RerankFace:
         has_documents = not is_v2 if body.return_documents is None else body.return_documents
 
         def write(results: TextResults) -> dict[str, Any]:
-            found = pairs.scores(asked, results)
+            found = pairs.scores(asked.encoder, results.results)
             return {
                 "id": f"rerank-{asked.terms.request_id}",
                 "model": asked.model_name,

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 import penstock
+from penstock.deploy.off_loop import give_way
 from penstock.serve.errors import ApiError, from_rejected, invalid
 from penstock.serve.openai.run import check_text_size
 from penstock.serve.openai.schemas import Body, load_json
@@ -39,9 +40,13 @@ from penstock.serve.texts.read import (
     require_embeddings,
     require_labels,
 )
+from penstock.serve.texts.tokens import pieces_of
+from penstock.serve.texts.write import write_json
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 from penstock.types.errors import Rejected
 
+MAX_TOLD_TOKENS = 1 << 16
+"""Tokens of one answer of `/tokenize`: 4 MB of JSON."""
 Side = Literal["left", "right", "Left", "Right"]
 
 
@@ -105,7 +110,7 @@ class TeiFace:
         del http
         return await in_own_words(self._tokenize(data))
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self, _http: HttpRequest) -> dict[str, Any]:
         """The default model, as text-embeddings-inference tells it."""
         running = self._reader.find(None)
         model, encoder = running.model, running.model.encoder
@@ -173,7 +178,7 @@ class TeiFace:
         call = pairs.call(asked, _truncation(body, asked), is_search=True)
 
         def write(results: TextResults) -> list[Any]:
-            found = pairs.scores(asked, results, is_raw=bool(body.raw_scores))
+            found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
             return [
                 {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": found[index]}
                 for index in ranking(found)
@@ -199,8 +204,19 @@ class TeiFace:
         texts = [text for text in read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
         for index, text in enumerate(texts):
             check_text_size(text, running, f"inputs[{index}]")
-        lists = tokenizer.encode_batch(texts, add_special_tokens=body.add_special_tokens is not False)
-        return orjson.dumps(
+        lists: list[list[int]] = []
+        num_tokens = 0
+        for piece in pieces_of(texts):
+            lists += tokenizer.encode_batch(piece, add_special_tokens=body.add_special_tokens is not False)
+            num_tokens += sum(map(len, lists[-len(piece) :]))
+            if num_tokens > MAX_TOLD_TOKENS:
+                raise invalid(
+                    f"The texts have more than {MAX_TOLD_TOKENS} tokens, the most that one answer tells. Send the texts in "
+                    "several requests, or one of them as 'prompt'.",
+                    "inputs",
+                )
+            give_way()
+        return write_json(
             [
                 [
                     {
@@ -243,9 +259,12 @@ def _model_type(encoder: EncoderInfo) -> dict[str, Any]:
 
 
 def _truncation(body: TruncatedBody, asked: Asked) -> Truncation | None:
-    if not body.truncate:
-        return None
     is_left = (body.truncation_direction or "").lower() == "left"
+    if not body.truncate:
+        if is_left:
+            param = "truncation_direction"
+            raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate', too.", param)
+        return None
     return Truncation(asked.running.model.max_model_len, "left" if is_left else "right")
 
 

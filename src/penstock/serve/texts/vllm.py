@@ -98,7 +98,7 @@ class VllmFace:
         call = pairs.call(asked, _truncation(body, asked), is_search=False)
 
         def write(results: TextResults) -> dict[str, Any]:
-            found = pairs.scores(asked, results, is_raw=body.use_activation is False)
+            found = pairs.scores(asked.encoder, results.results, is_raw=body.use_activation is False)
             items = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
             return _list("score", asked, items, results)
 

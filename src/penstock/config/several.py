@@ -1,0 +1,84 @@
+"""The models of one server, a config each: of words of the command line, tables of the file and files of a folder.
+`cli` calls it.
+
+    what a table [[models]] says of one model  before  what flags, environment and file say of all
+
+Decides which models there are and in which order; reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.config.components import Config, Load, config_from
+from penstock.config.sources import MODELS, all_settings
+from penstock.types.errors import ConfigError
+
+_OF_ONE_MODEL = ("served_model_name", "alias", "chat_template", "kv_disk_path", "lora_modules", "lora_dir", "merge_lora")
+"""Settings of one model, which several can't have in common."""
+_ALONE = ("record", "ab", "ab_share", "ab_by", "ab_secret", "ab_tenant")
+"""Settings of a server that has one model."""
+
+
+def configs_of(
+    values: Mapping[str, object],
+    *,
+    words: Sequence[str] = (),
+    tables: Sequence[Mapping[str, object]] = (),
+    folder: Sequence[tuple[str, str]] = (),
+) -> list[Config]:
+    """A config for each model, the first of them the default one; of nothing named, that of the default model.
+
+    `values`: of all models, by the keys of settings. `words` name models, those first; a word that names a table by one of its
+    names, or by its `model`, stands for it. `folder`: (name, path) of models that are loaded when they are asked for, unless a
+    word has their name. Raises ConfigError for settings that several models can't have in common.
+    """
+    in_tables = {_place(table["model"]) for table in tables}
+    found = [{"model": path, "served_model_name": (name,)} for name, path in folder if _place(path) not in in_tables]
+    rest = [*tables, *found]
+    models = [_take(word, rest) for word in words]
+    models += [{"load_on": Load.REQUEST.value, **table} if table in found else table for table in rest]
+    if len(models) > 1:
+        _check_common(values, len(models))
+    return [config_from({**values, **_own(model)}) for model in models or [{}]]
+
+
+def _own(table: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a model's table. A policy that it names has the arguments that it gives, and not those of another."""
+    return {**{f"{key}_args": None for key in table}, **table}
+
+
+def _take(word: str, rest: list[Mapping[str, object]]) -> Mapping[str, object]:
+    """The table that a word stands for, which is taken out of the rest; one of its own if there is none."""
+    for table in rest:
+        if word in _names(table) or _place(word) == _place(table["model"]):
+            rest.remove(table)
+            return table
+    return {"model": word}
+
+
+def _names(table: Mapping[str, object]) -> tuple[object, ...]:
+    names = table.get("served_model_name")
+    return names if isinstance(names, tuple) else ()
+
+
+def _place(model: object) -> Path:
+    """The same for all ways to write a file's path; of a model that is no file, something of its own."""
+    path = Path(str(model))
+    with suppress(RuntimeError):  # there is no such home folder, which is told when the model is looked up
+        path = path.expanduser()
+    return path.absolute()
+
+
+def _check_common(values: Mapping[str, object], num_models: int) -> None:
+    for item in all_settings():
+        is_set = values.get(item.key, item.default) != item.default
+        if is_set and item.key in _OF_ONE_MODEL:
+            remedy = f"Set {item.key} in the tables [[{MODELS}]] of a file for --config."
+            raise ConfigError(f"{item.flag} is of one model, and {num_models} are served.", remedy=remedy)
+        if is_set and item.key in _ALONE:
+            raise ConfigError(
+                f"{item.flag} is for a server of one model, and {num_models} are served.", remedy="Serve that model alone."
+            )

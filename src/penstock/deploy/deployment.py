@@ -1,0 +1,495 @@
+"""A deployment: the models of one process by their names, and the keeper, which alone loads and unloads them.
+
+    request --> find --> LOADED: its running model, at once
+                         else:   want --> keeper: room, load --> the running model
+
+The keeper is one thread that does one thing at a time: it closes the models that have no users left, has idle ones leave, and
+loads what is wanted in the order of asking. If a model needs room, others leave (`room` chooses): they take no new users and
+are closed when the last has gone, so no request ends for another model's sake. Requests wait in `serve`, not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.clock import Clock, WallClock
+from penstock.config.units import format_size
+from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.room import Tenancy, leavers, room_at_ns
+from penstock.deploy.served import ModelState, ServedModel, UnloadReason
+from penstock.machine import give_back_free_memory
+from penstock.types.errors import ConfigError, ModelAway, NotEnoughMemory, PenstockError, Rejected, RejectReason
+
+if TYPE_CHECKING:  # their imports would hold up the first model's weights
+    from penstock.deploy.off_loop import OffLoop
+    from penstock.deploy.running import RunningModel, Sources
+
+_log = logging.getLogger(__name__)
+
+RETRY_NS = 10_000_000_000
+"""A model that could not be loaded is tried again when it is asked for so much later."""
+CLOSE_TIMEOUT_S = 10.0
+"""Time for the end of an engine without requests: it may still write to its disk tier."""
+TEND_AGAIN_NS = 1_000_000_000
+"""Time until the keeper tries again after a fault."""
+LOAD_BYTES_PER_S = 400_000_000
+"""Guess of a first load's speed, which takes `LOAD_BASE_S` beside; after it, the model's own time is known."""
+LOAD_BASE_S = 1.0
+
+
+class Deployment:
+    """The served models. Everything but `tend` and `close` returns at once and may be called by any thread."""
+
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        memory: MemoryBudget,
+        *,
+        clock: Clock | None = None,
+        sources: Callable[[], Sources] | None = None,
+    ) -> None:
+        """The first model is the default one. Raises ConfigError if two have a name or an alias, or the name of an adapter, in
+        common.
+        """
+        if not served:
+            raise ValueError("a deployment has at least one model")
+        self.served = tuple(served)
+        self._make_sources = sources
+        self.memory = memory
+        self.clock = clock or WallClock()
+        self._by_name: dict[str, ServedModel] = {}
+        for one in served:
+            for name in dict.fromkeys(one.names + one.aliases):
+                if name in self._by_name:
+                    raise ConfigError(
+                        f"Two models are served as {name!r}.", remedy="Give one of them another --served-model-name."
+                    )
+                self._by_name[name] = one
+        self._check_adapters()
+        self._news = threading.Condition()
+        """Guards the next four; the keeper waits for it."""
+        self._has_news = False
+        self._is_closing = False
+        self._wanted: dict[ServedModel, Future[RunningModel]] = {}
+        """In the order of asking."""
+        self._unwanted: dict[ServedModel, tuple[Future[None], int | None]] = {}
+        """Models that were asked to leave, and when they are closed although they have users."""
+        self._keeper = threading.Thread(target=self._keep, name="penstock-models", daemon=True)
+
+    def _check_adapters(self) -> None:
+        """Refuse names of adapters that another adapter or a model has: requests could not ask for them. Raises ConfigError."""
+        taken = set(self._by_name)
+        for one in self.served:
+            for adapter in () if one.adapters is None else one.adapters.registered():
+                if adapter.name in taken:
+                    raise ConfigError(
+                        f"An adapter of {one.name} is called {adapter.name!r}, and so is another adapter, or a model.",
+                        remedy="Give it another name in --lora-modules.",
+                    )
+                taken.add(adapter.name)
+
+    def adapters_of(self, name: str) -> ServedModel | None:
+        """The model that has an adapter of this name, registered or found before; None: no model has. It asks no disk."""
+        return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
+
+    @classmethod
+    def of(cls, *models: RunningModel) -> Deployment:
+        """A deployment of models that are running already, and stay."""
+
+        def refuse() -> MemoryShare:
+            raise ConfigError("This model was not started by its deployment, which can't load it again.")
+
+        def loads() -> RunningModel:
+            raise AssertionError("a plan comes before a load, and was refused")
+
+        served = [
+            ServedModel(
+                names=running.model.served_names,
+                aliases=running.model.aliases,
+                adapters=running.adapters,
+                metrics=running.metrics,
+                load=loads,
+                plan=refuse,
+                is_fixed=True,
+            )
+            for running in models
+        ]
+        deployment = cls(served, MemoryBudget(), sources=lambda: models[0].sources)
+        for one, running in zip(served, models, strict=True):
+            deployment._put(one, running, 0)
+        return deployment
+
+    def start(self, at_once: Sequence[ServedModel] = ()) -> None:
+        """Load these models as far as they have room beside each other, and start the keeper.
+
+        Raises what the loading of one raises; then none is left running.
+        """
+        with contextlib.ExitStack() as started:
+            for served in at_once:
+                if self.running and self._plan(served).num_bytes > self.memory.left_bytes():
+                    _log.warning("%s has no room beside the others yet: it is loaded when it is asked for", served.name)
+                else:
+                    self._load(served)
+                    assert served.running is not None
+                    started.callback(served.running.close)
+            started.pop_all()
+        self._keeper.start()
+
+    @cached_property
+    def off_loop(self) -> OffLoop:
+        """For large bodies, which have to be read before it is known which model they ask."""
+        from penstock.deploy.off_loop import OffLoop
+
+        return OffLoop(self.default.metrics.count_rejected)
+
+    @cached_property
+    def sources(self) -> Sources:
+        from penstock.deploy.running import Sources
+
+        return self._make_sources() if self._make_sources is not None else Sources()
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of a request that names none."""
+        return self.served[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models as they are listed: without aliases."""
+        return tuple(name for one in self.served for name in one.names)
+
+    @property
+    def running(self) -> tuple[RunningModel, ...]:
+        """The models that are loaded now, those that leave among them."""
+        return tuple(running for one in self.served if (running := one.running) is not None)
+
+    @property
+    def staying(self) -> tuple[RunningModel, ...]:
+        """The loaded models that take new users."""
+        return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
+
+    def find(self, name: str | None) -> ServedModel | None:
+        """The model with this name or alias, the default one for None; None if there is no such model."""
+        return self.default if name is None else self._by_name.get(name)
+
+    def want(self, served: ServedModel) -> Future[RunningModel]:
+        """The model once it is loaded; the same for all who wait. Fails with `Rejected`. Do not cancel it."""
+        with self._news:
+            failure = self._refusal(served)
+            if failure is not None:
+                return _failed(failure)
+            with contextlib.suppress(ModelAway):
+                return _done(served.answerer())
+            future = self._wanted.setdefault(served, Future())
+            self._tell()
+            return future
+
+    def expected_wait_s(self, served: ServedModel) -> float:
+        """How long a request that asks for a model now may expect to wait: for those before it, for room, and for its load.
+
+        Nobody knows how long the last users of a model that leaves will stay.
+        """
+        line = list(dict.fromkeys([*self._wanted, served]))
+        line = line[: line.index(served) + 1]
+        now_ns = self.clock.now_ns()
+        leaving = [one for one in self.served if one.state is ModelState.LEAVING]
+        lacking_bytes = sum(_num_bytes(one) for one in line if one.running is None or one in leaving)
+        lacking_bytes -= self.memory.left_bytes() + sum(_num_bytes(one) for one in leaving)
+        room_ns = room_at_ns(lacking_bytes, self._tenancies(), now_ns) - now_ns
+        return room_ns / 1e9 + sum(self._load_s(one) for one in line if one.state is not ModelState.LOADED)
+
+    def unload(self, served: ServedModel, timeout_s: float | None = None) -> Future[None]:
+        """Have a model leave; the result is there when its memory is back. Requests that ask for it load it again.
+
+        Not for one that is fixed. Fails with `Rejected` if the server shuts down.
+        `timeout_s`: time after which the requests that still use it are ended; None: it waits for them.
+        """
+        until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
+        with self._news:
+            if self._is_closing:
+                return _failed(_shutting_down())
+            future, _ = self._unwanted.get(served, (Future(), None))
+            self._unwanted[served] = future, until_ns
+            self._tell()
+        return future
+
+    def drain(self) -> None:
+        """Refuse new requests and let the others end."""
+        with self._news:
+            self._is_closing = True
+            wanted, self._wanted = self._wanted, {}
+            unwanted, self._unwanted = self._unwanted, {}
+            self._tell()
+        for future in wanted.values():
+            future.set_exception(_shutting_down())
+        for gone, _ in unwanted.values():
+            gone.set_exception(_shutting_down())
+        for running in self.running:
+            running.engine.drain()
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Drain all models for up to `timeout_s` together and close each. True if nothing had to be aborted. Idempotent.
+
+        A load that goes on is waited for as long; then its thread is left to the end of the process.
+        """
+        self.drain()
+        end_s = time.monotonic() + timeout_s
+        if self._keeper.is_alive():
+            self._keeper.join(max(timeout_s, 1.0))
+        are_clean: list[bool] = []
+        with contextlib.ExitStack() as closing:  # all are closed, also if one can't be
+            closing.callback(self.off_loop.close)
+            for running in reversed(self.running):
+                closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
+        return all(are_clean)
+
+    # The keeper's.
+
+    def _keep(self) -> None:
+        while not self._is_closing:
+            try:
+                due_ns = self.tend()
+            except Exception:  # a fault of ours must not end the thread that all models need
+                _log.exception("the models could not be tended; that is tried again")
+                due_ns = self.clock.now_ns() + TEND_AGAIN_NS
+            with self._news:
+                if not self._has_news:
+                    self._news.wait(None if due_ns is None else max(0, due_ns - self.clock.now_ns()) / 1e9)
+                self._has_news = False
+
+    def tend(self) -> int | None:
+        """Do all that is due. Returns the instant at which more will be; None: when somebody asks, or the last user goes.
+
+        Called by the keeper's thread, or by whoever has none.
+        """
+        due_ns = [self._leave_unwanted(), self._leave_idle()]
+        self._close_unused()
+        self._tell_unloaded()
+        due_ns.append(self._load_wanted())
+        return min([at_ns for at_ns in due_ns if at_ns is not None], default=None)
+
+    def _leave_unwanted(self) -> int | None:
+        """Have models leave that are broken or were asked to, and end the requests of those whose time is over."""
+        now_ns, due_ns = self.clock.now_ns(), list[int]()
+        for served in self.served:
+            if served.state is ModelState.LOADED and served.is_broken:
+                _log.error("%s leaves: its engine failed, and could not be made anew", served.name)
+                self._leave(served, UnloadReason.FAILED)
+        with self._news:
+            unwanted = {served: until_ns for served, (_, until_ns) in self._unwanted.items()}
+        for served, until_ns in unwanted.items():
+            if served.state is ModelState.LOADED:
+                self._leave(served, UnloadReason.ASKED)
+            if until_ns is not None and until_ns > now_ns:
+                due_ns.append(until_ns)
+            elif until_ns is not None and served.state is ModelState.LEAVING:
+                self._close(served)
+        return min(due_ns, default=None)
+
+    def _tell_unloaded(self) -> None:
+        with self._news:
+            gone = [self._unwanted.pop(one)[0] for one in list(self._unwanted) if one.running is None]
+        for future in gone:
+            future.set_result(None)
+
+    def _leave_idle(self) -> int | None:
+        now_ns, due_ns = self.clock.now_ns(), list[int]()
+        for served in self.served:
+            running = served.running
+            if served.state is ModelState.LOADED and running is not None and served.idle_unload_ns is not None:
+                idle_ns = running.used_ns + served.idle_unload_ns
+                if running.num_users:
+                    due_ns.append(now_ns + served.idle_unload_ns)
+                elif idle_ns > now_ns:
+                    due_ns.append(idle_ns)
+                else:
+                    _log.info("%s leaves: nobody has used it for %g s", served.name, served.idle_unload_ns / 1e9)
+                    self._leave(served, UnloadReason.IDLE)
+        return min(due_ns, default=None)
+
+    def _load_wanted(self) -> int | None:
+        """Load the models that are wanted and have room, and have others leave for those that have none.
+
+        Nobody is overtaken in the choice of who leaves; a model may be loaded before another that waits for its room, if both
+        will fit.
+        """
+        with self._news:
+            wanted = list(self._wanted)
+        room_bytes: int | None = None
+        """Left when all that leave have left, and all before in the line were loaded."""
+        for served in wanted:
+            try:
+                share = self._plan(served)
+                leaving = [_num_bytes(one) for one in self.served if one.state is ModelState.LEAVING]
+                room_bytes = self.memory.left_bytes() + sum(leaving) if room_bytes is None else room_bytes
+                room_bytes -= share.num_bytes
+                if room_bytes < 0:
+                    chosen = leavers(-room_bytes, self._tenancies(), self.clock.now_ns())
+                    if not isinstance(chosen, tuple):
+                        return chosen
+                    room_bytes += self._make_room(served, chosen)
+                if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
+                    self._load(served)
+            except Exception as error:
+                self._fail(served, error)
+                return self.clock.now_ns()  # the others: what is free is counted anew
+        return None
+
+    def _plan(self, served: ServedModel) -> MemoryShare:
+        """The memory that a model will take. Raises NotEnoughMemory if there is never so much, and what planning raises."""
+        if served.share is None:
+            served.share = served.plan()
+        kept = [_num_bytes(one) for one in self.served if one.is_kept and one.running is not None and one is not served]
+        if served.share.num_bytes > self.memory.total_bytes() - sum(kept):
+            beside = f" and kept models have {format_size(sum(kept))} of it" if kept else ""
+            raise NotEnoughMemory(
+                f"{served.name} takes {served.share}, all models together may take "
+                f"{format_size(self.memory.total_bytes())}{beside}.",
+                remedy="Lower --kv-cache-memory, take a smaller model, or free some memory.",
+            )
+        return served.share
+
+    def _make_room(self, served: ServedModel, chosen: tuple[str, ...]) -> int:
+        """Have the chosen leave, and close those that can be at once. Returns the bytes that this will free."""
+        leaving = [self._by_name[name] for name in chosen]
+        num_bytes = sum(_num_bytes(one) for one in leaving)
+        for one in leaving:
+            _log.info("%s leaves to make room for %s", one.name, served.name)
+            self._leave(one, UnloadReason.ROOM)
+        self._close_unused()
+        return num_bytes
+
+    def _tenancies(self) -> list[Tenancy]:
+        return [
+            Tenancy(
+                name=one.name,
+                num_bytes=_num_bytes(one),
+                is_used=running.num_users > 0,
+                was_used=running.num_uses > 0,
+                used_ns=running.used_ns,
+                loaded_ns=one.loaded_ns,
+                load_ns=one.load_ns,
+                is_kept=one.is_kept,
+            )
+            for one in self.served
+            if one.state is ModelState.LOADED and (running := one.running) is not None
+        ]
+
+    def _load(self, served: ServedModel) -> None:
+        """Load a model and tell those who wait. Raises what its loading raises."""
+        served.state = ModelState.LOADING
+        began_ns = self.clock.now_ns()
+        running = served.load()
+        self._put(served, running, self.clock.now_ns() - began_ns)
+        _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
+        with self._news:
+            future = self._wanted.pop(served, None)
+        if future is not None:
+            future.set_result(running)
+        if self._is_closing:
+            running.engine.drain()  # `close` may have gone through the running models already
+            running.close()
+
+    def _put(self, served: ServedModel, running: RunningModel, load_ns: int) -> None:
+        running.on_unused = partial(self._on_unused, served)
+        served.running, served.info, served.failure = running, running.model, ""
+        served.share = self.memory.share(served.name)
+        served.loaded_ns = running.used_ns = self.clock.now_ns()
+        served.load_ns = load_ns
+        served.num_loads += 1
+        served.total_load_ns += load_ns
+        served.state = ModelState.LOADED
+
+    def _fail(self, served: ServedModel, error: Exception) -> None:
+        known = isinstance(error, PenstockError)
+        _log.error("%s can't be loaded: %s", served.name, error, exc_info=None if known else error)
+        served.state, served.failed_ns = ModelState.FAILED, self.clock.now_ns()
+        served.failure, served.share = str(error) if known else "the server's log has the cause", None
+        served.num_load_failures += 1
+        with self._news:
+            future = self._wanted.pop(served, None)
+        if future is not None:
+            future.set_exception(self._refusal(served) or _shutting_down())
+
+    def _leave(self, served: ServedModel, reason: UnloadReason) -> None:
+        assert served.running is not None
+        served.num_unloads[reason] += 1
+        served.state = ModelState.LEAVING
+        served.running.leave()
+
+    def _close_unused(self) -> None:
+        for served in self.served:
+            if served.state is ModelState.LEAVING and served.running is not None and not served.running.num_users:
+                self._close(served)
+
+    def _close(self, served: ServedModel) -> None:
+        """Close a model that leaves; requests that still use it are ended."""
+        assert served.running is not None
+        running = served.running
+        try:
+            running.close(0.0 if running.num_users else CLOSE_TIMEOUT_S)
+        except Exception:
+            _log.exception("%s could not be closed in order; its memory may be lost", served.name)
+        served.metrics.disconnect()
+        served.running, served.state = None, ModelState.UNLOADED
+        give_back_free_memory()
+        self._tell_unloaded()  # at once: a load may follow, which nobody has asked to undo
+        _log.info("%s was unloaded", served.name)
+
+    # For both sides.
+
+    def _tell(self) -> None:
+        """Wake the keeper. With the lock."""
+        self._has_news = True
+        self._news.notify_all()
+
+    def _on_unused(self, served: ServedModel) -> None:
+        """The last user of a model has gone, for which it, or one that needs its room, may have waited."""
+        if self._wanted or served.state is ModelState.LEAVING:
+            with self._news:
+                self._tell()
+
+    def _refusal(self, served: ServedModel) -> Rejected | None:
+        """Why a model is not to be had for a while; None: it can be loaded."""
+        if self._is_closing:
+            return _shutting_down()
+        retry_ns = served.failed_ns + RETRY_NS - self.clock.now_ns()
+        if served.state is not ModelState.FAILED or retry_ns <= 0:
+            return None
+        return Rejected(
+            RejectReason.UNAVAILABLE,
+            f"The model {served.name} could not be loaded: {served.failure}",
+            retry_after_s=retry_ns / 1e9,
+        )
+
+    def _load_s(self, served: ServedModel) -> float:
+        if served.load_ns:
+            return served.load_ns / 1e9
+        return LOAD_BASE_S + (0 if served.share is None else served.share.num_weight_bytes / LOAD_BYTES_PER_S)
+
+
+def _num_bytes(served: ServedModel) -> int:
+    return 0 if served.share is None else served.share.num_bytes
+
+
+def _shutting_down() -> Rejected:
+    return Rejected(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=5.0)
+
+
+def _done(running: RunningModel) -> Future[RunningModel]:
+    future: Future[RunningModel] = Future()
+    future.set_result(running)
+    return future
+
+
+def _failed(error: Rejected) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,169 @@
+"""The adapters in the pool: which blocks hold which, who needs one, and what the executor is to do about it. Part of
+`KVManager`; never decides which request runs.
+
+An adapter is paged like KV. While requests that hold blocks have it, its blocks are held (it is pinned). When the last of them
+is gone they lie in the free list with their content kept, like blocks of a prefix, and compete with those: the least recently
+used content of either kind is lost first. One block that is given to somebody else is enough to evict the whole adapter.
+
+    pinned    2 requests    blocks 7 2 5 held
+    idle                    blocks 7 2 5 in the free list, kept        -> pinned again, without being placed
+    evicted                 block 7 was taken: 2 and 5 are at the head of the free list, and the executor drops the adapter
+
+Before the next step the executor drops what was evicted, then blocks are copied, then adapters are placed: a copy may go to a
+block of the first, and come from one of the last. An adapter that is evicted in the step of its placement is not placed any
+more, since its blocks may be the destinations of copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.kv.block_pool import BlockPool
+from penstock.types.adapter import BASE, AdapterPlacement, PackedAdapter
+from penstock.types.stats import AdapterCounts
+
+
+@dataclass(slots=True)
+class Resident:
+    """An adapter that is in the pool."""
+
+    block_ids: tuple[int, ...]
+    num_pins: int = 0
+    """Block tables that have it."""
+
+
+class AdapterPages:
+    """The adapters of one pool, by their numbers."""
+
+    def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
+        """`take` gives blocks of the pool, as the manager's own."""
+        self.residents: dict[int, Resident] = {}
+        """Written here alone."""
+        self.num_pinned = 0
+        """Adapters that requests have."""
+        self.num_pinned_blocks = 0
+        self.num_placements = 0
+        """Since the beginning, as below: how often an adapter was put into the pool."""
+        self.num_evictions = 0
+        self._pool = pool
+        self._take = take
+        self._number_of: dict[int, int] = {}
+        """Block id -> the adapter that lies in it."""
+        self._drops: list[int] = []
+        self._placements: list[AdapterPlacement] = []
+
+    @property
+    def counts(self) -> AdapterCounts:
+        """The adapters here now, and the moves since the beginning."""
+        num_resident, num_blocks = len(self.residents), len(self._number_of)
+        return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions)
+
+    def is_pinned(self, number: int) -> bool:
+        """Whether requests that hold blocks have it, so that one more costs nothing."""
+        resident = self.residents.get(number)
+        return resident is not None and resident.num_pins > 0
+
+    def num_blocks(self, number: int, packed: PackedAdapter | None = None) -> int:
+        """Blocks that the adapter takes. `packed` tells it of one that is not in the pool; 0: nobody knows."""
+        resident = self.residents.get(number)
+        if resident is not None:
+            return len(resident.block_ids)
+        return 0 if packed is None else packed.num_pages
+
+    def num_missing(self, number: int, packed: PackedAdapter | None = None) -> int:
+        """Available blocks that `pin` makes unavailable."""
+        return 0 if self.is_pinned(number) else self.num_blocks(number, packed)
+
+    def pin(self, number: int, packed: PackedAdapter | None = None) -> None:
+        """One more block table has the adapter. Takes blocks, and orders its placement, if it is not in the pool.
+
+        Raises ValueError if it is not and there is no `packed`, or fewer blocks than it needs are available.
+        """
+        resident = self.residents.get(number)
+        if resident is None:
+            if packed is None:
+                raise ValueError(f"adapter {number} is not in the pool, and its content is not given")
+            block_ids = tuple(self._take(packed.num_pages))
+            resident = self.residents[number] = Resident(block_ids)
+            self._number_of.update(dict.fromkeys(block_ids, number))
+            self._placements.append(AdapterPlacement(number, packed, block_ids))
+            self.num_placements += 1
+        elif not resident.num_pins:
+            for block_id in resident.block_ids:
+                self._pool.hold(block_id)
+        if not resident.num_pins:
+            self.num_pinned += 1
+            self.num_pinned_blocks += len(resident.block_ids)
+        resident.num_pins += 1
+
+    def unpin(self, number: int, group: Hashable) -> None:
+        """One table fewer has it. After the last one its blocks are cached, on account of that table's group."""
+        resident = self.residents[number]
+        resident.num_pins -= 1
+        if not resident.num_pins:
+            self.num_pinned -= 1
+            self.num_pinned_blocks -= len(resident.block_ids)
+            for block_id in resident.block_ids:
+                self._pool.release(block_id, keep=True, group=group)
+
+    def num_freed(self, pins: Mapping[int, int]) -> int:
+        """Blocks that become available if adapters lose as many pins, by number."""
+        residents = self.residents
+        return sum(len(residents[number].block_ids) for number, count in pins.items() if residents[number].num_pins == count)
+
+    def evict(self, block_ids: Iterable[int]) -> None:
+        """These blocks were given to somebody else: adapters that lie in one of them are lost."""
+        number_of = self._number_of
+        if not number_of:  # like nearly always
+            return
+        taken = set(block_ids)
+        for number in dict.fromkeys(number_of[block_id] for block_id in sorted(taken & number_of.keys())):
+            for block_id in self.residents.pop(number).block_ids:
+                del number_of[block_id]
+                if block_id not in taken:  # nothing of use is in it any more
+                    self._pool.hold(block_id)
+                    self._pool.release(block_id, keep=False)
+            placements = [placement for placement in self._placements if placement.number != number]
+            if len(placements) == len(self._placements):  # else the executor has not heard of it
+                self._drops.append(number)
+            self._placements = placements
+            self.num_evictions += 1
+
+    def holds(self, block_id: int) -> bool:
+        """Whether an adapter lies in the block."""
+        return block_id in self._number_of
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the executor has yet to hear of a drop or a placement."""
+        return bool(self._drops or self._placements)
+
+    def take_drops(self) -> Sequence[int]:
+        """Numbers of adapters that the executor drops before it copies blocks for the next step; each is returned once."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    def take_placements(self) -> Sequence[AdapterPlacement]:
+        """Adapters that the executor places after it has copied blocks for the next step; each is returned once."""
+        placements, self._placements = self._placements, []
+        return placements
+
+    def check(self, pins: Counter[int]) -> None:
+        """Verify the laws; `pins`: number -> tables that have it. Raises AssertionError. O(blocks of adapters)."""
+        pool = self._pool
+        assert BASE not in pins, "a table has the base as its adapter"
+        found = {number: resident.num_pins for number, resident in self.residents.items() if resident.num_pins}
+        assert found == dict(pins), f"adapters are pinned {found}, and tables have {dict(pins)}"
+        pinned = [resident for resident in self.residents.values() if resident.num_pins]
+        assert self.num_pinned == len(pinned), f"{len(pinned)} adapters are pinned, {self.num_pinned} are counted"
+        num_blocks = sum(len(resident.block_ids) for resident in pinned)
+        assert self.num_pinned_blocks == num_blocks, f"{num_blocks} blocks are pinned, {self.num_pinned_blocks} are counted"
+        owned = [block_id for resident in self.residents.values() for block_id in resident.block_ids]
+        assert len(set(owned)) == len(owned), "two adapters lie in one block"
+        assert set(owned) == self._number_of.keys(), "a block is said to hold an adapter and does not"
+        for number, resident in self.residents.items():
+            for block_id in resident.block_ids:
+                assert pool.ref_count(block_id) == (resident.num_pins > 0), f"block {block_id} of adapter {number} is held"
+                assert pool.is_kept(block_id) == (not resident.num_pins), f"block {block_id} of adapter {number} may be lost"

@@ -1,0 +1,89 @@
+"""The factors of a low-rank adapter, and the matrices of a program that they may change.
+
+Files of adapters are read into `AdapterFactors` (`models.peft`, `models.gguf_adapter`); a backend packs these for its kernels.
+Nothing here reads a file or computes.
+
+With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. W's row of a token,
+for `Embed`, becomes W[token] + A[:, token] @ B.T, before it is scaled. Source: LoRA, arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.program import Embed, Linear, Logits, Program
+from penstock.types.adapter import PackedAdapter
+from penstock.types.errors import ModelError
+
+F32 = NDArray[np.float32]
+
+OUTPUT_SITE = "output"
+"""The site of `Logits`, also where it multiplies the matrix of the embedding: an adapter may change one without the other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterFactors:
+    """Finite numbers alone, with the adapter's scaling multiplied into B."""
+
+    by_weight: Mapping[str, tuple[F32, F32]]
+    """Site -> (A [r, in], B [out, r]); r is at least 1, and may differ between sites. For `Embed` A is [r, vocabulary] and
+    B [width, r]."""
+
+    @property
+    def max_rank(self) -> int:
+        """The largest r; 0 without any factors."""
+        return max((len(a) for a, _ in self.by_weight.values()), default=0)
+
+    def check(self, program: Program, *, max_rank: int) -> None:
+        """Raises ModelError for a site that the program lacks, factors of another shape than the site's matrix, and for a rank
+        above `max_rank`.
+        """
+        known = sites(program)
+        for site, (a, b) in self.by_weight.items():
+            if site not in known:
+                raise ModelError(
+                    f"the adapter changes {site!r}, which is no matrix that an adapter may change in this model.",
+                    remedy=f"Use an adapter of {', '.join(list(known)[:3])} and the like.",
+                )
+            num_out, num_in = known[site]
+            if not len(a) or (a.shape, b.shape) != ((len(a), num_in), (num_out, len(a))):
+                raise ModelError(
+                    f"the adapter's factors of {site!r} are {list(a.shape)} and {list(b.shape)}; the model's matrix wants "
+                    f"[r, {num_in}] and [{num_out}, r].",
+                    remedy="Use an adapter that was trained on this model.",
+                )
+        if self.max_rank > max_rank:
+            raise ModelError(
+                f"the adapter has a rank of {self.max_rank}, and --max-lora-rank is {max_rank}.",
+                remedy=f"Set --max-lora-rank to {self.max_rank}, or use an adapter of a lower rank.",
+            )
+
+
+AdapterPacker = Callable[[AdapterFactors], PackedAdapter]
+"""Makes of an adapter what executors place; for any thread. Raises ModelError for one that they can't compute."""
+
+
+def site_of(op: Linear | Embed | Logits) -> str:
+    """The name under which adapters change an operation: its weight's, but for `Logits`."""
+    return OUTPUT_SITE if isinstance(op, Logits) else op.weight
+
+
+def sites(program: Program) -> Mapping[str, tuple[int, int]]:
+    """Site -> (out, in) of every matrix that an adapter may change, in the program's order. Experts and routers are none.
+
+    For `Embed` it is (width, vocabulary).
+    """
+    found: dict[str, tuple[int, int]] = {}
+    widths = dict(program.buffers)
+    for op in program.ops:
+        if isinstance(op, Embed):
+            found[site_of(op)] = widths[op.out], program.vocab_size
+        elif isinstance(op, Linear):
+            found[site_of(op)] = widths[op.out], widths[op.x]
+        elif isinstance(op, Logits):
+            found[site_of(op)] = program.vocab_size, widths[op.x]
+    return found

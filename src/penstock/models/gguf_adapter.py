@@ -1,0 +1,83 @@
+"""Reads a LoRA adapter from a GGUF file, as llama.cpp's convert_lora_to_gguf.py writes it.
+
+`models.load` calls it. Names of tensors are those of the model's file with `.lora_a` or `.lora_b` behind them. `models.peft`
+has the checks, and the way of fused matrices and of rows in another order. The file is read, not mapped.
+
+Source: convert_lora_to_gguf.py and src/llama-adapter.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from penstock.models import architectures
+from penstock.models.adapter import AdapterFactors, sites
+from penstock.models.assembly import find_pieces
+from penstock.models.gguf import BLOCK
+from penstock.models.gguf_file import GgufFile, TensorEntry, read_gguf
+from penstock.models.gguf_tensors import load_tensor
+from penstock.models.peft import F32, MERGE, place, put, scaled
+from penstock.models.program import Program
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+_MAX_METADATA_BYTES = 1 << 24
+_LLAMAS = ("llama", "mistral", "mixtral")
+"""Architectures of ours whose GGUF files are called llama."""
+
+
+def read_gguf_adapter(path: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+    """The factors of the adapter in a file, for a model of this spec and program. Raises ModelError, as `peft.read_peft` does.
+
+    Memory is bounded by factors of `max_rank` in float32 for all matrices of the program, twice.
+    """
+    most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + _MAX_METADATA_BYTES
+    file = read_gguf(path, max_bytes=most_bytes)
+    if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
+        raise ModelError(f"{path}: this is no adapter of LoRA.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
+    if "adapter.alora.invocation_tokens" in file.metadata:
+        raise ModelError(f"{path}: activated LoRA begins in the middle of a prompt, which is not computed.", remedy=MERGE)
+    key = file.require("general.architecture", str)
+    name = architectures.our_name(key, architectures.GGUF_NAMES, path)
+    if spec.architecture != name and not (name == "llama" and spec.architecture in _LLAMAS):
+        raise ModelError(
+            f"{path}: it is an adapter of a {key}, and the model is a {spec.architecture}.",
+            remedy="Use an adapter that was trained on the model that is served.",
+        )
+    alpha = file.require("adapter.lora.alpha", float)
+    if not math.isfinite(alpha):
+        raise file.error(f"adapter.lora.alpha is {alpha}")
+    pairs = _pairs(file)
+    is_embedding = {stem: stem == "token_embd.weight" for stem in pairs}
+    architecture = architectures.find(name)
+    placed = place(
+        {stem: (a.shape[::-1] if is_embedding[stem] else a.shape, b.shape) for stem, (a, b) in pairs.items()},
+        find_pieces(pairs, top=architecture.gguf_top, block=BLOCK, layer=architecture.gguf_layer),
+        spec,
+        program,
+        path,
+        max_rank=max_rank,
+        is_interleaved=architecture.is_interleaved_in_gguf,
+        known=[f"blk.0.{end.removesuffix('.weight')}" for end in architecture.gguf_layer if end.endswith(".weight")],
+    )
+    factors: dict[str, tuple[F32, F32]] = {}
+    for stem, (a, b) in pairs.items():
+        first, second = (load_tensor(file, half, half.name).dequantize() for half in (a, b))
+        if is_embedding[stem]:  # the file has a row for each token there
+            first = first.T
+        factors[stem] = scaled(first, second, alpha / b.shape[1] if alpha else 1.0, path, stem)
+    return put(factors, placed)
+
+
+def _pairs(file: GgufFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
+    """The tensors of A and B by the name of the model's tensor. Raises ModelError for any other tensor."""
+    for name in file.tensors:
+        stem, _, half = name.rpartition(".lora_")
+        if half not in ("a", "b"):
+            raise ModelError(f"{file.path}: {name} is a whole tensor and no low-rank change of one.", remedy=MERGE)
+        other = f"{stem}.lora_{'b' if half == 'a' else 'a'}"
+        if other not in file.tensors:
+            raise ModelError(f"{file.path}: there is no {other}.", remedy="The file may be cut short: fetch it again.")
+    stems = [name.removesuffix(".lora_a") for name in file.tensors if name.endswith(".lora_a")]
+    return {stem: (file.tensors[f"{stem}.lora_a"], file.tensors[f"{stem}.lora_b"]) for stem in stems}

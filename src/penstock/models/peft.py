@@ -1,0 +1,400 @@
+"""Reads a LoRA adapter as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
+
+`deploy.adapters` calls it, for the model that is served. The names and shapes of all tensors are checked before any is read.
+Adapters that would be computed wrongly are refused, each fault with its own message. `models.gguf_adapter` shares the checks.
+
+Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv 2312.03732; names and settings as in PEFT 0.21 (`LoraConfig` in
+peft/tuners/lora/config.py, `get_peft_model_state_dict` in peft/utils/save_and_load.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models import architectures, checks, hf, rope
+from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
+from penstock.models.architectures import Parts
+from penstock.models.assembly import Piece, Sizes
+from penstock.models.formats import WeightFormat, dequantize
+from penstock.models.hf_config import JsonFile, read_json
+from penstock.models.program import Program
+from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
+from penstock.models.weights import WeightTensor, row_slices
+from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import ModelSpec
+
+F32 = NDArray[np.float32]
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 22
+"""A header of some 20,000 tensors has as many; an adapter of all matrices of 80 layers has 1,120 tensors."""
+_MAX_PATTERNS = 1 << 10
+_MAX_NAME = 300
+_FLOATS = ("F32", "F16", "BF16")
+_FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
+_WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_to_save(?:\.default)?)?\.weight")
+_PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
+"""Patterns that PEFT's settings may have for names of modules. Without groups and choices, none takes time without measure."""
+_MAX_REPEATS = 2
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights`, or their beginnings, with which training began from another matrix than the model's."""
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA scales the rows of the whole matrix, which is not computed",
+    "lora_bias": "biases of factors are not computed",
+    "use_qalora": "QA-LoRA pools its inputs, which is not computed",
+    "use_bdlora": "block-diagonal factors are not computed",
+    "kasa_config": "KaSA changes the model's matrices, which is not computed",
+    "monteclora_config": "MonteCLoRA samples its factors, which is not computed",
+    "velora_config": "VeLoRA is not known here",
+    "arrow_config": "Arrow chooses between adapters for each token, which is not computed",
+    "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt, which is not computed",
+    "trainable_token_indices": "rows of the embedding that were trained by themselves are not computed",
+    "layer_replication": "its model has layers twice, and the one that is served does not",
+    "target_parameters": "adapters of experts are not computed yet",
+}
+"""Settings of PEFT that change what is computed -> why an adapter that has them is refused."""
+MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
+_RETRAIN = "Use an adapter that was trained on the model that is served."
+_log = logging.getLogger(__name__)
+
+
+def read_peft(folder: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+    """The factors of the adapter in a folder, for a model of this spec and program.
+
+    Raises ModelError for files that are missing, damaged or hostile, for a base of another shape, and for what is not computed.
+    Memory is bounded by factors of `max_rank` for all matrices of the program.
+    """
+    return _read(folder, spec, program, max_rank, None)
+
+
+def read_to_merge(
+    folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
+) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
+    """The same, and the embedding and output that the adapter has as a whole (`modules_to_save`), by site."""
+    whole: dict[str, WeightTensor] = {}
+    return _read(folder, spec, program, max_rank, whole), whole
+
+
+def _read(
+    folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None
+) -> AdapterFactors:
+    """The factors; whole matrices are put into `whole`, if it is given."""
+    config = _read_config(folder)
+    settings = _Settings(config)
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        is_pickle = (folder / "adapter_model.bin").is_file()
+        cause = "its weights are in adapter_model.bin, which can run any code" if is_pickle else f"there is no {WEIGHTS_FILE}"
+        raise ModelError(f"{folder}: {cause}.", remedy="Save the adapter again with PEFT's save_pretrained, as safetensors.")
+    try:
+        with path.open("rb") as file:
+            entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
+            pairs = _pairs(entries, path)
+            wholes = _wholes(entries, spec, program, path, may_have=whole is not None)
+            architecture = architectures.find(spec.architecture)
+            names = {hf.name_in_tables(architecture, f"{module}.weight"): pair for module, pair in pairs.items()}
+            if len(names) < len(pairs):
+                raise ModelError(f"{path}: two of its modules name one matrix.", remedy="Leave one of them out of the file.")
+            placed = place(
+                {name: (entries[a].shape, entries[b].shape) for name, (a, b) in names.items()},
+                hf.pieces_of(architecture, names, architecture.hf_top),
+                spec,
+                program,
+                path,
+                max_rank=max_rank,
+                is_interleaved=architecture.is_interleaved_in_hf,
+                known=_module_names(architecture, program),
+            )
+            if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
+                cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
+                raise ModelError(f"{folder}: {cause}, which is not computed.", remedy=MERGE)
+            scales = {module: settings.scale(module, entries[a].shape[0]) for module, (a, _) in pairs.items()}
+            factors: dict[str, tuple[F32, F32]] = {}
+            for name, (module, halves) in zip(names, pairs.items(), strict=True):
+                a, b = (_values(read_tensor(file, entries[half], path)) for half in halves)
+                factors[name] = scaled(a, b, scales[module], path, module)
+            if whole is not None:
+                whole |= {site: _matrix(site, read_tensor(file, entries[name], path)) for site, name in wholes.items()}
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
+        _log.info("%s: the adapter's tokenizer and chat template are not read: the model's are used", folder)
+    return put(factors, placed)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The matrix of the program that a pair of factors changes, or a part of it."""
+
+    name: str
+    """The file's name of the pair."""
+    rows: NDArray[np.intp] | None
+    """Rows of the pair's B that are the matrix's; None: all, in their order."""
+
+
+def place(
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    pieces: Mapping[str, list[Piece]],
+    spec: ModelSpec,
+    program: Program,
+    path: Path,
+    *,
+    max_rank: int,
+    is_interleaved: bool,
+    known: Iterable[str],
+) -> dict[str, Target]:
+    """By site, the pair of the file that changes it. `shapes` are those of A and B by the file's name of a weight.
+
+    `pieces` are what the loader makes of these names, `is_interleaved` the layout of the file's q and k, and `known` names of
+    the file's kind that the model has. Raises ModelError.
+    """
+    if spec.ending is not None or program.is_one_pass:
+        raise ModelError(f"{path}: adapters are for models that write text, and this one reads it.", remedy=MERGE)
+    if not shapes:
+        raise ModelError(f"{path}: it has no factors of LoRA.", remedy="Check that it is an adapter, and save it again.")
+    known_sites, weights = sites(program), checks.weight_shapes(program)
+    for name, (a, b) in shapes.items():
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise ModelError(
+                f"{path}: the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank].",
+                remedy="Save the adapter again: parts of a sharded one have to be gathered first.",
+            )
+        if not 1 <= a[0] <= max_rank:
+            raise ModelError(
+                f"{path}: the factors of {name} have rank {a[0]}, outside of 1 to {max_rank}.",
+                remedy="Raise --max-lora-rank, or use an adapter of a smaller rank.",
+            )
+    stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
+    sizes = Sizes(stored, known_sites, program.num_kv_heads)
+    placed: dict[str, Target] = {}
+    for site, found in pieces.items():
+        piece = found[0]
+        if site not in known_sites:
+            raise _unknown(site, piece.tensor, weights, spec, path, known)
+        a, b = shapes[piece.tensor]
+        runs = piece.cut(site, sizes)[2]
+        num_rows = sum(num for _, num, _ in runs)
+        if (num_rows, a[1]) != known_sites[site] or len(found) > 1:
+            outputs, inputs = known_sites[site]
+            of_it = f", of which {outputs} rows are for {site}" if len(piece.names) > 1 else ""
+            raise ModelError(
+                f"{path}: the factors of {piece.tensor} are {list(a)} and {list(b)}; the model's matrix wants "
+                f"[rank, {inputs}] and [{outputs}, rank]{of_it}.",
+                remedy=_RETRAIN,
+            )
+        rows: NDArray[np.intp] | None = None
+        if len(piece.names) > 1:
+            rows = np.concatenate([first + step * np.arange(num, dtype=np.intp) for first, num, step in runs])
+        elif is_interleaved and piece.layout is None:
+            rows = rope.half_split_rows(site, spec)
+        placed[site] = Target(piece.tensor, rows)
+    return placed
+
+
+def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) -> AdapterFactors:
+    """The factors by site, of those by the file's names. A pair that several sites share has its A once in memory."""
+    by_site = {}
+    for site, target in placed.items():
+        a, b = factors[target.name]
+        by_site[site] = (a, b if target.rows is None else b[target.rows])
+    return AdapterFactors(by_site)
+
+
+def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
+    """A and B with the scale multiplied into B. Raises ModelError for numbers that are not finite, also after that."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        b = b * np.float32(scale)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ModelError(
+            f"{path}: the factors of {name} have numbers that are not finite.", remedy="Its training failed: use another one."
+        )
+    return np.ascontiguousarray(a), b
+
+
+def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
+    """The shape that the file of a model has of the matrix which a pair changes. PEFT turns no factors, whatever the matrix."""
+    inputs, outputs = pair[0][1], pair[1][0]
+    is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
+    return (inputs, outputs) if is_transposed else (outputs, inputs)
+
+
+def _unknown(
+    site: str, name: str, weights: Mapping[str, object], spec: ModelSpec, path: Path, known: Iterable[str]
+) -> ModelError:
+    """The error of a pair for no matrix that an adapter may change."""
+    if "expert" in name or ".expert" in site or site.endswith(".router"):
+        return ModelError(f"{path}: it changes {name}, and adapters of experts are not computed yet.", remedy=MERGE)
+    if site in weights:
+        return ModelError(f"{path}: it changes {name}, which is no matrix of a product.", remedy=MERGE)
+    return ModelError(
+        f"{path}: it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers.",
+        remedy=f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.",
+    )
+
+
+def _module_names(architecture: architectures.Architecture, program: Program) -> list[str]:
+    """Names of modules in the first layer that adapters may change."""
+    ends = {site.removeprefix("layers.0.") for site in sites(program)}
+    return [
+        f"{architecture.hf_layers}0.{name.removesuffix('.weight')}"
+        for name, ours in architecture.hf_layer.items()
+        if ends.intersection(ours.names if isinstance(ours, Parts) else (ours,))
+    ]
+
+
+def _read_config(folder: Path) -> JsonFile:
+    """The settings, of which those that change what is computed are known to be off. Raises ModelError."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ModelError(f"{folder}: there is no {CONFIG_FILE}.", remedy="Name a folder that PEFT's save_pretrained made.")
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ModelError(f"{path}: it has more than {_MAX_CONFIG_BYTES} bytes.", remedy="Check that it is PEFT's file.")
+    config = read_json(path)
+    kind = config.require("peft_type", str)
+    if kind != "LORA":
+        raise ModelError(f"{path}: it is an adapter of the type {kind!r}, and LORA alone is computed.", remedy=MERGE)
+    for key, why in _REFUSED.items():
+        if config.values.get(key):
+            raise ModelError(f"{path}: it has {key}: {why}.", remedy=MERGE)
+    init = config.values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights is {init!r}, so it was trained on matrices that are not the model's.",
+            remedy="Save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the model.",
+        )
+    return config
+
+
+def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[str, str]]:
+    """The tensors of A and B by module. Raises ModelError for one that stands alone, or whose type is no float."""
+    halves: dict[str, dict[str, str]] = {}
+    for name, entry in entries.items():
+        if len(name) > _MAX_NAME:
+            raise ModelError(f"{path}: a tensor is called {name[:_MAX_NAME]}...", remedy="Check that it is PEFT's file.")
+        match = _FACTOR.fullmatch(name)
+        if match is None:
+            continue
+        if bool(match[2]) is bool(match[4]):  # PEFT's factors of embeddings are parameters, those of others modules
+            raise ModelError(f"{path}: the tensor {name} is no factor that PEFT writes.", remedy="Save the adapter again.")
+        if entry.dtype not in _FLOATS:
+            raise ModelError(
+                f"{path}: the tensor {name} is of type {entry.dtype}, not {', '.join(_FLOATS)}.",
+                remedy="Save the adapter in bfloat16, float16 or float32.",
+            )
+        module = halves.setdefault(match[1], {})
+        if match[3] in module:
+            raise ModelError(f"{path}: {module[match[3]]} and {name} are the same factor.", remedy="Leave one of them out.")
+        module[match[3]] = name
+    for module_name, half in halves.items():
+        if len(half) < 2:
+            missing = "B" if "A" in half else "A"
+            raise ModelError(
+                f"{path}: {module_name} has no lora_{missing}.", remedy="The file may be cut short: fetch it again."
+            )
+    return {module_name: (half["A"], half["B"]) for module_name, half in halves.items()}
+
+
+def _wholes(
+    entries: Mapping[str, TensorEntry], spec: ModelSpec, program: Program, path: Path, *, may_have: bool
+) -> dict[str, str]:
+    """Tensors that are an embedding or an output as a whole, by site; without `may_have` there are none.
+
+    The copy of the model's own, which PEFT saves of an embedding that an adapter changes and which LoRA does not train, is left
+    out. Raises ModelError for any other tensor that is no factor, and for one of another shape than the model's.
+    """
+    table = program.vocab_size, spec.hidden_size
+    architecture = architectures.find(spec.architecture)
+    found: dict[str, str] = {}
+    for name, entry in entries.items():
+        if _FACTOR.fullmatch(name):
+            continue
+        if "lora_" in name:
+            raise ModelError(f"{path}: {name} belongs to a kind of LoRA that is not computed.", remedy=MERGE)
+        module = _WHOLE.fullmatch(name)
+        site = architecture.hf_top.get(hf.name_in_tables(architecture, f"{module[1]}.weight"), "") if module else ""
+        if module is None or site not in ("embed", OUTPUT_SITE) or (not module[2] and not may_have):
+            cause = f"{name} is a whole tensor and no low-rank change of one"
+            remedy = f"{MERGE} --merge-lora does so at the start." if site in ("embed", OUTPUT_SITE) else MERGE
+            raise ModelError(f"{path}: {cause}, which is not computed.", remedy=remedy)
+        if entry.shape != table or entry.dtype not in _FLOATS:
+            raise ModelError(
+                f"{path}: {name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}.",
+                remedy=f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.",
+            )
+        if module[2]:
+            _log.info("%s: %s is a copy of the model's and left out", path, name)
+        elif site in found:
+            raise ModelError(f"{path}: {found[site]} and {name} are the same matrix.", remedy="Leave one of them out.")
+        else:
+            found[site] = name
+    return found
+
+
+def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
+    """A whole matrix. Raises ModelError for numbers that are not finite."""
+    num_rows, num_cols = tensor.shape
+    weight = WeightTensor(site, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array())
+    for rows in row_slices(num_rows, num_cols):
+        if not np.isfinite(weight.dequantize(rows.start, rows.stop)).all():
+            raise ModelError(f"{tensor.path}: {site} has numbers that are not finite.", remedy="Its training failed.")
+    return weight
+
+
+class _Settings:
+    """The settings that say by what number a module's product of factors is multiplied."""
+
+    def __init__(self, config: JsonFile) -> None:
+        self._rank, self._ranks = config.require("r", int), _patterns(config, "rank_pattern")
+        self._alpha, self._alphas = config.require("lora_alpha", float), _patterns(config, "alpha_pattern")
+        self._has_root = config.get("use_rslora", bool) is True
+        self._config = config
+
+    def scale(self, module: str, rank: int) -> float:
+        """Raises ModelError for settings of another rank than the factors have."""
+        told = _of_module(self._ranks, module, self._rank)
+        if told != rank:
+            raise ModelError(
+                f"{self._config.path}: the factors of {module} have rank {rank}, and the settings say {told:g}.",
+                remedy="The files of the folder do not belong together: fetch both again.",
+            )
+        alpha = _of_module(self._alphas, module, self._alpha)
+        if not math.isfinite(alpha):
+            raise self._config.error(f"lora_alpha of {module} is {alpha}")
+        return alpha / (math.sqrt(rank) if self._has_root else rank)
+
+
+def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]:
+    """Patterns of names of modules, as PEFT matches them, and their values."""
+    values = JsonFile(config.path, config.get(key, dict) or {})
+    if len(values.values) > _MAX_PATTERNS:
+        raise config.error(f"{key} has {len(values.values)} patterns")
+    found = []
+    for pattern in values.values:
+        is_long = len(pattern) > _MAX_NAME or pattern.count("*") + pattern.count("+") > _MAX_REPEATS
+        if is_long or not _PATTERN.fullmatch(pattern):
+            setting = f"{key} has the pattern {pattern[:_MAX_NAME]!r}"
+            raise checks.unsupported(config.path, setting, "names are, with . and [0-9] and two repeats at most")
+        try:
+            found.append((re.compile(rf"(.*\.)?({pattern})"), values.require(pattern, float)))
+        except re.error as error:
+            raise config.error(f"{key} has the pattern {pattern!r}: {error}") from error
+    return found
+
+
+def _of_module(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
+    """The value of the first pattern that matches the module's name; `usual` without one."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), usual)
+
+
+def _values(tensor: StoredTensor) -> F32:
+    return dequantize(tensor.array(), WeightFormat[tensor.dtype], tensor.shape[-1])

@@ -1,0 +1,120 @@
+"""The adapters of requests whose turn has come: which must be loaded first, how many may run, and who is refused. Part of
+`Joining`; admits nobody. Where adapters lie in the pool, `kv/adapters.py` knows.
+
+    in the pool, or in memory   The request may join. If as many other adapters run as may, it is the next, and nobody passes.
+    not in memory               It stands aside and keeps a row and blocks, as one that waits for a prefix. It is refused if the
+                                adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be in the pool beside it.
+
+Nobody passes so that a step has fewer adapters. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting requests, a step has
+24.1 different ones. It would have 24.0 if requests let others pass for 50 ms at their turn, and 23.0 with 400 ms (a simulation
+of 1,500 steps of 10 ms, 2026-11-23): the usual ones are among the rows anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from penstock.kv.manager import KVManager
+from penstock.sched.queue import AwaitedAdapter, WaitingQueue
+from penstock.sched.running import Running
+from penstock.types.adapter import AdapterRef, AdapterSource, PackedAdapter
+from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.request import Request
+
+LOAD_TIMEOUT_NS = 10_000_000_000
+"""A disk brings an adapter in milliseconds, and those of all rows in a second; one that hangs must not keep rows for ever."""
+DEFAULT_MAX_ADAPTERS = 32
+NO_ADAPTERS = "The server has no adapters; --lora-modules or --lora-dir names some."
+
+
+class Adapters:
+    """The adapters that the waiting requests ask for."""
+
+    def __init__(
+        self, kv: KVManager, running: Running, waiting: WaitingQueue, source: AdapterSource | None, max_adapters: int
+    ) -> None:
+        """`max_adapters`: different ones that running requests may have."""
+        if max_adapters < 1:
+            raise ValueError(f"at least one adapter must be able to run, not {max_adapters}")
+        self._kv = kv
+        self._running = running
+        self._waiting = waiting
+        self._source = source
+        self._max_adapters = max_adapters
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, when an adapter has come, or comes no more."""
+        if self._source is not None:
+            self._source.listen(wake)
+
+    def want(self, ref: AdapterRef) -> Rejected | None:
+        """A request is about to wait: its adapter is loaded meanwhile. Returns why not, where there are no adapters."""
+        if self._source is None:
+            return Rejected(RejectReason.INVALID, NO_ADAPTERS, param="model")
+        if ref.number not in self._kv.adapters.residents:
+            self._source.want(ref)
+        return None
+
+    def packed(self, request: Request) -> PackedAdapter | None:
+        """The content of a request's adapter, if it is in memory and not in the pool."""
+        ref = request.adapter
+        if ref is None or self._source is None or ref.number in self._kv.adapters.residents:
+            return None
+        return self._source.state(ref.number).packed
+
+    def await_load(self, request: Request, packed: PackedAdapter | None, now_ns: int) -> AwaitedAdapter | None:
+        """The wait of a request whose turn has come and that can't join yet, or ever; None: its adapter is there."""
+        if request.adapter is None or self._is_usable(request, packed):
+            return None
+        return AwaitedAdapter(request.adapter.number, now_ns + LOAD_TIMEOUT_NS)
+
+    def _is_usable(self, request: Request, packed: PackedAdapter | None) -> bool:
+        ref = request.adapter
+        assert ref is not None, "asked for a request with an adapter"
+        num_blocks = self._kv.adapters.num_blocks(ref.number, packed)
+        if num_blocks:
+            return num_blocks + self._running.final_blocks_alone(request) <= self._kv.num_total_blocks
+        if self._source is not None:
+            self._source.want(ref, is_urgent=True)
+        return False
+
+    def is_full(self, request: Request) -> bool:
+        """Do as many others run as may?"""
+        adapters, ref = self._kv.adapters, request.adapter
+        return ref is not None and adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
+
+    def is_awaited(self, request: Request) -> bool:
+        """Does a request that stood aside for its adapter go on to wait?"""
+        return not self._is_usable(request, self.packed(request))
+
+    def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
+        """Requests that stand aside in vain."""
+        return list(self._in_vain(now_ns))
+
+    def _in_vain(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
+        for follower, awaited in self._waiting.adapters_aside:
+            if self._source is None:
+                continue
+            request, state = follower.request, self._source.state(awaited.number)
+            num_pages = self._kv.adapters.num_blocks(awaited.number, state.packed)
+            num_blocks = self._running.final_blocks_alone(request)
+            if num_pages + num_blocks > self._kv.num_total_blocks:
+                pages, total = counted(num_pages, "block"), self._kv.num_total_blocks
+                detail = (
+                    f"Its adapter takes {pages} of the KV cache and its tokens may take {num_blocks}, of {total}. Ask for "
+                    "fewer tokens, or give the server more KV cache."
+                )
+                yield request, Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+            elif num_pages:
+                continue
+            elif state.failure:
+                yield request, Rejected(RejectReason.INVALID, state.failure, param="model")
+            elif now_ns >= awaited.until_ns:
+                detail = f"Its adapter was not loaded in {LOAD_TIMEOUT_NS // 10**9} s; the server's log may say why."
+                yield request, Rejected(RejectReason.UNAVAILABLE, detail)
+
+    def wakeup_ns(self, now_ns: int) -> int | None:
+        """When somebody who stands aside is to be looked at again, should nothing happen before."""
+        if any(self._in_vain(now_ns)):
+            return now_ns
+        return min((awaited.until_ns for _, awaited in self._waiting.adapters_aside), default=None)

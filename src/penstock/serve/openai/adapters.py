@@ -1,0 +1,94 @@
+"""`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: adapters come and go while the server runs, as in vLLM.
+
+An admin's doing. Requests that have an adapter end with it, whatever becomes of its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+
+from penstock.deploy.adapters import Adapters
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.served import ServedModel
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.http.checks import key_name, require_admin
+from penstock.serve.openai.read import find_served
+from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
+from penstock.types.errors import ConfigError, ModelError
+
+MAX_PATH = 4096
+
+
+class LoadAdapterBody(Body):
+    model: str | None = None
+    """The model that it belongs to; by default the first that is served with adapters."""
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    load_inplace: bool | None = None
+    """True: it may take the place of another of that name."""
+
+
+class UnloadAdapterBody(Body):
+    model: str | None = None
+    lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's number, which is not looked at, here or there."""
+
+
+class AdaptersEndpoint:
+    def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._deployment = deployment
+        self._ignored = ignored
+
+    async def load(self, data: bytes, http: HttpRequest) -> Response:
+        """Have an adapter read from its files; requests may name it once this is answered."""
+        require_admin(http.scope)
+        body = parse_body(data, LoadAdapterBody, self._ignored)
+        served, adapters = self._served(body.model)
+        if self._deployment.find(body.lora_name) is not None:
+            raise invalid(f"A model is called {shorten(body.lora_name)!r} already.", "lora_name")
+        owner = self._deployment.adapters_of(body.lora_name)
+        if owner not in (None, served):
+            raise invalid(f"An adapter of another model is called {shorten(body.lora_name)!r} already.", "lora_name")
+        path = Path(body.lora_path)
+        if not key_name(http.scope) and not adapters.is_within(path):  # whoever reaches the port may ask
+            raise invalid(
+                "Adapters are loaded from --lora-dir and the paths of --lora-modules alone, but by those with a key of "
+                "--admin-api-key.",
+                "lora_path",
+            )
+        served.answerer()
+        try:
+            await asyncio.to_thread(adapters.load, body.lora_name, path, may_replace=bool(body.load_inplace))
+        except ConfigError as error:
+            raise invalid(str(error), "lora_name") from None
+        except ModelError as error:
+            raise invalid(str(error), "lora_path") from None
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, data: bytes, http: HttpRequest) -> Response:
+        """Forget an adapter's name. One that lies in the folder of adapters is found there again when it is asked for."""
+        require_admin(http.scope)
+        body = parse_body(data, UnloadAdapterBody, self._ignored)
+        _, adapters = self._served(body.model)
+        if not adapters.unload(body.lora_name):
+            message = f"No adapter is called {shorten(body.lora_name)!r}."
+            raise ApiError(404, message, code="model_not_found", param="lora_name")
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _served(self, name: str | None) -> tuple[ServedModel, Adapters]:
+        """A model with adapters, by its name, or the first. Raises 404 and 400."""
+        asked = self._deployment.served if name is None else (find_served(name, self._deployment),)
+        for served in asked:
+            if served.adapters is not None:
+                return served, served.adapters
+        raise invalid(
+            "Nothing is served with adapters: that needs --lora-dir or --lora-modules.", None if name is None else "model"
+        )

@@ -1,0 +1,78 @@
+"""`POST /models/load` and `/models/unload`: an admin says which models are in memory. The deployment's keeper does it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.served import ServedModel
+from penstock.serve.errors import invalid, model_not_found
+from penstock.serve.http.checks import require_admin
+from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
+
+MAX_UNLOAD_S = 24 * 3600.0
+_Result = TypeVar("_Result")
+
+
+class LoadModelBody(Body):
+    model: str
+    wait: bool = True
+    """False: answer 202 at once, and load it then."""
+
+
+class UnloadModelBody(Body):
+    model: str
+    timeout_s: Annotated[float, Field(ge=0, le=MAX_UNLOAD_S)] = 30.0
+    """Time for the requests that use it; those that have not ended then are aborted."""
+
+
+class LifeEndpoint:
+    def __init__(self, deployment: Deployment, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._deployment = deployment
+        self._ignored = ignored
+
+    async def load(self, data: bytes, http: HttpRequest) -> Response:
+        """Load a model, once there is room. It may leave again when another needs its room and nobody uses it."""
+        require_admin(http.scope)
+        body = parse_body(data, LoadModelBody, self._ignored)
+        future = self._deployment.want(self._find(body.model))
+        if not body.wait:
+            return _success(202)
+        await unless_gone(http, _result(future))
+        return _success()
+
+    async def unload(self, data: bytes, http: HttpRequest) -> Response:
+        """Unload a model: it takes no new requests, and goes when the last has ended. Requests for it load it again."""
+        require_admin(http.scope)
+        body = parse_body(data, UnloadModelBody, self._ignored)
+        served = self._find(body.model)
+        if served.is_fixed:
+            raise invalid(f"The model {served.name} is loaded for good, as models on a GPU are.", "model")
+        await unless_gone(http, _result(self._deployment.unload(served, body.timeout_s)))
+        return _success()
+
+    def _find(self, name: str) -> ServedModel:
+        """Raises 404."""
+        served = self._deployment.find(name)
+        if served is None:
+            raise model_not_found(name, self._deployment.names)
+        return served
+
+
+async def _result(future: Future[_Result]) -> _Result:
+    """The keeper's work goes on if nobody waits for it any more."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _success(status: int = 200) -> Response:
+    answer: dict[str, Any] = {"success": True}
+    return Response(orjson.dumps(answer), status, media_type="application/json")

@@ -1,0 +1,161 @@
+"""The tokens of a call's texts, within limits that hold whatever a body says.
+
+A body of a megabyte can name one long text 2,048 times, as the question of each of its documents. So each different text is
+read once, and what comes of all of them together is bounded. Runs on any thread.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+from penstock.deploy.off_loop import give_way
+from penstock.deploy.running import RunningModel
+from penstock.serve.openai.run import check_encoded, check_text_size
+from penstock.serve.texts.call import Text, TextInput, TextsCall, TokenIds, Truncation
+from penstock.types.encoder import TextTokens
+from penstock.types.errors import Rejected, RejectReason
+
+MAX_TOKENS = 1 << 22
+"""Tokens of one call, each text as often as it was sent: minutes of a small model, and 32 MiB as ids."""
+MAX_ANSWER_BYTES = 1 << 25
+"""Numbers of one answer: 2,048 vectors of 4,096. As JSON they are three times as many bytes."""
+PIECE_TEXTS = 64
+"""Texts that are tokenised at once: Python's part of that takes half a millisecond."""
+PIECE_CHARS = 1 << 16
+"""Characters at which a piece ends: the tokenizer needs some 300 bytes of memory for each until it is done."""
+CHARS_PER_TEXT = 64
+"""A text costs as much as so many characters, however short it is."""
+_NAME_BYTES = 16
+
+
+def parts_of(text: TextInput) -> tuple[str, ...]:
+    """The one or two texts that have to be tokenised; none of token ids."""
+    if isinstance(text, str):
+        return (text,)
+    return () if isinstance(text, TokenIds) else text
+
+
+def work_size(call: TextsCall) -> int:
+    """The work of `tokenise` in characters: of each different text once, and a share for each that was sent."""
+    different = {part for text in call.texts for part in parts_of(text)}
+    num_ids = sum([len(text.token_ids) for text in call.texts if isinstance(text, TokenIds)])
+    return sum(map(len, different)) + num_ids + CHARS_PER_TEXT * len(call.texts)
+
+
+def tokenise(call: TextsCall) -> list[Text]:
+    """The tokens of all texts. Raises `Rejected` if one is too long and nobody asked to have it cut, if all together are too
+    many, or if the tokenizer fails.
+    """
+    running, cut = call.running, call.truncation
+    ids_of = _encoded(call)
+    found: list[Text] = []
+    num_tokens = 0
+    for index, text in enumerate(call.texts):
+        parts = [ids_of[part] for part in parts_of(text)]
+        if isinstance(text, TokenIds):
+            tokens = TextTokens(_kept(text.token_ids, cut), 0)
+        elif cut is None:
+            tokens = running.tokenizer.with_ends(parts)
+        else:
+            tokens = running.tokenizer.with_ends(parts, max_tokens=cut.max_tokens, truncation_side=cut.side)
+        _check_length(tokens, parts, call, index)
+        check_encoded(tokens.token_ids, running, call.name_of(index))
+        num_tokens += len(tokens.token_ids)
+        if num_tokens > MAX_TOKENS:
+            raise _too_many(f"The texts have more than {MAX_TOKENS} tokens together, the most that one request may have")
+        found.append(named(tokens))
+        if index % PIECE_TEXTS == 0:
+            give_way()
+    _check_answer(call, num_tokens)
+    return found
+
+
+def named(tokens: TextTokens) -> Text:
+    """A text with its name, which is the same for equal tokens alone."""
+    digest = blake2b(array("q", (tokens.second_at, *tokens.token_ids)).tobytes(), digest_size=_NAME_BYTES)
+    return Text(digest.digest(), tokens)
+
+
+def _encoded(call: TextsCall) -> dict[str, list[int]]:
+    """The ids of each different text without special tokens. None has more than the model takes, unless texts are cut."""
+    running = call.running
+    first_index: dict[str, int] = {}
+    for index, text in enumerate(call.texts):
+        for part in parts_of(text):
+            if first_index.setdefault(part, index) == index:
+                check_text_size(part, running, _name_of_part(call, index, part))
+    found: dict[str, list[int]] = {}
+    for piece in pieces_of(first_index):
+        for part, ids in zip(piece, running.tokenizer.encode_batch(piece, add_special_tokens=False), strict=True):
+            if call.truncation is None and len(ids) > running.model.max_model_len:
+                name = _name_of_part(call, first_index[part], part)
+                raise _too_long(f"'{name}' has", name, len(running.tokenizer.with_ends([ids]).token_ids), running)
+            found[part] = ids
+        give_way()
+    return found
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts for one call of the tokenizer each: few, and few characters, or one long text."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if piece and (len(piece) == PIECE_TEXTS or num_chars + len(text) > PIECE_CHARS):
+            yield piece
+            piece, num_chars = [], 0
+        piece.append(text)
+        num_chars += len(text)
+    if piece:
+        yield piece
+
+
+def _name_of_part(call: TextsCall, index: int, part: str) -> str:
+    if call.first_name_of is not None and part == parts_of(call.texts[index])[0]:
+        return call.first_name_of(index)
+    return call.name_of(index)
+
+
+def _check_length(tokens: TextTokens, parts: Sequence[Sequence[int]], call: TextsCall, index: int) -> None:
+    num_tokens, name = len(tokens.token_ids), call.name_of(index)
+    if not num_tokens:
+        raise Rejected(RejectReason.INVALID, f"'{name}' has no tokens.", param=name)
+    if num_tokens <= call.running.model.max_model_len:
+        return
+    if call.first_name_of is None:
+        raise _too_long(f"'{name}' has", name, num_tokens, call.running)
+    first = call.first_name_of(index)
+    longer = first if len(parts[0]) > len(parts[1]) else name
+    raise _too_long(f"'{first}' and '{name}' together have", longer, num_tokens, call.running)
+
+
+def _too_long(subject: str, param: str, num_tokens: int, running: RunningModel) -> Rejected:
+    return Rejected(
+        RejectReason.CONTEXT_LENGTH,
+        f"{subject} {num_tokens} tokens, and {running.name} takes {running.model.max_model_len}, special tokens included. "
+        "Shorten it, divide it, or ask for truncation.",
+        param=param,
+    )
+
+
+def _check_answer(call: TextsCall, num_tokens: int) -> None:
+    encoder = call.running.model.encoder
+    assert encoder is not None, "texts are asked of encoders alone"
+    num_rows = num_tokens if encoder.is_per_token else len(call.texts)
+    num_bytes = 4 * encoder.width * num_rows
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise _too_many(
+            f"The answer would have {num_rows} rows of {encoder.width} numbers, {num_bytes} bytes, and one request is answered "
+            f"with {MAX_ANSWER_BYTES} at most"
+        )
+
+
+def _too_many(cause: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, f"{cause}. Send the texts in several requests.")
+
+
+def _kept(token_ids: tuple[int, ...], cut: Truncation | None) -> tuple[int, ...]:
+    if cut is None:
+        return token_ids
+    return token_ids[: cut.max_tokens] if cut.side == "right" else token_ids[-cut.max_tokens :]

@@ -1,0 +1,76 @@
+"""Fake adapters for the hash executor: references to them, and a source that brings them late, fails, and forgets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from hashlib import blake2b
+
+from penstock.testing.hash_executor import HashAdapter, root_of
+from penstock.types.adapter import AdapterRef, AdapterState
+
+
+def make_adapter(number: int) -> AdapterRef:
+    """The adapter of this number, with a fingerprint of its own."""
+    return AdapterRef(number, blake2b(b"adapter %d" % number, digest_size=16).digest())
+
+
+def at_once(job: Callable[[], None], is_urgent: bool) -> None:
+    """A worker that does its jobs when they come."""
+    del is_urgent
+    job()
+
+
+class FakeAdapters:
+    """An `AdapterSource` whose loads a worker does; `driver.LateWorker` does them some turns later."""
+
+    def __init__(
+        self,
+        *,
+        worker: Callable[[Callable[[], None], bool], None] = at_once,
+        num_pages: Callable[[int], int] = lambda number: 1 + number % 3,
+        max_in_memory: int = 64,
+        failing: Collection[int] = (),
+    ) -> None:
+        """`num_pages` of an adapter by its number. `failing`: numbers of those that can't be loaded."""
+        self.num_loads = 0
+        self.failing = set(failing)
+        self._worker = worker
+        self._num_pages = num_pages
+        self._max_in_memory = max_in_memory
+        self._wanted: dict[int, bool] = {}
+        """Number -> whether it is urgent, of those on their way."""
+        self._states: OrderedDict[int, AdapterState] = OrderedDict()
+        """The one that was asked for last is the last."""
+        self._wake: Callable[[], None] = lambda: None
+
+    def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
+        number = ref.number
+        is_coming = number in self._wanted and (self._wanted[number] or not is_urgent)
+        if number not in self._states and not is_coming:
+            self._wanted[number] = is_urgent
+            self._worker(lambda: self._load(ref), is_urgent)
+
+    def state(self, number: int) -> AdapterState:
+        if number in self._states:
+            self._states.move_to_end(number)
+        return self._states.get(number, AdapterState())
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def forget_all(self) -> None:
+        """Nothing is in memory any more."""
+        self._states.clear()
+
+    def _load(self, ref: AdapterRef) -> None:
+        if self._wanted.pop(ref.number, None) is None:
+            return
+        if ref.number in self.failing:
+            self._states[ref.number] = AdapterState(failure=f"adapter {ref.number} is broken, as it was told to be")
+        else:
+            self._states[ref.number] = AdapterState(HashAdapter(root_of(ref), self._num_pages(ref.number)))
+            self.num_loads += 1
+        if len(self._states) > self._max_in_memory:
+            self._states.popitem(last=False)
+        self._wake()

@@ -1,0 +1,454 @@
+"""Models that come and go: loads are fakes, time stands still until it is told to move, and the test is the keeper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.clock import VirtualClock
+from penstock.deploy.deployment import RETRY_NS, Deployment
+from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
+from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ModelState, ServedModel
+from penstock.engine.thread import EngineState
+from penstock.obs.metrics import Metrics
+from penstock.types.errors import ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
+from penstock.types.stats import EngineLoad
+
+SECOND = 1_000_000_000
+LOAD_NS = SECOND // 2
+
+
+class World:
+    """Three models of one size each and a budget, in which two of them have room unless a test says otherwise."""
+
+    def __init__(self, budget_bytes: int = 2, names: Sequence[str] = "abc", **fields: Any) -> None:
+        self.clock = VirtualClock(SECOND)
+        self.memory = MemoryBudget(lambda: 1000, limit_bytes=budget_bytes)
+        self.loads: list[str] = []
+        self.closed: list[tuple[str, int]] = []
+        """Names, and how many used the model when it was closed."""
+        self.errors: dict[str, Exception] = {}
+        """Errors that the models' next loads raise."""
+        self.sizes = dict.fromkeys(names, 1)
+        served = [
+            ServedModel(
+                names=(name,),
+                metrics=Metrics(name),
+                load=lambda name=name: self.load(name),  # type: ignore[misc]
+                plan=lambda name=name: self.share(name),  # type: ignore[misc]
+                **fields,
+            )
+            for name in names
+        ]
+        self.deployment = Deployment(served, self.memory, clock=self.clock)
+        self.of = {one.name: one for one in served}
+
+    def share(self, name: str) -> MemoryShare:
+        return MemoryShare(num_weight_bytes=self.sizes[name], num_reserve_bytes=0)
+
+    def load(self, name: str) -> RunningModel:
+        self.loads.append(name)
+        self.clock.advance(LOAD_NS)
+        if name in self.errors:
+            raise self.errors.pop(name)
+        self.memory.take(name, self.share(name))
+        engine = SimpleNamespace(
+            close=lambda _timeout_s: self.close(name), drain=lambda: None, load=EngineLoad, state=EngineState.READY
+        )
+        part: Any = SimpleNamespace()
+        return RunningModel(
+            engine=cast(Any, engine),
+            bridge=part,
+            tokenizer=part,
+            chat_template=None,
+            grammars=part,
+            admission=part,
+            metrics=self.of[name].metrics,
+            model=cast(Any, SimpleNamespace(name=name)),
+            clock=self.clock,
+            release=lambda: self.memory.give_back(name),
+        )
+
+    def close(self, name: str) -> bool:
+        running = self.of[name].running
+        assert running is not None
+        self.closed.append((name, running.num_users))
+        return not running.num_users
+
+    def want(self, *names: str) -> list[Future[RunningModel]]:
+        return [self.deployment.want(self.of[name]) for name in names]
+
+    def loaded(self, *names: str) -> list[RunningModel]:
+        """These models, each loaded and used once."""
+        futures = self.want(*names)
+        self.deployment.tend()
+        running = [future.result(0) for future in futures]
+        for one in running:
+            with one.using():
+                pass
+        return running
+
+    @property
+    def states(self) -> str:
+        """The first letters of the states, in the order of the names; `-` for unloaded."""
+        letters = {ModelState.UNLOADED: "-", ModelState.LOADED: "L", ModelState.LEAVING: "v", ModelState.FAILED: "F"}
+        return "".join(letters[one.state] for one in self.deployment.served)
+
+
+def test_all_who_wait_get_the_same_model_from_one_load() -> None:
+    world = World()
+    one, two = world.want("a", "a")
+    assert one is two
+    with pytest.raises(ModelAway):
+        world.of["a"].answerer()
+    assert world.deployment.tend() is None
+    assert one.result(0) is world.of["a"].answerer() is world.want("a")[0].result(0)
+    assert world.loads == ["a"]
+    assert world.of["a"].load_ns == LOAD_NS
+
+
+def test_an_unused_model_leaves_for_one_that_is_wanted_and_the_one_used_last_stays() -> None:
+    world = World()
+    a, _ = world.loaded("a", "b")
+    world.clock.advance(SECOND)
+    with a.using():
+        pass
+    world.loaded("c")
+    assert (world.states, world.closed) == ("L-L", [("b", 0)])
+    assert world.memory.left_bytes() == 0
+
+
+def test_a_model_that_leaves_is_closed_when_its_last_user_has_gone_and_takes_no_new_ones() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    with a.using():
+        world.clock.advance(MIN_STAY_NS)
+        (b,) = world.want("b")
+        world.deployment.tend()
+        assert world.states == "v--"
+        with pytest.raises(ModelAway), a.using():
+            pass
+        a.begin_use(is_user=True)  # a part of what the user does
+        a.end_use()
+        assert not world.closed
+        world.deployment._has_news = False
+    assert world.deployment._has_news, "the keeper is told"
+    world.deployment.tend()
+    assert (world.states, world.closed) == ("-L-", [("a", 0)])
+    assert b.done()
+
+
+def test_a_request_that_read_a_model_before_it_left_is_told_so_at_the_door() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    world.loaded("b")
+    with pytest.raises(ModelAway), a.using():
+        pass
+    (again,) = world.loaded("a")
+    assert again is not a
+
+
+def test_a_model_in_use_stays_for_its_time() -> None:
+    world = World(budget_bytes=1)
+    (a,) = world.loaded("a")
+    with a.using():
+        (b,) = world.want("b")
+        due_ns = world.deployment.tend()
+        assert (world.states, due_ns) == ("L--", world.of["a"].loaded_ns + MIN_STAY_NS)
+        assert world.deployment.expected_wait_s(world.of["b"]) > MIN_STAY_NS / SECOND - 1
+        world.clock.advance_to(due_ns or 0)
+        world.deployment.tend()
+        assert world.states == "v--"
+    world.deployment.tend()
+    assert b.done()
+
+
+def test_a_model_that_was_just_loaded_is_not_unloaded_before_those_who_waited_could_use_it() -> None:
+    world = World(budget_bytes=1)
+    a, b = world.want("a", "b")
+    due_ns = world.deployment.tend()
+    assert (world.states, a.done(), b.done()) == ("L--", True, False)
+    assert due_ns == world.of["a"].loaded_ns + FIRST_USE_NS
+    with a.result(0).using():
+        pass
+    world.deployment.tend()
+    assert world.states == "-L-", "it was used, and is not any more"
+
+
+def test_three_models_in_use_take_turns_in_room_for_two() -> None:
+    world = World()
+    num_turns: dict[str, int] = dict.fromkeys("abc", 0)
+    stays: dict[str, int] = {}
+    for _ in range(2000):
+        for name in "abc":
+            world.want(name)
+            served = world.of[name]
+            if served.state is ModelState.LOADED and name not in stays:
+                assert served.running is not None
+                served.running.begin_use()
+                stays[name] = world.clock.now_ns()
+                num_turns[name] += 1
+            elif served.state is ModelState.LEAVING and name in stays:
+                assert served.running is not None
+                assert stays.pop(name)
+                assert world.clock.now_ns() - served.loaded_ns >= MIN_STAY_NS
+                served.running.end_use()
+        world.deployment.tend()
+        world.clock.advance(SECOND // 10)
+    assert min(num_turns.values()) > 5
+    assert max(num_turns.values()) <= min(num_turns.values()) + 1
+    assert all(num_users == 0 for _, num_users in world.closed)
+
+
+def test_a_large_model_takes_the_place_of_several_and_those_that_need_not_leave_stay() -> None:
+    world = World(budget_bytes=4, names="abcd")
+    world.sizes["c"] = 2
+    world.loaded("a", "b", "c")
+    world.sizes["d"] = 2
+    world.loaded("d")
+    assert world.states == "LL-L" or world.states == "--LL"
+    assert len(world.closed) in (1, 2)
+
+
+def test_a_model_is_loaded_before_another_that_waits_for_room_if_both_will_fit() -> None:
+    world = World(budget_bytes=4, names="abc")
+    world.sizes |= {"a": 3, "b": 3, "c": 1}
+    (a,) = world.loaded("a")
+    with a.using():
+        world.clock.advance(MIN_STAY_NS)
+        b, c = world.want("b", "c")
+        world.deployment.tend()
+        assert (world.states, c.done()) == ("v-L", True)
+    world.deployment.tend()
+    assert (world.states, b.done()) == ("-LL", True)
+
+
+def test_a_model_that_would_take_the_room_that_another_waits_for_does_not_overtake_it() -> None:
+    world = World(budget_bytes=4, names="abc")
+    world.sizes |= {"a": 3, "b": 4, "c": 1}
+    (a,) = world.loaded("a")
+    with a.using():
+        world.clock.advance(MIN_STAY_NS)
+        b, c = world.want("b", "c")
+        world.deployment.tend()
+        assert world.states == "v--"
+    world.deployment.tend()
+    assert (world.states, b.done(), c.done()) == ("-L-", True, False)
+
+
+def test_a_kept_model_never_leaves_and_a_model_without_room_beside_it_is_refused() -> None:
+    world = World(budget_bytes=2)
+    world.of["a"].is_kept = True
+    world.loaded("a", "b")
+    world.loaded("c")
+    assert world.states == "L-L"
+    world.sizes["b"] = 2
+    world.of["b"].share = None
+    (b,) = world.want("b")
+    world.deployment.tend()
+    with pytest.raises(Rejected, match=r"b takes 2 B .*together may take 2 B and kept models have 1 B of it"):
+        b.result(0)
+    assert world.states == "LFL"
+
+
+def test_a_model_that_is_idle_leaves() -> None:
+    world = World(idle_unload_ns=5 * SECOND)
+    (a,) = world.loaded("a")
+    world.clock.advance(3 * SECOND)
+    with a.using():
+        world.clock.advance(60 * SECOND)
+        world.deployment.tend()
+        assert world.states == "L--", "it is in use"
+    due_ns = world.deployment.tend()
+    assert due_ns == world.clock.now_ns() + 5 * SECOND
+    world.clock.advance_to(due_ns)
+    assert world.deployment.tend() is None
+    assert (world.states, world.closed) == ("---", [("a", 0)])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(ModelError("the file is cut short"), "file is cut short"), (OSError(5, "disk"), "the server's log")]
+)
+def test_a_model_that_can_not_be_loaded_says_why_and_is_tried_again_later(error: Exception, words: str) -> None:
+    world = World()
+    world.errors["a"] = error
+    a, b = world.want("a", "b")
+    world.deployment.tend()
+    world.deployment.tend()
+    assert (world.states, b.done()) == ("FL-", True), "the other was loaded"
+    for future in (a, *world.want("a")):
+        with pytest.raises(Rejected, match=f"The model a could not be loaded: .*{words}") as refused:
+            future.result(0)
+        assert refused.value.reason is RejectReason.UNAVAILABLE
+    assert refused.value.retry_after_s == RETRY_NS / SECOND - LOAD_NS / SECOND
+    world.clock.advance(RETRY_NS)
+    assert world.loaded("a")
+    assert (world.states, world.of["a"].failure) == ("LL-", "")
+
+
+def test_a_model_whose_engine_can_not_be_made_anew_is_loaded_again_when_it_is_asked_for() -> None:
+    world = World()
+    a, b = world.loaded("a", "b")
+    cast(Any, a.engine).state = EngineState.FAILED
+    world.deployment.tend()
+    (again,) = world.loaded("a")
+    assert again is not a
+    assert (world.states, world.of["b"].running, world.loads) == ("LL-", b, ["a", "b", "a"])
+
+
+def test_a_model_that_was_asked_to_leave_waits_for_its_users_up_to_a_time() -> None:
+    world = World()
+    (a,) = world.loaded("a")
+    patient = world.deployment.unload(world.of["a"])
+    with a.using():
+        assert world.deployment.tend() is None
+        assert (world.states, patient.done()) == ("v--", False)
+    world.deployment.tend()
+    assert (world.states, patient.done()) == ("---", True)
+    (a,) = world.loaded("a")
+    a.begin_use()
+    hurried = world.deployment.unload(world.of["a"], timeout_s=1.0)
+    due_ns = world.deployment.tend()
+    assert (world.states, due_ns, hurried.done()) == ("v--", world.clock.now_ns() + SECOND, False)
+    world.clock.advance(SECOND)
+    world.deployment.tend()
+    assert (world.states, hurried.done(), world.closed[-1]) == ("---", True, ("a", 1))
+    a.end_use()
+    (a,) = world.loaded("a")
+    assert not a.num_users, "the new one has nothing of the old one's"
+
+
+def test_the_end_refuses_all_who_wait() -> None:
+    world = World()
+    world.loaded("b")
+    (a,) = world.want("a")
+    gone = world.deployment.unload(world.of["c"])
+    assert world.deployment.close()
+    for future in (a, *world.want("c")):
+        with pytest.raises(Rejected, match="shutting down"):
+            future.result(0)
+    with pytest.raises(PenstockError):
+        gone.result(0)
+    assert world.closed == [("b", 0)]
+
+
+def test_models_of_the_start_are_loaded_as_far_as_they_fit_and_an_error_leaves_none() -> None:
+    world = World()
+    world.deployment.start(world.deployment.served)
+    assert (world.loads, world.states) == (["a", "b"], "LL-")
+    assert world.deployment.close()
+    other = World()
+    other.errors["b"] = ModelError("the file is cut short")
+    with pytest.raises(ModelError):
+        other.deployment.start(other.deployment.served)
+    assert other.closed == [("a", 0)]
+
+
+def test_the_keeper_s_thread_loads_what_is_wanted() -> None:
+    world = World()
+    world.deployment.start()
+    (a,) = world.want("a")
+    assert a.result(20).name == "a"
+    assert world.deployment.unload(world.of["a"]).result(20) is None
+    assert world.deployment.close()
+
+
+def test_a_plan_that_fails_is_the_model_s_failure_alone() -> None:
+    world = World()
+
+    def plan() -> MemoryShare:
+        raise NotEnoughMemory("It never fits.")
+
+    world.of["a"].plan = plan
+    a, b = world.want("a", "b")
+    while not b.done():
+        world.deployment.tend()
+    with pytest.raises(Rejected, match="It never fits"):
+        a.result(0)
+
+
+# Any order: memory is never promised twice, and every wait ends.
+
+NAMES = "abcd"
+SIZES = {"a": 1, "b": 2, "c": 3, "d": 1}
+BUDGET_BYTES = 4
+names = st.sampled_from(NAMES)
+
+
+class Life(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(budget_bytes=BUDGET_BYTES, names=NAMES, idle_unload_ns=3 * MIN_STAY_NS)
+        self.world.sizes |= SIZES
+        self.waiting: list[Future[RunningModel]] = []
+        self.unloads: list[Future[None]] = []
+        self.used: list[RunningModel] = []
+        self.is_ended_by_force = False
+
+    @rule(name=names)
+    def want(self, name: str) -> None:
+        self.waiting += self.world.want(name)
+
+    @rule(name=names)
+    def use(self, name: str) -> None:
+        try:
+            running = self.world.of[name].answerer()
+            running.begin_use()
+        except ModelAway:
+            return
+        self.used.append(running)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def end_use(self, data: st.DataObject) -> None:
+        self.used.pop(data.draw(st.integers(0, len(self.used) - 1))).end_use()
+
+    @rule(name=names, timeout_s=st.sampled_from([None, 5.0]))
+    def unload(self, name: str, timeout_s: float | None) -> None:
+        self.is_ended_by_force |= timeout_s is not None
+        self.unloads.append(self.world.deployment.unload(self.world.of[name], timeout_s))
+
+    @rule(name=names)
+    def break_next_load(self, name: str) -> None:
+        self.world.errors[name] = ModelError("broken")
+
+    @rule(seconds=st.sampled_from([0, 1, 4, 11, 40]))
+    def tend(self, seconds: int) -> None:
+        self.world.clock.advance(seconds * 10**9)
+        self.world.deployment.tend()
+
+    @invariant()
+    def memory_is_promised_once(self) -> None:
+        world = self.world
+        held = sum(SIZES[one.name] for one in world.deployment.served if one.running is not None)
+        assert world.memory.left_bytes() == BUDGET_BYTES - held >= 0
+        for one in world.deployment.served:
+            assert (one.running is not None) == (one.state in (ModelState.LOADED, ModelState.LEAVING))
+
+    @invariant()
+    def nobody_loses_a_model_in_use(self) -> None:
+        if not self.is_ended_by_force:
+            assert all(num_users == 0 for _, num_users in self.world.closed)
+
+    def teardown(self) -> None:
+        """When all users go and time passes, every wait ends."""
+        for running in self.used:
+            running.end_use()
+        for _ in range(4 * len(NAMES)):
+            self.world.deployment.tend()
+            self.world.clock.advance(RETRY_NS + MIN_STAY_NS)
+        assert all(future.done() for future in (*self.waiting, *self.unloads))
+        self.world.deployment.close()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,369 @@
+"""Adapters over HTTP, on the native backend: each request is answered by the one that it names, whatever else runs."""
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import make_client, make_runtime, until
+
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import open_executor, start_deployment, start_model
+from penstock.engine.thread import EngineState
+from penstock.models.architectures import describe
+from penstock.models.catalog import resolve
+from penstock.models.load import load_adapter
+from penstock.types.errors import ConfigError, NotEnoughMemory
+from tiny_adapters import factors_of_llama, write_adapter
+from tiny_models import TinyLlama, write_hf
+
+TINY = TinyLlama()
+ENDS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NAMES = ("red", "green", "team/blue")
+ASK = {"prompt": "in the beginning", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+NUM_MORE = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model in `tiny`, and its adapters in `adapters`; there are more than `max_loras` and than memory keeps."""
+    folder = tmp_path_factory.mktemp("served")
+    write_hf(folder / "tiny", TINY)
+    for seed, name in enumerate([*NAMES, *(f"more-{index}" for index in range(NUM_MORE))], 1):
+        factors = factors_of_llama(TINY, rank=2 + seed % 7, ends=ENDS, seed=seed)
+        write_adapter(folder / "adapters" / name, factors, lora_alpha=24)
+    write_adapter(folder / "adapters" / "more-late", factors, lora_alpha=24)
+    return folder
+
+
+def config_of(folder: Path, **lora: object) -> Config:
+    lora = {"lora_modules": (f"crimson={folder / 'adapters' / 'red'}",), "lora_dir": str(folder / "adapters"), **lora}
+    return Config(
+        model=ModelConfig(model=str(folder / "tiny")),
+        backend=BackendConfig(backend="native", threads=2),
+        kv=KvConfig(kv_cache_memory_bytes=1 << 20),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+        lora=LoraConfig(**({"max_loras": 4, "max_cpu_loras": 8, "max_lora_rank": 16} | lora)),
+    )
+
+
+@pytest.fixture(scope="module")
+def running(folder):
+    running = start_model(config_of(folder), resolve(str(folder / "tiny"), folder))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+async def client(running):
+    async with make_client(running) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, list[int]]:
+    """Tokens of `ASK` by the name of an adapter, each computed alone, one text at a time; the base's is ''."""
+    _, model, executor = open_executor(config_of(folder), resolve(str(folder / "tiny"), folder))
+    program = describe(model.spec)
+    running = start_model(config_of(folder), resolve(str(folder / "tiny"), folder))
+    prompt = list(running.tokenizer.encode(ASK["prompt"], add_special_tokens=True))
+    running.close()
+    tokens = {}
+    for number, name in enumerate(("", *NAMES)):
+        if name:
+            factors = load_adapter(folder / "adapters" / name, model.spec, program, max_rank=16)
+            packed = executor.adapter_packer(factors)
+            last = executor.capacity.num_blocks
+            executor.place_adapter(number, packed, range(last - packed.num_pages, last))
+        ids = list(prompt)
+        for _ in range(ASK["max_tokens"]):
+            ids.append(int(np.argmax(executor.forward_logits(ids, adapter=number)[-1])))
+        tokens[name] = ids[len(prompt) :]
+        executor.drop_adapter(number)
+    executor.close()
+    return tokens
+
+
+async def tokens_of(client, model: str | None, **fields) -> list[int]:
+    response = await client.post(
+        "/v1/completions", json=ASK | {"ignore_eos": True} | fields | ({"model": model} if model else {})
+    )
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["model"] == (model or "tiny")
+    return body["choices"][0]["token_ids"]
+
+
+async def test_a_request_is_answered_by_the_adapter_that_it_names(client, expected):
+    for name in ("", *NAMES):
+        assert await tokens_of(client, name or None) == expected[name], name
+    assert await tokens_of(client, "crimson") == expected["red"]
+    assert len({tuple(tokens) for tokens in expected.values()}) == 4, "else this proves nothing"
+
+
+async def test_all_of_them_at_once(client, expected):
+    names = [None, *NAMES] * 6
+    more = [f"more-{index}" for index in range(NUM_MORE)]
+    alone = {name: await tokens_of(client, name) for name in more[::8]}
+    answers = await asyncio.gather(*[tokens_of(client, name) for name in [*names, *more]])
+    for name, tokens in zip([*names, *more], answers, strict=True):
+        if name is None or name in NAMES:
+            assert tokens == expected[name or ""], name
+        elif name in alone:
+            assert tokens == alone[name], name
+
+
+async def test_chats_and_streams_have_it_too(client, expected):
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    answers = []
+    for name in ("tiny", "red"):
+        response = await client.post("/v1/chat/completions", json=chat | {"model": name})
+        assert response.json()["model"] == name
+        answers.append(response.json()["choices"][0]["token_ids"])
+    assert answers[0] != answers[1]
+    response = await client.post("/v1/completions", json=ASK | {"model": "red", "stream": True, "ignore_eos": True})
+    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
+    assert [token for event in events for token in event["choices"][0].get("token_ids") or ()] == expected["red"]
+    assert {event["model"] for event in events} == {"red"}
+
+
+async def test_a_prefix_of_the_base_is_none_of_an_adapter(client, expected):
+    prompt = "in the beginning" * 5
+    fresh = await tokens_of(client, "green", prompt=prompt, cache_salt="alone")
+    await tokens_of(client, None, prompt=prompt)
+    assert await tokens_of(client, "green", prompt=prompt) == fresh
+
+
+async def test_models_are_listed_with_the_adapters_that_were_named_or_asked_for(client, folder):
+    await tokens_of(client, "team/blue")
+    cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+    assert {"tiny", "crimson", "team/blue"} <= cards.keys()
+    assert "more-no-one-asked" not in cards
+    assert cards["crimson"]["parent"] == "tiny"
+    assert cards["crimson"]["root"] == str(folder / "adapters" / "red")
+    assert cards["tiny"]["parent"] is None
+    assert (await client.get("/v1/models/team/blue")).json() == cards["team/blue"]
+    assert (await client.get("/v1/models/mauve")).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["mauve", "../tiny", "adapters/../red", "/etc", "team", "a" * 5000, "red\0"])
+async def test_a_name_that_nothing_has_is_not_found(client, name):
+    response = await client.post("/v1/completions", json=ASK | {"model": name})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, folder):
+    other = factors_of_llama(replace(TINY, hidden_size=32), ends=("q_proj",))
+    write_adapter(folder / "adapters" / "wide", factors_of_llama(TINY, rank=17, ends=ENDS))
+    write_adapter(folder / "adapters" / "of-another", other)
+    for name, cause in (("wide", "--max-lora-rank"), ("of-another", "the model's matrix wants")):
+        for _ in range(2):  # waited for, and known by then
+            response = await client.post("/v1/completions", json=ASK | {"model": name})
+            assert response.status_code == 400, response.text
+            assert cause in response.json()["error"]["message"], response.text
+    assert await tokens_of(client, "red")
+
+
+async def test_without_adapters_nothing_is_looked_up(folder):
+    runtime = make_runtime()
+    try:
+        async with make_client(runtime) as client:
+            assert (await client.post("/v1/completions", json=ASK | {"model": "red"})).status_code == 404
+    finally:
+        runtime.close()
+
+
+async def test_names_stay_when_the_model_is_unloaded_and_memory_is_given_back(folder, expected):
+    deployment = start_deployment([config_of(folder)])
+    served = deployment.default
+    try:
+        async with make_client(served.running) as client:
+            assert await tokens_of(client, "red") == expected["red"]
+        assert served.adapters.stats.num_in_memory == 1
+        assert served.share.num_adapter_bytes > 0
+        deployment.unload(served).result(30)
+        assert served.adapters.stats.num_in_memory == 0
+        assert served.adapters.find("red") is not None
+        running = deployment.want(served).result(30)
+        assert running.adapters is served.adapters
+        async with make_client(running) as client:
+            assert await tokens_of(client, "red") == expected["red"]
+    finally:
+        deployment.close(10)
+
+
+async def change(client, verb: str, **body) -> tuple[int, str]:
+    response = await client.post(f"/v1/{verb}_lora_adapter", json=body)
+    return response.status_code, response.text
+
+
+async def test_an_adapter_is_loaded_replaced_and_unloaded_by_name(client, folder, expected):
+    red, green = (str(folder / "adapters" / name) for name in ("red", "green"))
+    assert (await client.post("/v1/completions", json=ASK | {"model": "new"})).status_code == 404
+    status, text = await change(client, "load", lora_name="new", lora_path=red)
+    assert (status, text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    assert await tokens_of(client, "new") == expected["red"]
+    status, text = await change(client, "load", lora_name="new", lora_path=green)
+    assert status == 400
+    assert "load_inplace" in text
+    assert (await change(client, "load", lora_name="new", lora_path=green, load_inplace=True))[0] == 200
+    assert await tokens_of(client, "new") == expected["green"]
+    assert (await change(client, "unload", lora_name="new"))[0] == 200
+    assert (await client.post("/v1/completions", json=ASK | {"model": "new"})).status_code == 404
+    assert (await change(client, "unload", lora_name="new"))[0] == 404
+
+
+async def test_a_request_ends_with_the_adapter_that_it_began_with(client, folder, running):
+    assert (await change(client, "load", lora_name="going", lora_path=str(folder / "adapters" / "red")))[0] == 200
+    body = ASK | {"model": "going", "ignore_eos": True, "max_tokens": 200}
+    alone = await tokens_of(client, "red", max_tokens=200)
+    answer = asyncio.create_task(client.post("/v1/completions", json=body, headers={"X-Request-Id": "going"}))
+    await until(lambda: running.engine.load().num_running > 0)
+    assert (await change(client, "unload", lora_name="going"))[0] == 200
+    assert (await client.post("/v1/completions", json=body)).status_code == 404
+    assert (await answer).json()["choices"][0]["token_ids"] == alone
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "cause"),
+    [
+        ({"lora_path": "{folder}/tiny"}, 400, "--lora-dir"),
+        ({"lora_path": "{folder}/adapters/../tiny"}, 400, "--lora-dir"),
+        ({"lora_path": "/etc"}, 400, "--lora-dir"),
+        ({"lora_path": "x\0y"}, 400, "--lora-dir"),
+        ({"lora_path": "{folder}/adapters/nobody"}, 400, "adapter_config.json"),
+        ({"lora_name": "tiny"}, 400, "A model is called"),
+        ({"lora_name": "a" * 500}, 400, "is no name of an adapter"),
+        ({"lora_name": ""}, 400, "lora_name"),
+        ({"model": "mauve"}, 404, "mauve"),
+        ({"lora_path": 7}, 400, "must be a string"),
+    ],
+)
+async def test_what_can_t_be_loaded_is_refused_by_name(client, folder, body, status, cause):
+    asked = {"lora_name": "bad", "lora_path": str(folder / "adapters" / "red")} | body
+    if isinstance(asked["lora_path"], str):
+        asked["lora_path"] = asked["lora_path"].replace("{folder}", str(folder))
+    told = await change(client, "load", **asked)
+    assert told[0] == status, told
+    assert cause in told[1]
+    assert (await client.get("/v1/models/bad")).status_code == 404
+
+
+async def test_with_keys_adapters_are_an_admin_s_who_may_load_from_anywhere(running, folder, tmp_path):
+    elsewhere = write_adapter(tmp_path / "elsewhere", factors_of_llama(TINY, ends=ENDS))
+    body = {"lora_name": "else", "lora_path": str(elsewhere)}
+    async with make_client(running, api_keys=("user",), admin_api_keys=("boss",)) as client:
+        for key, status in ((None, 401), ("user", 403), ("boss", 200)):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == status
+        for key, status in (("user", 403), ("boss", 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "else"}, headers=headers)
+            assert gone.status_code == status
+
+
+async def test_metrics_and_load_tell_of_adapters_without_their_names(client, running):
+    await tokens_of(client, "red")
+    text = (await client.get("/metrics")).text
+    values = {}
+    for line in text.splitlines():
+        if line.startswith("penstock_adapter"):
+            series, _, value = line.rpartition(" ")
+            values[series.replace('model="tiny",', "").replace('{model="tiny"}', "")] = float(value)
+    assert values['penstock_adapter_loads_total{result="ok"}'] >= 1
+    assert values['penstock_adapters{place="memory"}'] >= 1
+    assert values["penstock_adapter_memory_bytes"] > 0
+    assert values["penstock_adapter_kv_blocks"] > 0
+    assert values["penstock_adapter_placements_total"] >= 1
+    assert '"red"' not in text
+    load = (await client.get("/load")).json()["adapters"]
+    assert load["kv_cache"] >= 1
+    assert load["memory"] <= 8, "max_cpu_loras"
+    assert load["names"] >= 2
+
+
+async def test_a_request_that_waits_for_its_adapter_says_so_and_others_pass_it(client, running, expected, monkeypatch):
+    read, gate = running.adapters._read, threading.Event()
+    monkeypatch.setattr(running.adapters, "_read", lambda path: read(path) if gate.wait(20) else None)
+    body = ASK | {"model": "more-late", "ignore_eos": True}
+    waiting = asyncio.create_task(client.post("/v1/completions", json=body, headers={"X-Request-Id": "why"}))
+    told = {}
+
+    async def is_waiting() -> bool:
+        answer = await client.get("/v1/requests/why")
+        told.update(answer.json()["choices"][0]["waited"] if answer.status_code == 200 else {})
+        return told.get("now_for") == "adapter"
+
+    try:
+        async with asyncio.timeout(20):
+            while not await is_waiting():  # noqa: ASYNC110  # there is no event to wait for
+                await asyncio.sleep(0.001)
+        assert await tokens_of(client, None) == expected[""]
+    finally:
+        gate.set()
+    assert (await waiting).status_code == 200
+    ended = (await client.get("/v1/requests/why")).json()
+    assert "for its adapter" in ended["summary"]
+    assert ended["choices"][0]["waited"]["for_ms"]["adapter"] > 0
+
+
+async def test_without_adapters_there_is_nothing_to_load_or_to_measure():
+    runtime = make_runtime()
+    try:
+        async with make_client(runtime) as client:
+            status, text = await change(client, "load", lora_name="red", lora_path="/nowhere")
+            assert status == 400
+            assert "--lora-dir" in text
+            assert "penstock_adapter" not in (await client.get("/metrics")).text
+            assert "adapters" not in (await client.get("/load")).json()
+    finally:
+        runtime.close()
+
+
+def test_an_adapter_that_is_called_like_a_model_is_refused(folder):
+    modules = (f"tiny={folder / 'adapters' / 'red'}",)
+    with pytest.raises(ConfigError, match="An adapter of tiny is called 'tiny'"):
+        start_deployment([config_of(folder, lora_modules=modules)])
+
+
+async def test_an_engine_that_is_made_anew_has_the_adapters_of_the_one_before(folder, expected):
+    running = start_model(config_of(folder), resolve(str(folder / "tiny"), folder))
+    try:
+        async with make_client(running) as client:
+            assert await tokens_of(client, "red") == expected["red"]
+            running.engine._engine._core.begin = broken
+            assert (await client.post("/v1/completions", json=ASK | {"model": "red"})).status_code in (500, 503)
+            await until(lambda: running.engine.state is EngineState.READY)
+            assert await tokens_of(client, "red") == expected["red"]
+            assert running.adapters.stats.num_loads == 1
+    finally:
+        running.close()
+
+
+def broken(_now_ns):
+    raise AssertionError("a fault of ours")
+
+
+@pytest.mark.parametrize(
+    ("lora", "cause"),
+    [
+        ({"lora_modules": ("red",)}, "not NAME=PATH"),
+        ({"lora_modules": ("red=/nowhere",)}, "there is no /nowhere"),
+        ({"lora_modules": ("red=.", "red=.")}, "two adapters are called 'red'"),
+        ({"lora_dir": "/nowhere"}, "there is no folder"),
+    ],
+)
+def test_settings_that_name_nothing_are_refused_before_a_model_is_loaded(folder, lora, cause):
+    with pytest.raises(ConfigError, match=cause):
+        start_model(config_of(folder, **lora), resolve(str(folder / "tiny"), folder))
+
+
+def test_more_adapters_than_memory_are_refused_with_the_remedy(folder):
+    config = config_of(folder, max_cpu_loras=100_000, max_lora_rank=256)
+    config = replace(config, kv=KvConfig())
+    with pytest.raises(NotEnoughMemory, match="--max-cpu-loras"):
+        start_model(config, resolve(str(folder / "tiny"), folder))

@@ -1,0 +1,419 @@
+"""Models that are loaded when they are asked for, over HTTP: all is answered, and as by models that never leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+
+import httpx
+import pytest
+from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.config import ServerConfig
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.served import ModelState, ServedModel
+from penstock.obs.metrics import Metrics
+from penstock.serve.app import create_app
+from penstock.testing import HashExecutor, HashModel
+from penstock.types.errors import ModelError
+
+NAMES = ("a", "b", "texts")
+ASK = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
+
+
+def runtime_of(name, **fields):
+    if name == "texts":
+        return make_text_runtime(served_names=(name,), aliases=(), **fields)
+    model = HashModel(vocab_size=PRINTABLE_MODEL.vocab_size, first_token_id=PRINTABLE_MODEL.first_token_id + ord(name) % 32)
+    return make_runtime(HashExecutor(CAPACITY, model=model), served_names=(name,), aliases=(), **fields)
+
+
+class Served:
+    """A deployment of hash models with room for some of them, its client, and gates that hold its loads."""
+
+    def __init__(self, num_rooms=1, **fields):
+        self.memory = MemoryBudget(lambda: 1000, limit_bytes=num_rooms)
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.error = None
+        self.runtimes = []
+        self.make = runtime_of
+        served = [
+            ServedModel(
+                names=(name,),
+                metrics=Metrics(name),
+                load=lambda name=name: self.load(name),
+                plan=lambda: MemoryShare(num_kv_bytes=1, num_reserve_bytes=0),
+                **fields,
+            )
+            for name in NAMES
+        ]
+        self.deployment = Deployment(served, self.memory)
+        self.of = dict(zip(NAMES, served, strict=True))
+
+    def load(self, name):
+        assert self.may_load.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.memory.take(name, MemoryShare(num_kv_bytes=1, num_reserve_bytes=0))
+        runtime = self.make(name)
+        runtime.release = lambda: self.memory.give_back(name)
+        self.runtimes.append(runtime)
+        return runtime
+
+    @property
+    def num_loads(self):
+        return sum(one.num_loads for one in self.of.values())
+
+
+@contextlib.asynccontextmanager
+async def serving(num_rooms=1, config=None, **fields):
+    world = Served(num_rooms, **fields)
+    world.deployment.start()
+    transport = httpx.ASGITransport(create_app(world.deployment, config or ServerConfig()), raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=60) as world.client:
+            yield world
+    finally:
+        world.may_load.set()
+        await asyncio.to_thread(world.deployment.close)
+        for runtime in world.runtimes:
+            runtime.close()
+
+
+def calls():
+    """Calls of every kind: (path, body)."""
+    text = [
+        ("/v1/completions", ASK),
+        ("/v1/completions", ASK | {"n": 3, "temperature": 1, "seed": 5}),
+        ("/v1/completions", ASK | {"stream": True}),
+        ("/v1/completions", ASK | {"use_beam_search": True, "n": 2}),
+        ("/v1/completions", ASK | {"structured_outputs": {"choice": ["one", "two"]}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}),
+        ("/tokenize", {"prompt": "hello"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/detokenize", {"tokens": [70, 71]}),
+    ]
+    asked = [(path, body | {"model": name}) for name in ("a", "b") for path, body in text]
+    many = [f"text number {number}" for number in range(40)]
+    return [
+        *asked,
+        ("/v1/embeddings", {"model": "texts", "input": "hello"}),
+        ("/v1/embeddings", {"model": "texts", "input": many}),
+    ]
+
+
+def told(response):
+    """The answer without its ids and times."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"].startswith("text/event-stream"):
+        return "".join(part.partition('"text":')[2].partition(',"')[0].strip('"') for part in response.text.split("data: "))
+    answer = response.json()
+    for key in ("id", "created", "usage"):
+        answer.pop(key, None)
+    return answer
+
+
+async def answers_of_models_that_stay():
+    models = [runtime_of(name) for name in NAMES]
+    try:
+        async with make_client(*models) as client:
+            return [told(await client.post(path, json=body)) for path, body in calls()]
+    finally:
+        for model in models:
+            model.close()
+
+
+@pytest.mark.parametrize("num_rooms", [1, 2])
+async def test_every_call_is_answered_as_by_models_that_never_leave(num_rooms, monkeypatch):
+    monkeypatch.setattr("penstock.deploy.room.MIN_STAY_NS", 0)
+    monkeypatch.setattr("penstock.deploy.room.LOADS_PER_STAY", 0)
+    expected = await answers_of_models_that_stay()
+    jobs = [(index, *call) for index, call in enumerate(calls())] * 4
+    random.Random(3).shuffle(jobs)
+    async with serving(num_rooms) as world:
+
+        async def ask(index, path, body):
+            assert told(await world.client.post(path, json=body)) == expected[index]
+
+        for first in range(0, len(jobs), 8):
+            await asyncio.gather(*[ask(*job) for job in jobs[first : first + 8]])
+        assert world.num_loads > 8, "models came and went"
+        assert all(not one.num_waiting for one in world.of.values())
+        await until(lambda: all(not runtime.num_users for runtime in world.runtimes))
+
+
+async def test_an_answer_that_has_begun_ends_before_its_model_leaves(monkeypatch):
+    monkeypatch.setattr("penstock.deploy.room.MIN_STAY_NS", 0)
+    monkeypatch.setattr("penstock.deploy.room.LOADS_PER_STAY", 0)
+    gate = GatedExecutor()
+    async with serving() as world:
+        world.make = lambda name: make_runtime(gate, served_names=(name,), aliases=()) if name == "a" else runtime_of(name)
+        first = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"model": "a"}))
+        await until(lambda: world.runtimes and world.runtimes[0].bridge.num_open_requests)
+        second = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"model": "b"}))
+        await until(lambda: world.of["a"].state is ModelState.LEAVING)
+        third = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"model": "a"}))
+        await until(lambda: world.of["a"].num_waiting)
+        world.make = runtime_of
+        gate.open()
+        answers = await asyncio.gather(first, second, third)
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert (world.of["a"].num_loads, world.of["b"].num_loads) == (2, 1)
+
+
+async def test_a_client_that_leaves_waits_no_more_and_the_load_goes_on():
+    async with serving() as world:
+        world.may_load.clear()
+        asking = asyncio.create_task(world.client.post("/v1/completions", json=ASK))
+        await until(lambda: world.of["a"].num_waiting)
+        asking.cancel()
+        await until(lambda: not world.of["a"].num_waiting)
+        world.may_load.set()
+        await until(lambda: world.of["a"].state is ModelState.LOADED)
+
+
+async def test_a_request_that_may_not_wait_so_long_is_told_when_to_come_back():
+    async with serving() as world:
+        world.of["a"].load_ns = 5_000_000_000
+        world.may_load.clear()
+        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Queue-Timeout-Ms": "1000"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "a is being loaded" in refused.json()["error"]["message"]
+        malformed = await world.client.post("/v1/completions", json=ASK, headers={"X-Queue-Timeout-Ms": "soon"})
+        assert malformed.status_code == 400
+        world.may_load.set()
+        await until(lambda: world.of["a"].state is ModelState.LOADED)
+        answer = await world.client.post("/v1/completions", json=ASK, headers={"X-Queue-Timeout-Ms": "5000"})
+        assert answer.status_code == 200
+
+
+async def test_a_request_whose_time_is_over_while_it_waits_is_refused():
+    async with serving() as world:
+        world.of["a"].load_ns = 1
+        world.may_load.clear()
+        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Deadline-Ms": "20"})
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert not world.of["a"].num_waiting
+
+
+async def test_the_wait_for_a_model_is_a_part_of_the_request_s_time(monkeypatch):
+    """A deadline counts from the request's arrival and not from the end of the load."""
+    async with serving() as world:
+        world.of["a"].load_ns = 1
+        world.may_load.clear()
+        seen = []
+        world.make = lambda name: seen.append(runtime_of(name)) or seen[0]
+        asking = asyncio.create_task(world.client.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"}))
+        await until(lambda: world.of["a"].num_waiting)
+        began_ns = world.deployment.clock.now_ns()
+        world.may_load.set()
+        assert (await asking).status_code == 200
+        explained = (await world.client.get("/v1/requests/mine")).json()["choices"][0]
+        loaded_ns = world.of["a"].loaded_ns
+        assert explained["time_ms"]["queue"] >= (loaded_ns - began_ns) / 1e6
+
+
+async def test_too_many_that_wait_are_turned_away():
+    async with serving(max_waiting=2) as world:
+        world.may_load.clear()
+        waiting = [asyncio.create_task(world.client.post("/v1/completions", json=ASK)) for _ in range(2)]
+        await until(lambda: world.of["a"].num_waiting == 2)
+        refused = await world.client.post("/v1/completions", json=ASK)
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        assert "2 requests wait for a to be loaded" in refused.json()["error"]["message"]
+        world.may_load.set()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_bodies_that_wait_take_so_much_memory_and_no_more(monkeypatch):
+    monkeypatch.setattr("penstock.serve.openai.loading.MAX_WAITING_BYTES", 1000)
+    async with serving() as world:
+        world.may_load.clear()
+        waiting = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"prompt": "a" * 600}))
+        await until(lambda: world.of["a"].num_waiting)
+        assert (await world.client.post("/v1/completions", json=ASK | {"prompt": "a" * 600})).status_code == 429
+        world.may_load.set()
+        assert (await waiting).status_code == 200
+        assert world.of["a"].num_waiting_bytes == 0
+
+
+async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_others_answer():
+    async with serving() as world:
+        world.error = ModelError("The file is cut short.", remedy="Fetch it again.")
+        refused = await world.client.post("/v1/completions", json=ASK)
+        assert refused.status_code == 503
+        assert "a could not be loaded: The file is cut short. Fetch it again." in refused.json()["error"]["message"]
+        world.error = None
+        assert (await world.client.post("/v1/completions", json=ASK | {"model": "b"})).status_code == 200
+        assert (await world.client.post("/v1/completions", json=ASK)).status_code == 503
+
+
+async def test_questions_about_a_model_that_is_away_do_not_load_it():
+    async with serving() as world:
+        assert [card["id"] for card in (await world.client.get("/v1/models")).json()["data"]] == list(NAMES)
+        assert (await world.client.get("/v1/models/b")).json()["max_model_len"] is None
+        assert (await world.client.get("/load?model=b")).json()["requests_running"] == 0
+        away = await world.client.get("/kv?model=b")
+        assert (away.status_code, "b is not loaded" in away.text) == (503, True)
+        assert (await world.client.get("/metrics")).status_code == 200
+        assert (await world.client.get("/ready")).status_code == 200
+        assert world.num_loads == 0
+
+
+async def test_what_is_known_of_a_request_outlives_its_model():
+    async with serving() as world:
+        journals = {}
+
+        def make(name):
+            runtime = runtime_of(name)
+            runtime.journal = journals.setdefault(name, runtime.journal)
+            return runtime
+
+        world.make = make
+        assert (await world.client.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"})).status_code == 200
+        await asyncio.wrap_future(world.deployment.unload(world.of["a"]))
+        assert (await world.client.get("/v1/requests/mine")).json()["choices"][0]["completion_tokens"] == 12
+
+
+async def states_of(world):
+    return {card["id"]: card["status"]["value"] for card in (await world.client.get("/v1/models")).json()["data"]}
+
+
+async def test_an_admin_loads_and_unloads_models():
+    async with serving(num_rooms=2) as world:
+        assert await states_of(world) == dict.fromkeys(NAMES, "unloaded")
+        for name in ("a", "texts"):
+            assert (await world.client.post("/models/load", json={"model": name})).json() == {"success": True}
+        assert await states_of(world) == {"a": "loaded", "b": "unloaded", "texts": "loaded"}
+        assert (await world.client.post("/models/load", json={"model": "a"})).status_code == 200
+        for _ in range(2):  # what is done already is done
+            assert (await world.client.post("/models/unload", json={"model": "a"})).json() == {"success": True}
+        assert await states_of(world) == {"a": "unloaded", "b": "unloaded", "texts": "loaded"}
+        assert world.of["a"].num_unloads == {"idle": 0, "room": 0, "asked": 1, "failed": 0}
+        assert (await world.client.post("/v1/completions", json=ASK)).status_code == 200, "a request loads it again"
+
+
+async def test_a_load_need_not_be_waited_for():
+    async with serving() as world:
+        world.may_load.clear()
+        told_at_once = await world.client.post("/models/load", json={"model": "a", "wait": False})
+        assert told_at_once.status_code == 202
+        await until(lambda: world.of["a"].state is ModelState.LOADING)
+        assert (await states_of(world))["a"] == "loading"
+        world.may_load.set()
+        await until(lambda: world.of["a"].state is ModelState.LOADED)
+
+
+async def test_an_admin_s_load_that_fails_tells_the_cause_and_so_do_cards():
+    async with serving() as world:
+        world.error = ModelError("The file is cut short.", remedy="Fetch it again.")
+        failed = await world.client.post("/models/load", json={"model": "a"})
+        assert failed.status_code == 503
+        assert "The file is cut short." in failed.json()["error"]["message"]
+        card = (await world.client.get("/v1/models/a")).json()
+        assert (card["status"]["value"], "cut short" in card["status"]["cause"]) == ("failed", True)
+        assert (await world.client.get("/ready")).status_code == 200, "the others can be asked"
+        for name in ("b", "texts"):
+            await world.client.post("/models/load", json={"model": name})
+        assert "no model can be loaded. The file is cut" in (await world.client.get("/ready")).text
+
+
+async def test_a_model_in_use_is_unloaded_when_its_answers_have_ended_or_their_time_is_over():
+    gate = GatedExecutor()
+    async with serving() as world:
+        world.make = lambda name: make_runtime(gate, served_names=(name,), aliases=())
+        answer = asyncio.create_task(world.client.post("/v1/completions", json=ASK))
+        await until(lambda: world.runtimes and world.runtimes[0].bridge.num_open_requests)
+        unloading = asyncio.create_task(world.client.post("/models/unload", json={"model": "a"}))
+        await until(lambda: world.of["a"].state is ModelState.LEAVING)
+        assert (await states_of(world))["a"] == "leaving"
+        assert [(await world.client.get(path)).status_code for path in ("/ready", "/health")] == [200, 200]
+        gate.open()
+        assert [(await task).status_code for task in (answer, unloading)] == [200, 200]
+        gate = GatedExecutor()
+        answer = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"max_tokens": 2000}))
+        await until(lambda: len(world.runtimes) == 2 and world.runtimes[1].bridge.num_open_requests)
+        unloading = asyncio.create_task(world.client.post("/models/unload", json={"model": "a", "timeout_s": 0}))
+        await until(lambda: world.of["a"].state is not ModelState.LOADED)
+        gate.open()
+        refused = await answer
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert (await unloading).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
+async def test_what_is_in_memory_is_changed_by_admins_alone(path):
+    config = ServerConfig(api_keys=("user",), admin_api_keys=("admin",))
+    async with serving(config=config) as world:
+        told_by = {key: {"Authorization": f"Bearer {key}"} for key in ("user", "admin", "wrong")}
+        answers = {key: await world.client.post(path, json={"model": "a"}, headers=told_by[key]) for key in told_by}
+        assert {key: answer.status_code for key, answer in answers.items()} == {"user": 403, "admin": 200, "wrong": 401}
+        assert answers["user"].json()["error"]["code"] == "admin_key_required"
+        absent = await world.client.post(path, json={"model": "c"}, headers=told_by["admin"])
+        assert (absent.status_code, absent.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_that_its_deployment_can_not_load_again_is_not_unloaded():
+    runtime = runtime_of("a")
+    try:
+        async with make_client(runtime) as client:
+            refused = await client.post("/models/unload", json={"model": "a"})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    finally:
+        runtime.close()
+
+
+async def test_after_the_end_has_begun_nothing_is_unloaded():
+    async with serving() as world:
+        await world.client.post("/models/load", json={"model": "a"})
+        world.deployment.drain()
+        for path in ("/models/load", "/models/unload"):
+            assert (await world.client.post(path, json={"model": "a"})).status_code == 503
+
+
+async def series(world):
+    text = (await world.client.get("/metrics")).text
+    return {
+        (sample.name.removeprefix("penstock_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_tell_what_is_loaded_and_counts_go_on():
+    async with serving() as world:
+        for _ in range(2):
+            await world.client.post("/v1/completions", json=ASK)
+            await world.client.post("/models/unload", json={"model": "a"})
+        away = await series(world)
+        assert (away["model_state", "a", "unloaded"], away["model_state", "a", "loaded"]) == (1, 0)
+        assert (away["model_loads_total", "a", "ok"], away["model_unloads_total", "a", "asked"]) == (2, 2)
+        assert away["model_load_seconds_total", "a"] > 0
+        assert ("memory_bytes", "a", "kv") not in away
+        await world.client.post("/v1/completions", json=ASK)
+        there = await series(world)
+        assert (there["model_state", "a", "loaded"], there["memory_bytes", "a", "kv"]) == (1, 1)
+        assert there["model_loads_total", "a", "ok"] == 3
+        world.error = ModelError("It is cut short.")
+        await world.client.post("/models/load", json={"model": "b"})
+        failed = await series(world)
+        assert (failed["model_state", "b", "failed"], failed["model_loads_total", "b", "failed"]) == (1, 1)
+
+
+async def test_the_load_of_all_models_and_their_memory_is_told():
+    async with serving(num_rooms=2) as world:
+        await world.client.post("/v1/completions", json=ASK)
+        load = (await world.client.get("/load")).json()
+        assert (load["state"], load["memory"]) == ("loaded", {"limit_bytes": 2, "free_bytes": 1})
+        a, b, _ = load["models"]
+        assert (a["name"], a["state"], sum(a["memory_bytes"].values())) == ("a", "loaded", 1)
+        assert 0 <= a["last_used_s"] < 20
+        assert (b["state"], b["memory_bytes"], b["last_used_s"]) == ("unloaded", {}, None)
+        one = (await world.client.get("/load?model=b")).json()
+        assert (one["state"], "models" in one) == ("unloaded", False)
