@@ -79,19 +79,25 @@ class FakeListener:
 
 
 @pytest.mark.parametrize(
-    ("address", "keys", "is_warned"),
+    ("address", "settings", "warning"),
     [
-        ("127.0.0.1", (), False),
-        ("::1", (), False),
-        ("0.0.0.0", ("secret",), False),
-        ("0.0.0.0", (), True),
-        ("::", (), True),
-        ("192.0.2.1", (), True),
+        ("127.0.0.1", {}, ""),
+        ("::1", {}, ""),
+        ("127.0.0.1", {"api_keys": ("secret",)}, ""),
+        ("0.0.0.0", {"api_keys": ("secret",), "ssl_certfile": "c.pem"}, ""),
+        ("0.0.0.0", {"api_keys": ("secret",)}, "in the clear: give it an --ssl-certfile"),
+        ("0.0.0.0", {}, "asks for no key: give it an --api-key"),
+        ("::", {"ssl_certfile": "c.pem"}, "asks for no key: give it an --api-key"),
+        ("192.0.2.1", {}, "asks for no key: give it an --api-key"),
+        ("127.0.0.1", {"allowed_origins": ("*",)}, "every web page"),
+        ("127.0.0.1", {"allowed_origins": ("*",), "api_keys": ("secret",)}, ""),
+        ("127.0.0.1", {"allowed_origins": ("https://a",)}, ""),
     ],
 )
-def test_a_server_that_is_open_to_the_network_warns(address, keys, is_warned, caplog):
-    warn_if_open(ServerConfig(api_keys=keys), FakeListener(address))
-    assert (f"{address}:8000 can be reached from other machines" in caplog.text) == is_warned
+def test_a_server_that_others_can_use_or_overhear_warns(address, settings, warning, caplog):
+    warn_if_open(ServerConfig(**settings), FakeListener(address))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(warning)
+    assert warning in caplog.text
 
 
 def test_ready_text_names_the_address_that_is_listened_on(runtime):

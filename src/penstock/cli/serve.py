@@ -67,9 +67,11 @@ def models_in(folder: str | None) -> list[tuple[str, str]]:
 
 
 def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Keys and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
+    """Keys, origins and certificates are usable: told before a model is fetched and loaded. Raises ConfigError."""
     from penstock.config.keys import api_keys
+    from penstock.serve.http.cors import Cors
 
+    Cors(config.allowed_origins)
     has_keys = bool(api_keys(config))
     for variable, is_given, effect, remedy in (
         ("PENSTOCK_API_KEY", has_keys, "would be open to everyone", "Give a key"),

@@ -431,6 +431,12 @@ class ServerConfig(Component):
     trust_tenant_header: bool = flag(
         False, "With API keys, a call's tenant is what X-Tenant says; else it is the key. For a gateway that sets the header."
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origin of web pages that may use the server, as https://example.org; may be repeated; * is any.",
+        default_doc="none: browsers keep other sites' pages out",
+        is_multiple=True,
+    )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
     ssl_keyfile: str | None = path(None, "TLS private key (PEM).", default_doc="none")
     max_connections: int | None = count(

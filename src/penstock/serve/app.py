@@ -19,6 +19,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.errors import from_http_exception, unavailable
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
+from penstock.serve.http.cors import Cors
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
@@ -43,7 +44,7 @@ from penstock.types.errors import ModelAway
 
 
 def create_app(deployment: Deployment, config: ServerConfig) -> Starlette:
-    """The ASGI application over started models. Raises `ConfigError` if the key file is no use."""
+    """The ASGI application over started models. Raises `ConfigError` for key files and origins that are no use."""
     operations = _operations(deployment, config)
     routes = [
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
@@ -57,6 +58,7 @@ def create_app(deployment: Deployment, config: ServerConfig) -> Starlette:
                 new_request_id=deployment.sources.new_request_id,
                 keys=KeyRing(keys) if (keys := api_keys(config)) else None,
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
+                cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 max_body_bytes=config.max_body_bytes,
             )
         ],

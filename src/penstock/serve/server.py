@@ -35,6 +35,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
 from penstock.serve.http.connection import Acceptor, HttpConnection
+from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, counted
@@ -115,6 +116,7 @@ class Server(uvicorn.Server):
             self.server_state,
             self.lifespan.state,
             max_body_bytes=self._server_config.max_body_bytes,
+            cors=Cors(origins) if (origins := self._server_config.allowed_origins) else None,
         )
         self._acceptor = Acceptor(
             self._listener, make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
@@ -178,10 +180,23 @@ class Server(uvicorn.Server):
 
 
 def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
-    """Log a warning if other machines can use the server without a key."""
+    """Log a warning if others can use the server without a key, or read what is sent to it."""
     address, port = listener.getsockname()[:2]
-    if not api_keys(config) and not ipaddress.ip_address(address).is_loopback:
+    has_keys, is_reachable = bool(api_keys(config)), not ipaddress.ip_address(address).is_loopback
+    if is_reachable and not has_keys:
         _log.warning("%s:%d can be reached from other machines, and asks for no key: give it an --api-key", address, port)
+    if is_reachable and has_keys and not config.ssl_certfile:
+        _log.warning(
+            "%s:%d can be reached from other machines, and keys and texts cross the network in the clear: give it an "
+            "--ssl-certfile, unless a proxy before it speaks TLS",
+            address,
+            port,
+        )
+    if "*" in config.allowed_origins and not has_keys:
+        _log.warning(
+            "every web page that someone opens in reach of this server may use it: give it an --api-key, or name the origins "
+            "of the pages instead of --allowed-origins '*'"
+        )
 
 
 def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.socket) -> str:

@@ -35,6 +35,7 @@ from penstock.serve.errors import (
     request_too_large,
     shorten,
 )
+from penstock.serve.http.cors import Cors, Headers
 from penstock.types.errors import ConfigError, Rejected
 
 _log = logging.getLogger(__name__)
@@ -125,16 +126,19 @@ class RequestChecks:
         new_request_id: Callable[[], str],
         keys: KeyRing | None,
         admin_keys: KeyRing | None = None,
+        cors: Cors | None = None,
         max_body_bytes: int,
     ) -> None:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
 
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
+        `cors`: None if pages of other origins may read nothing.
         """
         self._app = app
         self._new_request_id = new_request_id
         self._keys = keys
         self._admin_keys = admin_keys
+        self._cors = cors
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,6 +147,12 @@ class RequestChecks:
             return
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
         exchange = _Exchange(identity, receive, send, self._max_body_bytes)
+        if self._cors is not None:
+            exchange.more_headers = self._cors.headers(headers_of(scope))
+            if preflight := self._cors.preflight(scope["method"], headers_of(scope)):
+                await exchange.send(preflight)
+                await exchange.send({"type": "http.response.body"})
+                return
         try:
             self._check_head(scope, identity)
             exchange.check_length(_announced_bytes(scope))
@@ -189,7 +199,16 @@ class RequestChecks:
 class _Exchange:
     """A request and its answer on the way between server and app. Adds the id to the answer, and counts the request's body."""
 
-    __slots__ = ("_identity", "_is_too_large", "_max_body_bytes", "_num_body_bytes", "_receive", "_send", "has_begun")
+    __slots__ = (
+        "_identity",
+        "_is_too_large",
+        "_max_body_bytes",
+        "_num_body_bytes",
+        "_receive",
+        "_send",
+        "has_begun",
+        "more_headers",
+    )
 
     def __init__(self, identity: RequestIdentity, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._identity = identity
@@ -200,6 +219,8 @@ class _Exchange:
         self._is_too_large = False
         self.has_begun = False
         """The head of the answer was sent."""
+        self.more_headers: Headers = []
+        """Headers that the answer has besides, whatever it is."""
 
     def check_length(self, num_body_bytes: int) -> None:
         """Raises `ApiError` if a body of this length is too large."""
@@ -217,7 +238,8 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
-            message["headers"] = [*message.get("headers", ()), (ID_HEADER, self._identity.request_id.encode())]
+            own = (ID_HEADER, self._identity.request_id.encode())
+            message["headers"] = [*message.get("headers", ()), own, *self.more_headers]
         elif self._is_too_large and not message.get("more_body"):
             # Closing resets a connection with unread bytes, and a client that still sends would see that instead of the answer.
             # So the answer goes out, whose length was announced, and what still comes is dropped for a while.
@@ -284,8 +306,8 @@ def _keep_other_sites_out(scope: Scope) -> None:
     """Raises 403 for a POST that a page of another origin sent and that does not say that it is JSON.
 
     A browser sends a form, or text, to any address without asking first, also to localhost. It sends JSON only after a CORS
-    preflight, which this server does not answer. A page whose host name resolves to this machine (DNS rebinding) has the same
-    origin; only a key keeps it out.
+    preflight, which this server answers to pages of `--allowed-origins` alone. A page whose host name resolves to this machine
+    (DNS rebinding) has the same origin; only a key keeps it out.
     """
     if scope["method"] == "POST":
         headers = headers_of(scope)

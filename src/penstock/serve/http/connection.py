@@ -50,6 +50,7 @@ from penstock.serve.errors import (
     version_not_supported,
 )
 from penstock.serve.http.checks import LINGER_S, OPEN_PATHS
+from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS
 
 _log = logging.getLogger(__name__)
@@ -78,10 +79,11 @@ class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     write_timeout_s: ClassVar[float] = 60.0
 
-    def __init__(self, *args: Any, acceptor: Acceptor, max_body_bytes: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, acceptor: Acceptor, max_body_bytes: int, cors: Cors | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._acceptor = acceptor
         self._max_body_bytes = max_body_bytes
+        self._cors = cors
         self.parser = self._make_parser()
         self._is_reading = False
         """True while a request has begun and not ended."""
@@ -359,7 +361,10 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._be_idle_when_taken()
         if self._can_answer():
-            self.transport.write(_as_bytes(error.response(), self.server_state.default_headers))
+            headers = self.server_state.default_headers
+            if self._cors is not None:
+                headers = headers + self._cors.headers(dict(reversed(self.headers or ())))
+            self.transport.write(_as_bytes(error.response(), headers))
             if lingers and self.transport.can_write_eof():
                 # Closing with bytes unread would reset the connection, and the answer might be lost.
                 self.transport.write_eof()

@@ -1,0 +1,84 @@
+"""Which pages of other origins may read what the server answers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
+
+`Cors` is made where `--allowed-origins` names any. `checks` asks it for every request, `connection` for what it refuses itself.
+It says which headers an answer has; it refuses nothing, since only browsers look at them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from starlette.types import Message
+
+from penstock.types.errors import ConfigError
+
+_METHODS = b"GET, POST, DELETE"
+_EXPOSED = b"X-Request-Id, Server-Timing, Retry-After, Retry-After-Ms"
+"""Headers of an answer that a page may read, beside those that it always may."""
+_MAX_AGE_S = 600
+"""A browser need not ask again for so long."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_TOKENS = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z, \t-]{1,4096}")
+"""A list of headers' names (RFC 9110, 5.6.2)."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Cors:
+    def __init__(self, origins: Sequence[str]) -> None:
+        """`origins`: as `https://example.org:8443`; `*` is any. Raises `ConfigError` for what no browser would send."""
+        self._takes_any = "*" in origins
+        self._origins = frozenset(_checked(origin) for origin in origins if origin != "*")
+
+    def headers(self, request: Mapping[bytes, bytes]) -> Headers:
+        """Headers of the answer to a request that has `request` as its own. An origin that is not allowed is told nothing."""
+        origin = request.get(b"origin")
+        # Caches have to keep answers apart that differ by the origin.
+        found: Headers = [] if self._takes_any else [(b"vary", b"Origin")]
+        if origin is not None and self._allows(origin):
+            found.append((b"access-control-allow-origin", b"*" if self._takes_any else origin))
+            if not self._takes_any:
+                found.append((b"access-control-allow-credentials", b"true"))
+            found.append((b"access-control-expose-headers", _EXPOSED))
+        return found
+
+    def preflight(self, method: str, request: Mapping[bytes, bytes]) -> Message | None:
+        """The head of the answer to a browser that asks what it may send, without a key; None if this is no such question.
+
+        The headers that it asks for are allowed as they are: clients have names of their own, and `*` leaves out Authorization.
+        """
+        if method != "OPTIONS" or b"access-control-request-method" not in request:
+            return None
+        origin = request.get(b"origin")
+        if origin is None or not self._allows(origin):
+            return None
+        headers = [
+            (b"access-control-allow-methods", _METHODS),
+            (b"access-control-max-age", b"%d" % _MAX_AGE_S),
+            (b"vary", b"Access-Control-Request-Method, Access-Control-Request-Headers"),
+        ]
+        asked = request.get(b"access-control-request-headers", b"")
+        if _TOKENS.fullmatch(asked):
+            headers.append((b"access-control-allow-headers", asked))
+        return {"type": "http.response.start", "status": 204, "headers": headers}
+
+    def _allows(self, origin: bytes) -> bool:
+        return self._takes_any or origin in self._origins
+
+
+def _checked(origin: str) -> bytes:
+    """An origin as browsers write it: in small letters, without the scheme's own port."""
+    remedy = "Write each as https://example.org or http://localhost:3000, after an --allowed-origins of its own; * is any."
+    try:
+        parts = urlsplit(origin.strip())
+        port, host = parts.port, parts.hostname or ""
+    except ValueError:
+        parts, port, host = urlsplit(""), None, ""
+    is_whole = parts.scheme in _DEFAULT_PORTS and host.isascii() and parts.path in ("", "/")
+    if not host or not is_whole or parts.query or parts.fragment or "@" in parts.netloc or "*" in host:
+        raise ConfigError(f"{origin!r} is no origin of a page (--allowed-origins).", remedy=remedy)
+    host = f"[{host}]" if ":" in host else host
+    is_default = port in (None, _DEFAULT_PORTS[parts.scheme])
+    return f"{parts.scheme}://{host}{'' if is_default else f':{port}'}".encode()
