@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from penstock.clock import VirtualClock
+from penstock.clock import VirtualClock, WallClock
 from penstock.deploy.deployment import RETRY_NS, Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import FIRST_USE_NS, MIN_STAY_NS
@@ -20,7 +20,7 @@ from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ModelState, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
-from penstock.types.errors import ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
+from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 from penstock.types.stats import EngineLoad
 
 SECOND = 1_000_000_000
@@ -341,16 +341,103 @@ def test_the_end_refuses_all_who_wait() -> None:
     assert world.closed == [("b", 0)]
 
 
-def test_models_of_the_start_are_loaded_as_far_as_they_fit_and_an_error_leaves_none() -> None:
+@pytest.mark.parametrize("begins_with", ["unload", "want"])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_an_unload_and_a_load_that_are_asked_for_at_once_both_happen(begins_with: str, is_used: bool) -> None:
+    """The later word counts: whoever asked for a load has the model in the end."""
+    world = World()
+    (old,) = world.loaded("a")
+    if is_used:
+        old.begin_use()
+    if begins_with == "want":  # which is loaded already, so that there is nothing to do
+        assert world.want("a")[0].result(0) is old
+    gone = world.deployment.unload(world.of["a"])
+    (again,) = world.want("a")
+    assert not again.done(), "the model that is there leaves"
+    world.deployment.tend()
+    if is_used:
+        assert (world.states, gone.done(), again.done()) == ("v--", False, False)
+        old.end_use()
+        world.deployment.tend()
+    assert (gone.result(0), again.result(0)) == (None, world.of["a"].running)
+    assert (world.states, world.loads, world.closed) == ("L--", ["a", "a"], [("a", 0)])
+    assert world.deployment.tend() is None
+    assert world.states == "L--", "nobody asks it to leave any more"
+
+
+def test_a_model_that_is_asked_to_leave_and_wanted_within_a_pass_is_not_loaded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.loaded("a")
+    close_unused, asked = world.deployment._close_unused, list[Future[Any]]()
+
+    def ask_meanwhile() -> None:
+        if not asked:
+            asked.extend([world.deployment.unload(world.of["a"]), *world.want("a")])
+        close_unused()
+
+    monkeypatch.setattr(world.deployment, "_close_unused", ask_meanwhile)
+    world.deployment.tend()
+    assert world.loads == ["a"]
+    world.deployment.tend()
+    assert all(future.done() for future in asked)
+    assert (world.loads, world.closed) == (["a", "a"], [("a", 0)])
+
+
+def test_a_fault_of_the_keeper_is_logged_and_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.deploy.deployment.TEND_AGAIN_NS", 1_000_000)
+    world = World()
+    tend, faults = world.deployment.tend, [OSError(5, "a fault of ours"), KeyError("another")]
+
+    def tends() -> int | None:
+        if faults:
+            raise faults.pop()
+        return tend()
+
+    monkeypatch.setattr(world.deployment, "tend", tends)
+    world.deployment.clock = WallClock()
+    (a,) = world.want("a")
+    world.deployment.start()
+    assert a.result(20).name == "a", "also if nobody tells the keeper"
+    assert not faults
+    told = [record for record in caplog.records if "could not be tended" in record.message]
+    assert [str(record.exc_info[1]) for record in told if record.exc_info] == ["'another'", "[Errno 5] a fault of ours"]
+    assert world.deployment.close()
+
+
+def test_models_of_the_start_are_loaded_as_far_as_they_fit() -> None:
     world = World()
     world.deployment.start(world.deployment.served)
     assert (world.loads, world.states) == (["a", "b"], "LL-")
     assert world.deployment.close()
-    other = World()
-    other.errors["b"] = ModelError("the file is cut short")
-    with pytest.raises(ModelError):
-        other.deployment.start(other.deployment.served)
-    assert other.closed == [("a", 0)]
+
+
+@pytest.mark.parametrize("error", [ModelError("the file is cut short"), NotEnoughMemory("It never fits."), OSError(5, "disk")])
+def test_a_model_that_can_not_be_loaded_at_the_start_is_told_and_the_others_answer(error: Exception) -> None:
+    world = World(budget_bytes=3)
+    world.errors["b"] = error
+    world.deployment.start(world.deployment.served)
+    assert (world.states, world.closed) == ("LFL", [])
+    (b,) = world.want("b")
+    with pytest.raises(Rejected, match=r"The model b could not be loaded"):
+        b.result(0)
+    world.clock.advance(RETRY_NS)
+    assert world.want("b")[0].result(20).name == "b"
+    assert world.deployment.close()
+
+
+def test_a_start_fails_if_no_model_can_be_loaded_or_the_configuration_is_wrong() -> None:
+    for names, errors, closed in (
+        ("a", {"a": ModelError("the file is cut short")}, []),
+        ("abc", {name: ModelError(f"{name} is cut short") for name in "abc"}, []),
+        ("abc", {"b": ConfigError("no such device")}, [("a", 0)]),
+    ):
+        world = World(budget_bytes=3, names=names)
+        world.errors |= errors
+        with pytest.raises(type(next(iter(errors.values()))), match=str(next(iter(errors.values())))):
+            world.deployment.start(world.deployment.served)
+        assert world.closed == closed
 
 
 def test_the_keeper_s_thread_loads_what_is_wanted() -> None:
@@ -360,6 +447,23 @@ def test_the_keeper_s_thread_loads_what_is_wanted() -> None:
     assert a.result(20).name == "a"
     assert world.deployment.unload(world.of["a"]).result(20) is None
     assert world.deployment.close()
+
+
+def test_a_model_has_no_room_beside_a_step_that_does_not_come_back() -> None:
+    world = World(budget_bytes=2)
+    world.loaded("a")
+    is_held = [True]
+    world.memory.hold_stuck("a", lambda: is_held[0])
+    world.deployment.unload(world.of["a"])
+    world.sizes["b"] = 2
+    (b,) = world.want("b")
+    world.deployment.tend()
+    with pytest.raises(Rejected, match=r"b takes 2 B .* may take 2 B and steps that have not come back hold 1 B"):
+        b.result(0)
+    assert world.loaded("c"), "there is room for this one"
+    is_held[0] = False
+    world.clock.advance(RETRY_NS)
+    assert world.loaded("b")
 
 
 def test_a_plan_that_fails_is_the_model_s_failure_alone() -> None:

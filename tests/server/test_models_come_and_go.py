@@ -410,10 +410,17 @@ async def test_the_load_of_all_models_and_their_memory_is_told():
     async with serving(num_rooms=2) as world:
         await world.client.post("/v1/completions", json=ASK)
         load = (await world.client.get("/load")).json()
-        assert (load["state"], load["memory"]) == ("loaded", {"limit_bytes": 2, "free_bytes": 1})
+        assert (load["state"], load["memory"]) == ("loaded", {"limit_bytes": 2, "free_bytes": 1, "stuck_bytes": 0})
         a, b, _ = load["models"]
         assert (a["name"], a["state"], sum(a["memory_bytes"].values())) == ("a", "loaded", 1)
         assert 0 <= a["last_used_s"] < 20
         assert (b["state"], b["memory_bytes"], b["last_used_s"]) == ("unloaded", {}, None)
         one = (await world.client.get("/load?model=b")).json()
         assert (one["state"], "models" in one) == ("unloaded", False)
+        is_held = [True]
+        world.memory.hold_stuck("a", lambda: is_held[0])
+        for _ in range(2):
+            await world.client.post("/models/unload", json={"model": "a"})
+            stuck = (await world.client.get("/load")).json()["memory"]
+            assert stuck == {"limit_bytes": 2, "free_bytes": 1 + (not is_held[0]), "stuck_bytes": int(is_held[0])}
+            is_held[0] = False

@@ -94,10 +94,12 @@ class Admission:
         reads_priority: bool = False,
         window_s: int = 30,
         limits_b: AdmissionLimits | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         """`reads_priority`: the waiting requests are served by their priority.
 
-        `limits_b`: those of arm B of an A/B test; its limits of tenants are not looked at.
+        `limits_b`: those of arm B of an A/B test; its limits of tenants are not looked at. `tenants`: what they have used of
+        an earlier engine of the same model; None: there was none.
         """
         self.limits = limits
         self._limits_b = limits_b or limits
@@ -112,7 +114,7 @@ class Admission:
         self._max_model_len = capacity.max_model_len
         self._backlog = Backlog()
         self._promises = Promises()
-        self._tenants = Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
+        self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
         self._checks = self._make_checks(limits)
         self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)

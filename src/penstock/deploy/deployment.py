@@ -25,7 +25,7 @@ from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import Tenancy, leavers, room_at_ns
 from penstock.deploy.served import ModelState, ServedModel, UnloadReason
 from penstock.machine import give_back_free_memory
-from penstock.types.errors import ConfigError, ModelAway, NotEnoughMemory, PenstockError, Rejected, RejectReason
+from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 
 if TYPE_CHECKING:  # their imports would hold up the first model's weights
     from penstock.deploy.off_loop import OffLoop
@@ -129,16 +129,27 @@ class Deployment:
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load these models as far as they have room beside each other, and start the keeper.
 
-        Raises what the loading of one raises; then none is left running.
+        One that can't be loaded is told in the log, and is tried again when it is asked for. Raises its error if no other one
+        could be loaded, or if the configuration is wrong; then none is left running.
         """
+        first_error: Exception | None = None
         with contextlib.ExitStack() as started:
             for served in at_once:
-                if self.running and self._plan(served).num_bytes > self.memory.left_bytes():
-                    _log.warning("%s has no room beside the others yet: it is loaded when it is asked for", served.name)
-                else:
+                try:
+                    if self.running and self._plan(served).num_bytes > self.memory.left_bytes():
+                        _log.warning("%s has no room beside the others yet: it is loaded when it is asked for", served.name)
+                        continue
                     self._load(served)
+                except Exception as error:
+                    if isinstance(error, ConfigError) and not isinstance(error, ModelError):
+                        raise
+                    self._fail(served, error)
+                    first_error = first_error or error
+                else:
                     assert served.running is not None
                     started.callback(served.running.close)
+            if first_error is not None and not self.running:
+                raise first_error
             started.pop_all()
         self._keeper.start()
 
@@ -185,8 +196,9 @@ class Deployment:
             failure = self._refusal(served)
             if failure is not None:
                 return _failed(failure)
-            with contextlib.suppress(ModelAway):
-                return _done(served.answerer())
+            if served not in self._unwanted:  # else it is loaded anew once it has left
+                with contextlib.suppress(ModelAway):
+                    return _done(served.answerer())
             future = self._wanted.setdefault(served, Future())
             self._tell()
             return future
@@ -325,6 +337,8 @@ class Deployment:
         room_bytes: int | None = None
         """Left when all that leave have left, and all before in the line were loaded."""
         for served in wanted:
+            if served.state is ModelState.LOADED:  # it was asked to leave, or broke, since this pass began
+                continue
             try:
                 share = self._plan(served)
                 leaving = [_num_bytes(one) for one in self.served if one.state is ModelState.LEAVING]
@@ -347,8 +361,10 @@ class Deployment:
         if served.share is None:
             served.share = served.plan()
         kept = [_num_bytes(one) for one in self.served if one.is_kept and one.running is not None and one is not served]
-        if served.share.num_bytes > self.memory.total_bytes() - sum(kept):
+        stuck_bytes = self.memory.stuck_bytes()
+        if served.share.num_bytes > self.memory.total_bytes() - sum(kept) - stuck_bytes:
             beside = f" and kept models have {format_size(sum(kept))} of it" if kept else ""
+            beside += f" and steps that have not come back hold {format_size(stuck_bytes)}" if stuck_bytes else ""
             raise NotEnoughMemory(
                 f"{served.name} takes {served.share}, all models together may take "
                 f"{format_size(self.memory.total_bytes())}{beside}.",

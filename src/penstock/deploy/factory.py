@@ -47,6 +47,7 @@ from penstock.types.plan import Capacity
 from penstock.types.request import ARM_A, ARM_B
 
 if TYPE_CHECKING:
+    from penstock.admission.tenants import Tenants
     from penstock.backends.native._native import Account, Team
     from penstock.backends.native.executor import NativeExecutor
     from penstock.backends.reference.executor import ReferenceExecutor
@@ -146,14 +147,14 @@ def _check_stays(config: Config) -> None:
 
 
 class Lasting:
-    """The parts of a model that go on when it is loaded again: its counts, its adapters' names, its memory of requests, and its
-    seeds. The last two are made by the first load, as their imports would hold up its weights.
+    """The parts of a model that go on when it is loaded again: its counts, its adapters' names, its memory of requests, what
+    tenants have used, and its seeds. The last three are made by the first load, as their imports would hold up its weights.
     """
 
     def __init__(self, config: Config, source: ModelSource) -> None:
         from penstock.obs.metrics import Metrics
 
-        self._server = config.server
+        self._server, self._admission = config.server, config.admission
         self.metrics = Metrics(_served_names(config, source)[0], arms=() if read_arms(config) is None else (ARM_A, ARM_B))
         self.adapters = open_adapters(config.lora)
         """None: it is served without."""
@@ -166,6 +167,12 @@ class Lasting:
 
         num_explained = self._server.explained_requests
         return Journal(num_explained) if num_explained else None
+
+    @cached_property
+    def tenants(self) -> Tenants:
+        from penstock.admission.tenants import Tenants
+
+        return Tenants(self._admission.tenant_max_concurrent, self._admission.tenant_tokens_per_minute)
 
     @cached_property
     def sources(self) -> Sources:
@@ -452,6 +459,7 @@ class EngineMaker:
             executor.capacity,
             reads_priority=policies.order.reads_priority,
             limits_b=None if arms is None else admission_limits(arms.b.admission),
+            tenants=lasting.tenants,
         )
         self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call
@@ -468,7 +476,8 @@ class EngineMaker:
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
             if self._engine is not None and self._engine.step_age_ns():  # its step goes on, and maybe for ever
-                self._resources.leave_team(self.name)
+                self._give_up(self._engine)
+                self._engine = None  # another attempt gives up nothing
             executor = self._executor_from_files()
             if self._recorder is not None:
                 self._recorder.on_engine()
@@ -479,20 +488,28 @@ class EngineMaker:
             raise
         return self._engine
 
+    def _give_up(self, engine: Engine) -> None:
+        """Others neither wait for the threads that an engine's step holds nor take its memory for free."""
+        self._resources.leave_team(self.name)
+        self._resources.memory.hold_stuck(self.name, lambda: engine.is_alive)
+
     def release(self) -> None:
         """Close the recording, the adapters and the stores and give the model's memory back, once no engine runs any more.
 
+        Memory that a step holds which has not come back stays taken until it does.
         Parts that know each other are parted: the garbage collector, which looks for such circles, passes over all that was
         made before the server began.
         """
         self.close_recording()
         self.bridge.detach()
-        self._engine = None
+        engine, self._engine = self._engine, None
         if self.adapters is not None:
             self.adapters.close()
         for store in self._stores:
             if store is not None:
                 store.close()
+        if engine is not None and engine.is_alive:
+            self._give_up(engine)
         self._resources.memory.give_back(self.name)
 
     def close_recording(self) -> None:
@@ -509,7 +526,7 @@ class EngineMaker:
         """Another executor, when one has failed, which may still hold its memory."""
         from penstock.models.load import load_model
 
-        free_bytes = self._resources.memory.available_bytes(self.name) - RESERVE_BYTES
+        free_bytes = self._resources.memory.available_bytes(self.name, is_restart=True) - RESERVE_BYTES
         free_bytes -= self.kv.num_bytes + self.kv.num_step_bytes
         room_bytes = device.weight_room_bytes(self.config, free_bytes)
         model = load_model(
@@ -591,27 +608,31 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()),
         waste=engine.kv_waste_ratio,
     )
-    engine.start()
-    return RunningModel(
-        engine=engine,
-        bridge=maker.bridge,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
-        admission=maker.admission,
-        metrics=metrics,
-        model=info,
-        clock=maker.clock,
-        slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
-        prefix_sharing=config.kv.prefix_sharing,
-        defaults=model.sampling,
-        sources=maker.sources,
-        journal=maker.journal,
-        arms=maker.arms,
-        on_refused=maker.note_refused,
-        adapters=maker.adapters,
-        release=maker.release,
-    )
+    with contextlib.ExitStack() as undone:
+        undone.callback(engine.close, 0.0)
+        engine.start()
+        running = RunningModel(
+            engine=engine,
+            bridge=maker.bridge,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
+            admission=maker.admission,
+            metrics=metrics,
+            model=info,
+            clock=maker.clock,
+            slo_itl_ns=None if config.scheduler.slo_itl_s is None else int(config.scheduler.slo_itl_s * 1e9),
+            prefix_sharing=config.kv.prefix_sharing,
+            defaults=model.sampling,
+            sources=maker.sources,
+            journal=maker.journal,
+            arms=maker.arms,
+            on_refused=maker.note_refused,
+            adapters=maker.adapters,
+            release=maker.release,
+        )
+        undone.pop_all()
+        return running
 
 
 def open_adapters(lora: LoraConfig) -> Adapters | None:

@@ -5,6 +5,7 @@ The factory asks here before it loads a model, and when it makes an engine anew.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from penstock.types.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
     from penstock.backends.native._native import Account, Team
+
+_log = logging.getLogger(__name__)
 
 CONTESTED_NS = 1_000_000_000
 """A machine is contested so long after another model had or wanted it."""
@@ -65,6 +68,15 @@ class MemoryShare:
         return f"{format_size(self.num_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts if size)})"
 
 
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """A share of a model whose engine is gone, but for a step that has not come back."""
+
+    name: str
+    share: MemoryShare
+    is_held: Callable[[], bool]
+
+
 class MemoryBudget:
     """The memory that the machine has for the models of one deployment, and each model's share of it. Thread-safe.
 
@@ -80,11 +92,17 @@ class MemoryBudget:
         self._total_bytes: int | None = None
         """Bytes for all models, known when the first one asks."""
         self._shares: dict[str, MemoryShare] = {}
+        self._stuck: list[_Stuck] = []
+        """Shares that nobody uses, and that are not free."""
         self._lock = threading.Lock()
 
-    def available_bytes(self, name: str) -> int:
-        """Bytes that the model of this name may have: free now, and in no other model's share."""
-        return max(0, min(self._read_available_bytes(), self.left_bytes(name)))
+    def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
+        """Bytes that the model of this name may have: free now, and in no other model's share.
+
+        `is_restart`: beside what its own stuck steps hold, as the KV cache of theirs will fill no more.
+        """
+        left_bytes = self.left_bytes(name) + (self.stuck_bytes(name) if is_restart else 0)
+        return max(0, min(self._read_available_bytes(), left_bytes))
 
     def total_bytes(self) -> int:
         """Bytes for all models together."""
@@ -94,10 +112,19 @@ class MemoryBudget:
         return self._total_bytes
 
     def left_bytes(self, name: str = "") -> int:
-        """Bytes of the total that no model holds, but for the one of this name."""
-        total_bytes = self.total_bytes()
+        """Bytes of the total that no model holds, but for the one of this name, and no stuck step."""
+        free_bytes = self.total_bytes() - self.stuck_bytes()
         with self._lock:
-            return total_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
+            return free_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
+
+    def stuck_bytes(self, name: str | None = None) -> int:
+        """Bytes that steps hold which have not come back: those of the model of this name, or None: all."""
+        with self._lock:
+            back = [one for one in self._stuck if not one.is_held()]
+            self._stuck = [one for one in self._stuck if one not in back]
+            for one in back:
+                _log.warning("a step of %s has come back: %s are free again", one.name, format_size(one.share.num_bytes))
+            return sum(one.share.num_bytes for one in self._stuck if name in (None, one.name))
 
     def share(self, name: str) -> MemoryShare | None:
         """A model's share; None if it has none."""
@@ -119,10 +146,23 @@ class MemoryBudget:
         with self._lock:
             self._shares.pop(name, None)
 
+    def hold_stuck(self, name: str, is_held: Callable[[], bool]) -> None:
+        """Count a model's share once more while `is_held`: its engine is given up, and a step of it has not come back.
+
+        `is_held` is asked whenever somebody asks for memory, by any thread, and must not ask for memory itself.
+        """
+        with self._lock:
+            share = self._shares.get(name)
+            if share is not None:
+                self._stuck.append(_Stuck(name, share, is_held))
+                _log.error("a step of %s has not come back: it holds %s until it does, or the process ends", name, share)
+
     def told_beside(self, name: str, error: NotEnoughMemory) -> NotEnoughMemory:
         """The error with what other models hold, if there are any."""
         with self._lock:
-            held = ", ".join(f"{other} holds {share}" for other, share in self._shares.items() if other != name)
+            holders = [f"{other} holds {share}" for other, share in self._shares.items() if other != name]
+            holders += [f"a step of {one.name} that has not come back holds {one.share}" for one in self._stuck]
+        held = ", ".join(holders)
         return NotEnoughMemory(f"{error.message} Of the machine's memory {held}.", remedy=error.remedy) if held else error
 
 

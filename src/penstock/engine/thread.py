@@ -207,6 +207,11 @@ class Engine:
         self._stepper.close()
         return self._state is EngineState.STOPPED and not self._was_cut_short
 
+    @property
+    def is_alive(self) -> bool:
+        """Its thread goes on. After `close` or `abandon`: a step has not come back, and holds the executor until it does."""
+        return self._thread.is_alive()
+
     def step_age_ns(self) -> int:
         """For how long the engine has waited for the executor's present step; 0 if it does not."""
         return self._books.waiting_ns()

@@ -79,7 +79,11 @@ class StatusEndpoint:
         memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
         return {
             "models": [_line(served, now_ns) for served in self._deployment.served],
-            "memory": {"limit_bytes": memory.total_bytes(), "free_bytes": max(0, memory.left_bytes())},
+            "memory": {
+                "limit_bytes": memory.total_bytes(),
+                "free_bytes": max(0, memory.left_bytes()),
+                "stuck_bytes": memory.stuck_bytes(),
+            },
         }
 
     def _of(self, running: RunningModel) -> str:

@@ -1,0 +1,166 @@
+"""Faults of one model beside others: what a failed start, a hung step or an unload leaves for the next load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.admission.checks import Ask
+from penstock.backends.native.executor import NativeExecutor
+from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.deploy.factory import Lasting, serve_model, start_model
+from penstock.deploy.resources import MemoryBudget, Resources
+from penstock.deploy.running import RunningModel
+from penstock.engine import thread as engine_thread
+from penstock.models.catalog import resolve
+from penstock.testing.builders import make_request
+from penstock.types.errors import NotEnoughMemory, Rejected, RejectReason
+from reading import chunks_of
+from tiny_models import TinyLlama, write_gguf
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("models") / "one.gguf", TinyLlama())
+
+
+def config_of(path: Path, backend: Backend = Backend.REFERENCE, **parts: Any) -> Config:
+    return Config(
+        model=ModelConfig(model=str(path)),
+        backend=BackendConfig(backend=backend, threads=2 if backend is Backend.NATIVE else None),
+        kv=parts.pop("kv", KvConfig(kv_cache_memory_bytes=MIB)),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        **parts,
+    )
+
+
+async def answer(running: RunningModel, request_id: str = "r") -> str:
+    prompt = running.tokenizer.encode("in the", add_special_tokens=False)
+    stream = chunks_of(running.bridge, make_request(request_id, prompt, max_tokens=8))
+    return "".join([chunk.text async for chunk in stream])
+
+
+@pytest.mark.parametrize("step", ["_load_text", "EngineMaker", "_assemble", "_model_info", "RunningModel"])
+def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
+    path: Path, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the disk tier is locked while it is open."""
+    kv = KvConfig(kv_cache_memory_bytes=MIB, kv_disk_path=str(tmp_path), kv_disk_size_bytes=4 * MIB)
+    config, resources = config_of(path, kv=kv), Resources(MemoryBudget(lambda: 2048 * MIB))
+    source = resolve(str(path), path.parent)
+    lasting = Lasting(config, source)
+    num_threads, free_bytes = threading.active_count(), resources.memory.left_bytes()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "no space")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "penstock.deploy.running.RunningModel" if step == "RunningModel" else f"penstock.deploy.factory.{step}", fails
+        )
+        with pytest.raises(OSError, match="no space") as failure:
+            start_model(config, source, resources, lasting)
+    assert (threading.active_count(), resources.memory.left_bytes()) == (num_threads, free_bytes)
+    assert lasting.metrics.read_load().num_blocks_total == 0, "its metrics read no engine that is gone"
+    running = start_model(config, source, resources, lasting)
+    try:
+        assert asyncio.run(answer(running)), "also while the failure's traceback holds the parts of the first attempt"
+        assert failure.value is not None
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def hung_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Steps that do not come back until the event is set; `collect` waits as the native code would, without the lock."""
+    may_end, collect = threading.Event(), NativeExecutor.collect
+
+    def collects(self: NativeExecutor, ticket: Any) -> Any:
+        may_end.wait(60)
+        return collect(self, ticket)
+
+    monkeypatch.setattr(NativeExecutor, "collect", collects)
+    monkeypatch.setattr(engine_thread, "ABORT_GRACE_S", 0.05)
+    yield may_end
+    may_end.set()
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-engine"]
+
+
+def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_leaves(
+    path: Path, hung_step: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB), num_models=2)
+    config, source = config_of(path, Backend.NATIVE), resolve(str(path), path.parent)
+    running = start_model(config, source, resources)
+    share, left_bytes = resources.memory.share("one"), resources.memory.left_bytes()
+    team, _ = resources.team("one", 2)
+    assert share is not None
+    running.engine.submit(make_request("r", [5, 6, 7]))
+    while not running.engine._engine.step_age_ns():  # type: ignore[union-attr]
+        pass
+    with caplog.at_level(logging.WARNING):
+        assert not running.close()
+    assert (resources.memory.left_bytes(), resources.memory.stuck_bytes()) == (left_bytes, share.num_bytes)
+    assert resources.memory.share("one") is None
+    assert "a step of one has not come back: it holds" in caplog.text
+    assert resources.team("two", 2)[0] is not team, "others do not wait for the threads that it holds"
+    with pytest.raises(NotEnoughMemory, match=r"a step of one that has not come back holds"):
+        raise resources.memory.told_beside("two", NotEnoughMemory("It does not fit.", remedy="Free some memory."))
+    hung_step.set()
+    for thread in engine_threads():
+        thread.join(20)
+    running = start_model(config, source, resources)  # the same model, which does not fit beside itself
+    assert resources.memory.stuck_bytes() == 0
+    assert asyncio.run(answer(running))
+    running.close()
+    assert resources.memory.left_bytes() == left_bytes + share.num_bytes
+    assert "a step of one has come back" in caplog.text
+
+
+def test_an_engine_that_is_made_anew_is_counted_beside_the_one_whose_step_hangs(path: Path, hung_step: threading.Event) -> None:
+    resources = Resources(MemoryBudget(lambda: 2048 * MIB), num_models=2)
+    running = start_model(config_of(path, Backend.NATIVE), resolve(str(path), path.parent), resources)
+    share, left_bytes = resources.memory.share("one"), resources.memory.left_bytes()
+    assert share is not None
+    running.engine.submit(make_request("r", [5, 6, 7]))
+    while not running.engine._engine.step_age_ns():  # type: ignore[union-attr]
+        pass
+    for _ in range(2):  # two attempts: its step is counted once
+        running.engine._make_engine(lambda: None).close(0.0)  # type: ignore[union-attr]
+    assert resources.memory.left_bytes() == left_bytes - share.num_bytes
+    assert resources.memory.available_bytes("one", is_restart=True) == 2048 * MIB
+    hung_step.set()
+    assert not running.close()
+    assert resources.memory.left_bytes() == left_bytes + share.num_bytes
+
+
+def test_what_a_tenant_has_used_is_remembered_when_its_model_is_loaded_again(path: Path) -> None:
+    limits = AdmissionConfig(tenant_tokens_per_minute=100)
+    served = serve_model(config_of(path, admission=limits), resolve(str(path), path.parent), Resources())
+    ask = Ask(tenant="a", num_chars=0, num_token_ids=60, num_requests=1, min_new_tokens=1, max_new_tokens=1)
+    for refused_with in (None, RejectReason.TENANT_TOKENS):
+        running = served.load()
+        try:
+            door, now_ns = running.admission, running.clock.now_ns()
+            if refused_with is None:
+                place = door.decide(ask, running.engine.load(), now_ns)
+                door.enter(place, [make_request("r", list(range(60)), max_tokens=1, tenant="a")], now_ns)
+                door.leave(place)
+                door.forget(["r"])
+                continue
+            with pytest.raises(Rejected) as refused:
+                door.decide(ask, running.engine.load(), now_ns)
+            assert refused.value.reason is refused_with
+        finally:
+            running.close()
