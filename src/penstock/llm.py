@@ -791,7 +791,7 @@ def _requests(
     from penstock.serve.openai.read import read_sampling
     from penstock.serve.openai.run import banned_sequences
 
-    model, limit = running.model, running.model.max_model_len
+    model, limit = running.model, running.admission.max_len(adapter)
     body = _body_of(params)
     with _own_errors():
         base, asked = read_sampling(body, params.logprobs, running), asked_grammar(body)
@@ -803,7 +803,8 @@ def _requests(
     if room < max(1, params.min_tokens):
         raise Rejected(
             RejectReason.CONTEXT_LENGTH,
-            f"'{name}' has {len(token_ids)} tokens; {model.name} takes {limit}, the answer included. Shorten it.",
+            f"'{name}' has {len(token_ids)} tokens; {model.name} takes {limit}"
+            f"{' beside this adapter' * (limit < model.max_model_len)}, the answer included. Shorten it.",
         )
     max_tokens = min(room, params.max_tokens or room)
     seed = running.sources.draw_seed() if params.seed is None else params.seed

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.admission.checks import Ask
+from penstock.admission.checks import Ask, DoorView
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
-from penstock.testing import make_load, make_request
+from penstock.testing import FakeAdapters, make_adapter, make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
+from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
 
 SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
@@ -62,7 +62,9 @@ def enter(door: Admission, name: str, now_ns: int = 0, num_prompt: int = 10, ten
     """Let one in and submit it."""
     place = door.decide(Ask(num_token_ids=num_prompt, tenant=tenant, **ask), make_load(), now_ns)
     max_tokens, priority = ask.get("max_new_tokens", 16), ask.get("priority", 0)
-    request = make_request(name, num_prompt, arrival_ns=now_ns, max_tokens=max_tokens, priority=priority)
+    request = make_request(
+        name, num_prompt, arrival_ns=now_ns, max_tokens=max_tokens, priority=priority, adapter=ask.get("adapter")
+    )
     request.tenant = tenant
     door.enter(place, [request], now_ns)
     door.leave(place)
@@ -327,6 +329,97 @@ class TestKvHeadroom:
     def test_it_can_be_turned_off(self):
         door, full = make_door(slo_ttft_ns=10**18, kv_headroom=0), make_load(num_running=2, num_rows_free=6, num_blocks_free=0)
         assert refusal(door, full) is None
+
+
+class TestAdapters:
+    """Adapter k has k pages, and no adapter is loaded unless the test says so."""
+
+    ONE, TWENTY, SIXTY = make_adapter(1), make_adapter(20), make_adapter(60)
+
+    @staticmethod
+    def door(*, load_ns: int = 0, max_adapters: int = 8, **limits: Any) -> tuple[Admission, FakeAdapters]:
+        adapters = FakeAdapters(num_pages=lambda number: number, load_ns=load_ns)
+        door = Admission(AdmissionLimits(**limits), CAPACITY, adapters=adapters, max_adapters=max_adapters)
+        return door, adapters
+
+    @staticmethod
+    def view(door: Admission, load: EngineLoad, now_ns: int = 0, **ask: Any) -> DoorView:
+        place = door.decide(Ask(num_token_ids=10, **ask), load, now_ns)
+        door.leave(place)
+        return place.view
+
+    def test_pages_of_adapters_count_once_for_each(self):
+        door, _ = self.door()
+        base = self.view(door, make_load(), max_new_tokens=6)
+        assert (base.num_blocks_own, base.num_blocks_demanded) == (1, 1)
+        own = self.view(door, make_load(), max_new_tokens=6, adapter=self.TWENTY)
+        assert (own.num_blocks_own, own.num_blocks_demanded) == (21, 21)
+        enter(door, "a", adapter=self.TWENTY, max_new_tokens=6)
+        second = self.view(door, make_load(num_running=1), max_new_tokens=6, adapter=self.TWENTY)
+        assert (second.num_blocks_own, second.num_blocks_demanded) == (1, 1 + 20 + 1)
+        other = self.view(door, make_load(num_running=1), max_new_tokens=6, adapter=self.SIXTY)
+        assert (other.num_blocks_own, other.num_blocks_demanded) == (61, 1 + 20 + 61)
+        end(door, 1, "a")
+        assert self.view(door, make_load(), max_new_tokens=6).num_blocks_demanded == 1
+
+    def test_a_call_is_refused_for_the_pages_of_its_adapter(self):
+        door, _ = self.door(**TARGET)
+        load = make_load(num_running=2, num_blocks_free=70)
+        assert refusal(door, load, adapter=self.TWENTY) is None
+        refused = refusal(door, load, adapter=make_adapter(80))
+        assert refused is not None
+        assert refused.reason is RejectReason.KV_HEADROOM
+
+    def test_no_more_adapters_count_than_may_run(self):
+        door, _ = self.door(max_adapters=2)
+        for number in (20, 21, 22, 23):
+            enter(door, f"r{number}", adapter=make_adapter(number), max_new_tokens=6)
+        assert self.view(door, make_load(num_running=2), max_new_tokens=6).num_blocks_demanded == 4 + 20 + 21 + 1
+
+    def test_a_load_is_part_of_the_first_tokens_time(self):
+        door, adapters = self.door(load_ns=3 * SECOND)
+        now_ns = busy(door, rate=4.0)
+        soon = self.view(door, make_load(8, 0, 0), now_ns).ttft_ns
+        late = self.view(door, make_load(8, 0, 0), now_ns, adapter=self.ONE)
+        assert soon < SECOND
+        assert late.ttft_ns == 3 * SECOND + late.own_prefill_ns
+        queued = make_load(8, 20, 0)  # it is read while it waits for its turn
+        assert self.view(door, queued, now_ns, adapter=self.ONE).ttft_ns == self.view(door, queued, now_ns).ttft_ns > 4 * SECOND
+        in_pool = replace(make_load(8, 0, 0), adapters=AdapterCounts(numbers={1}))
+        assert self.view(door, in_pool, now_ns, adapter=self.ONE).ttft_ns == soon
+        adapters.want(self.ONE)
+        assert self.view(door, make_load(8, 0, 0), now_ns, adapter=self.ONE).ttft_ns == soon
+
+    def test_who_would_wait_too_long_for_an_adapter_is_sent_away_unless_nobody_is_there(self):
+        door, adapters = self.door(slo_ttft_ns=2 * SECOND, load_ns=3 * SECOND)
+        load = make_load(num_running=1, num_rows_free=7)
+        assert refusal(door, load) is None
+        assert refusal(door, make_load(), adapter=self.ONE) is None, "an idle server refuses nobody"
+        refused = refusal(door, load, adapter=self.ONE)
+        assert refused is not None
+        assert refused.reason is RejectReason.QUEUE_DELAY
+        late = refusal(make_door(), load, adapter=self.ONE, first_token_deadline_ns=2 * SECOND)
+        assert late is None, "a door without adapters expects nothing of them"
+        late = refusal(self.door(load_ns=3 * SECOND)[0], load, adapter=self.ONE, first_token_deadline_ns=2 * SECOND)
+        assert late is not None
+        assert late.reason is RejectReason.FIRST_TOKEN_TIMEOUT
+        adapters.want(self.ONE)
+        assert refusal(door, load, adapter=self.ONE) is None
+
+    def test_free_rows_are_no_help_while_as_many_adapters_run_as_may(self):
+        door, _ = self.door(slo_ttft_ns=2 * SECOND, kv_headroom=0, max_adapters=2)
+        now_ns = busy(door, rate=4.0)
+        load = make_load(num_running=3, num_waiting=20, num_rows_free=30)
+        step(door, 10, num_waiting=20, waits_for=WaitReason.ADAPTER)
+        assert refusal(door, replace(load, adapters=AdapterCounts(num_running=1)), now_ns) is None
+        assert refusal(door, replace(load, adapters=AdapterCounts(num_running=2)), now_ns) is not None
+
+    def test_a_request_may_have_the_tokens_that_fit_beside_its_adapter(self):
+        door, _ = self.door()
+        assert door.max_len(None) == CAPACITY.max_model_len == 1024  # 64 blocks, of 100
+        assert door.max_len(self.TWENTY) == 1024
+        assert door.max_len(self.SIXTY) == 40 * 16 + 1
+        assert door.max_len(make_adapter(100)) == 1
 
 
 class TestDeadlines:

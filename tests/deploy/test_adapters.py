@@ -15,7 +15,7 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.deploy.adapters import Adapters, fingerprint
 from penstock.models.adapter import AdapterFactors
-from penstock.types.adapter import AdapterRef, PackedAdapter
+from penstock.types.adapter import AdapterOutlook, AdapterRef, PackedAdapter
 from penstock.types.errors import ConfigError, ModelError
 from tiny_adapters import write_adapter
 
@@ -116,7 +116,33 @@ def test_nothing_is_read_before_somebody_wants_it_and_then_once(disk: Disk, tmp_
         adapters.want(ref)
         assert disk.loads == ["a"]
         assert adapters.stats.num_loads == adapters.stats.num_in_memory == 1
-        assert (adapters.stats.num_bytes, adapters.num_pages(ref)) == (100, 2)
+        assert (adapters.stats.num_bytes, adapters.outlook(ref.number).num_pages) == (100, 2)
+
+
+def test_the_outlook_of_an_adapter_tells_pages_and_the_loads_until_it_is_there(
+    disk: Disk, clock: VirtualClock, tmp_path: Path
+) -> None:
+    names = "abcd"
+    with registry(disk, tmp_path, *names, clock=clock) as adapters:
+        a, b, c, d = (found(adapters, name) for name in names)
+        assert adapters.outlook(a.number) == AdapterOutlook()
+        disk.gate.clear()
+        adapters.want(a)
+        assert disk.began.acquire(timeout=WAIT_S)
+        clock.advance(3_000)
+        disk.gate.set()
+        disk.wait()
+        assert adapters.outlook(a.number) == AdapterOutlook(2, 2, 0)
+        assert adapters.outlook(b.number) == AdapterOutlook(0, 2, 3_000), "it would be the next"
+        disk.gate.clear()
+        adapters.want(b)
+        assert disk.began.acquire(timeout=WAIT_S)
+        for ref in (c, d):
+            adapters.want(ref)
+        adapters.want(d, is_urgent=True)
+        assert [adapters.outlook(ref.number).load_ns for ref in (b, d, c)] == [3_000, 6_000, 9_000]
+        disk.gate.set()
+        disk.wait(3)
 
 
 def test_ten_thousand_names_cost_an_entry_each(disk: Disk, tmp_path: Path) -> None:

@@ -860,4 +860,4 @@ def test_an_adapter_that_has_come_wakes_an_engine_that_sleeps(started) -> None:
         request.prompt_token_ids, request.sampling, model=model, max_model_len=max_model_len, adapter=request.adapter
     )
     assert rig.sink.tokens_of("r") == expected.token_ids
-    assert rig.engine.load().adapters == AdapterCounts(num_resident=1, num_blocks=2, num_placements=1)
+    assert rig.engine.load().adapters == AdapterCounts(num_resident=1, num_blocks=2, num_placements=1, numbers={1})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
+from penstock.admission.checks import Ask
+from penstock.admission.door import Admission, AdmissionLimits
 from penstock.engine.ports import NullObserver
 from penstock.sched.adapters import LOAD_TIMEOUT_NS
 from penstock.sched.policies.presets import make_policies
@@ -20,10 +22,12 @@ from penstock.testing import (
     expected_tokens,
     make_adapter,
     make_core,
+    make_load,
     make_request,
     run_to_completion,
 )
 from penstock.testing.driver import LateWorker
+from penstock.types.errors import Rejected
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
@@ -186,6 +190,42 @@ def test_a_request_that_does_not_fit_beside_its_adapter_is_refused() -> None:
     driver.turn(Add(small))
     finish(driver)
     check_answer(driver.outcomes["b"], small)
+
+
+def test_what_is_known_never_to_fit_is_refused_before_it_waits() -> None:
+    worker = LateWorker()
+    driver = drive(adapters=FakeAdapters(num_pages=lambda _: 60, worker=worker), max_rows=1)
+    driver.turn(Add(request("first")), Add(request("a", 1, prompt=30)))
+    refused = driver.outcomes["a"].last
+    assert (refused.finish_reason, refused.reject_reason) == (FinishReason.REJECTED, "never_fits")
+    assert "takes 60 blocks of the KV cache and its tokens may take 9, of 64. Ask for fewer tokens" in refused.detail
+    assert not worker.num_jobs, "nothing is loaded for it"
+    assert finish(driver)["first"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("numbers", "num_let_in"), [(range(1, 31), 3), ([1] * 30, 13), ([0] * 30, 17)])
+def test_the_door_lets_in_as_many_as_the_pool_holds_beside_their_adapters(numbers: Sequence[int], num_let_in: int) -> None:
+    """So nobody loses a place. A request takes three blocks and an adapter ten, of 64, of which a fifth stays free."""
+    source = FakeAdapters(num_pages=lambda _: 10)
+    capacity = replace(CAPACITY, max_rows=32, max_step_tokens=256)
+    door = Admission(AdmissionLimits(slo_ttft_ns=10**18), capacity, adapters=source, max_adapters=32)
+    driver = drive(capacity, adapters=source, observer=door)
+    asked = [request(f"r{idx}", number) for idx, number in enumerate(numbers)]
+    for idx, one in enumerate(asked):
+        load = make_load(num_waiting=idx, num_rows_free=32, num_blocks_total=64, num_blocks_free=64)
+        ask = Ask(num_token_ids=8, max_new_tokens=4, adapter=one.adapter)
+        if idx == num_let_in:
+            with pytest.raises(Rejected, match="the KV cache's headroom is gone"):
+                door.decide(ask, load, 0)
+            break
+        place = door.decide(ask, load, 0)
+        door.enter(place, [one], 0)
+        door.leave(place)
+    del asked[num_let_in:]
+    driver.turn(*map(Add, asked))
+    assert len(running(driver)) == num_let_in
+    finish(driver)
+    assert sum(one.num_preemptions for one in asked) == 0
 
 
 # loads

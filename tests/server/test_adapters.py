@@ -16,6 +16,7 @@ from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
+from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from tiny_adapters import factors_of_llama, write_adapter
 from tiny_models import TinyLlama, write_hf
@@ -114,6 +115,23 @@ async def test_all_of_them_at_once(client, expected):
             assert tokens == expected[name or ""], name
         elif name in alone:
             assert tokens == alone[name], name
+
+
+async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client, running, monkeypatch):
+    """As it does at the end of the context; a client that asks for more is refused at once, with the numbers."""
+    num_pages = running.engine.load().num_blocks_total - 2
+    monkeypatch.setattr(running.adapters, "outlook", lambda _: AdapterOutlook(num_pages=num_pages))
+    chat = {"model": "red", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+    room = running.admission.max_len(running.adapters.find("red"))
+    assert room < running.model.max_model_len
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", room)
+    refused = await client.post("/v1/chat/completions", json=chat | {"max_tokens": room})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert f"The KV cache has room for {room} tokens of one request beside this adapter." in error["message"]
+    assert "give the server more KV cache" in error["message"]
 
 
 async def test_chats_and_streams_have_it_too(client, expected):

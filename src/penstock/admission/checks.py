@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.admission.estimates import Margin
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason, counted
 
 LEAST_SHARE = 0.75
@@ -48,6 +49,8 @@ class Ask:
     """The client says that it sends this again."""
     arm: str = ""
     """Arm of the A/B test; empty where there is none."""
+    adapter: AdapterRef | None = None
+    """The adapter that it asks for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +67,7 @@ class DoorView:
     is_idle: bool
     """No request runs, waits or is on the way in."""
     starts_at_once: bool
-    """No request waits for a row or for a first token, and a row is free."""
+    """No request waits for a row or for a first token, a row is free, and its adapter is there."""
     num_waiting: int
     """Requests that wait and that the next step can't take, and places kept for other calls that were told to come back."""
     target_ttft_ns: int | None
@@ -81,9 +84,10 @@ class DoorView:
     ns_per_request: int | None
     """Expected time from one end to the next while others wait; None if nothing was measured yet."""
     num_blocks_demanded: int
-    """KV blocks of all running requests and of this call at their predicted lengths, or the blocks that are held already if
-    they are more; and those kept for other calls that were told to come back."""
+    """KV blocks of all running requests and of this call at their predicted lengths, with those of their adapters, or the
+    blocks that are held already if they are more; and those kept for other calls that were told to come back."""
     num_blocks_own: int
+    """Those of this call, and of its adapter if no other has it."""
     num_blocks_freed: int
     """Blocks that the end of one running request frees, mean; >= 1."""
     num_blocks_total: int

@@ -11,24 +11,28 @@ no, with its own reason, its numbers and the time after which it would say yes (
 
 The expected time to first token is
 
-    max(turn, prompts) + own
+    max(turn, prompts, load) + own
 
     turn       requests ahead for which no row is free, at the measured drain rate (`DrainMeter`)
     prompts    the prompt tokens ahead, at the rate of steps that were full of them (`Pace`)
+    load       the call's adapter, if it has one that is not in memory: loads before it and its own, at their mean
     own        the call's own prompt, at that rate, and the step that runs now
 
 While rows, memory or a closed batch limit, those ahead start only as others end, and their prompts are computed in the
-meantime; while long prompts limit, the rows are free and the turn is short. So the larger of the two counts, not the sum.
+meantime; while long prompts limit, the rows are free and the turn is short. Adapters are read beside both. So the largest
+counts, not the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.admission.checks import Ask, Check, Deadlines, DoorView, KvHeadroom, QueueDelay, QueueLength, Refusal
 from penstock.admission.estimates import Backlog, DrainMeter, Entry, Lengths, Margin, Pace, Promise, Promises
 from penstock.admission.tenants import Account, Tenants
+from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import ARM_B, FinishReason, Request
@@ -50,6 +54,7 @@ _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason
 """Reasons that pass by themselves for everyone alike."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
 """Only the end of a running request ends such a wait; the rows that are free are of no use to it."""
+_NO_OUTLOOK = AdapterOutlook()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +100,14 @@ class Admission:
         window_s: int = 30,
         limits_b: AdmissionLimits | None = None,
         tenants: Tenants | None = None,
+        adapters: AdapterSource | None = None,
+        max_adapters: int = 0,
     ) -> None:
         """`reads_priority`: the waiting requests are served by their priority.
 
         `limits_b`: those of arm B of an A/B test; its limits of tenants are not looked at. `tenants`: what they have used of
-        an earlier engine of the same model; None: there was none.
+        an earlier engine of the same model; None: there was none. `adapters`: where those of calls come from, of which
+        `max_adapters` different ones run at once; None: there are none.
         """
         self.limits = limits
         self._limits_b = limits_b or limits
@@ -111,6 +119,8 @@ class Admission:
         self.lengths = Lengths()
         self.margin = Margin()
         self._capacity = capacity
+        self._adapters = adapters
+        self._max_adapters = max_adapters
         self._max_model_len = capacity.max_model_len
         self._backlog = Backlog()
         self._promises = Promises()
@@ -179,6 +189,9 @@ class Admission:
             expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
+            if request.adapter is not None:
+                entry.adapter = request.adapter.number
+                entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
             if self._has_tenant_limits:
                 num_tokens = request.num_prompt_tokens + num_new_tokens
@@ -196,6 +209,17 @@ class Admission:
         for request_id in request_ids:
             self._backlog.on_finish(request_id)
             self._tenants.forget(request_id)
+
+    def max_len(self, adapter: AdapterRef | None) -> int:
+        """Prompt and output tokens of one request at most: as many as the model takes, and as the KV cache has room for beside
+        the adapter, as far as its blocks are known.
+        """
+        if adapter is None:
+            return self._max_model_len
+        num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
+        if self._capacity.most_blocks(self._max_model_len - 1) <= num_blocks:
+            return self._max_model_len
+        return max(0, num_blocks) * self._capacity.block_size + 1  # the last token is never computed, and takes no place
 
     # For the engine thread.
 
@@ -245,18 +269,24 @@ class Admission:
         num_blocks_own = self._num_blocks(num_own_tokens, ask.num_requests)
         num_blocks_kept = 0 if is_expected else self._promises.num_blocks_due(now_ns)
         num_blocks_demanded = self._num_blocks_demanded(load)
+        load_ns = 0
+        if ask.adapter is not None:
+            outlook = self._outlook(ask.adapter)
+            load_ns = 0 if ask.adapter.number in load.adapters.numbers else outlook.load_ns
+            if ask.adapter.number not in self._adapter_blocks(load):
+                num_blocks_own += outlook.likely_pages
         ns_per_request = self._ns_per_request(load, now_ns)
         return DoorView(
             ask=ask,
             now_ns=now_ns,
             is_expected=is_expected,
             is_idle=load.num_running + num_ahead == 0,
-            starts_at_once=num_ahead + self._num_prefill_tokens == 0 and load.num_rows_free > 0,
+            starts_at_once=num_ahead + self._num_prefill_tokens + load_ns == 0 and load.num_rows_free > 0,
             num_waiting=max(0, num_ahead + num_kept - load.num_rows_free),
             target_ttft_ns=self._target_ttft_ns(ask),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
-            ttft_ns=self._expect_ns(ask, load, ns_per_request or 0, num_kept) + own_prefill_ns,
+            ttft_ns=max(load_ns, self._expect_ns(ask, load, ns_per_request or 0, num_kept)) + own_prefill_ns,
             own_prefill_ns=own_prefill_ns,
             step_ns=self.pace.step_ns,
             ns_per_request=ns_per_request,
@@ -282,7 +312,7 @@ class Admission:
             num_prefill_tokens = num_tokens_before + self._num_entering_tokens
         num_ahead = num_waiting + self._num_entering + num_kept
         num_rows_free = load.num_rows_free
-        if load.num_waiting and self._waits_for in _NEEDS_END:
+        if load.num_waiting and (self._waits_for in _NEEDS_END or self._waits_for_adapters(load)):
             num_rows_free = 0
             if self._waits_for is WaitReason.GATE:  # the batch must end first
                 num_ahead += load.num_running
@@ -290,6 +320,10 @@ class Admission:
         turn_ns = max(0, num_ends) * ns_per_request
         prompts_ns = self.pace.prefill_ns(num_prefill_tokens)
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
+
+    def _waits_for_adapters(self, load: EngineLoad) -> bool:
+        """As many different adapters run as may, and the first that waits has another."""
+        return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
         """Time from one end to the next: as measured, and as those that run would end by the usual length and pace."""
@@ -307,7 +341,16 @@ class Admission:
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
-        return max(int(share * self._backlog.num_blocks), load.num_blocks_held)
+        num_adapter_blocks = sum(self._adapter_blocks(load).values()) if self._adapters is not None else 0
+        return max(int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held)
+
+    def _adapter_blocks(self, load: EngineLoad) -> dict[int, int]:
+        """Adapter -> its blocks, of requests that run and of waiting ones that find a row; at most as many as may run."""
+        blocks = self._backlog.adapter_blocks(load.num_running + load.num_rows_free)
+        return dict(islice(blocks.items(), self._max_adapters))
+
+    def _outlook(self, adapter: AdapterRef) -> AdapterOutlook:
+        return _NO_OUTLOOK if self._adapters is None else self._adapters.outlook(adapter.number)
 
     def _num_blocks(self, num_tokens: int, num_requests: int = 1) -> int:
         """Blocks that requests of so many tokens together hold at most, if they are alike."""

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from penstock.types.adapter import BASE
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
@@ -265,6 +266,9 @@ class Entry:
     priority: int = 0
     has_started: bool = False
     """It has its first token."""
+    adapter: int = BASE
+    num_adapter_blocks: int = 0
+    """KV blocks that its adapter takes, once for all requests of it; 0 if that is not known."""
 
 
 class Backlog:
@@ -296,6 +300,11 @@ class Backlog:
         """(requests, prompt tokens) that have no first token yet and are served before one of this priority. O(requests)."""
         ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
+
+    def adapter_blocks(self, num_requests: int) -> dict[int, int]:
+        """Adapter -> its KV blocks, of so many requests that came first and have not ended. O(requests)."""
+        first = list(self._entries.values())[:num_requests]
+        return {entry.adapter: entry.num_adapter_blocks for entry in first if entry.adapter != BASE}
 
     def enter(self, request_id: str, entry: Entry) -> None:
         """Call it before the request is submitted: it may end at once."""

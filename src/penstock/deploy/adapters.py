@@ -19,12 +19,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clock import Clock, WallClock
-from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, AdapterState, PackedAdapter
+from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterOutlook, AdapterRef, AdapterState, PackedAdapter
 from penstock.types.errors import ConfigError, ModelError, PenstockError
 from penstock.types.stats import AdapterStats
 
@@ -43,6 +43,8 @@ _MAX_FAILURE = 1000
 _MAX_UNLOADED = 1024
 """Unloaded adapters that requests which have them can still ask for."""
 _LOAD_TIMEOUT_S = 60.0
+_MAX_BEFORE = 256
+"""Loads that are counted one by one to say how long another will take."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class _Name:
 class _Counts:
     num_loads: int = 0
     load_ns: int = 0
+    num_pages: int = 0
+    """Blocks of the KV pool that all that were loaded take together."""
     num_failures: int = 0
     num_evictions: int = 0
 
@@ -186,12 +190,6 @@ class Adapters:
             adapter = self._by_number.get(ref.number)
             return adapter.path if adapter else None
 
-    def num_pages(self, ref: AdapterRef) -> int:
-        """Blocks of the KV pool that an adapter takes; 0 as long as it was never in memory."""
-        with self._changed:
-            adapter = self._by_number.get(ref.number)
-            return adapter.num_pages if adapter else 0
-
     def registered(self) -> list[Registered]:
         """The names that were registered, or asked for; never all that the folder has."""
         with self._changed:
@@ -266,6 +264,15 @@ class Adapters:
                 self._in_memory.move_to_end(number)
                 return AdapterState(packed=adapter.packed)
             return AdapterState(failure=adapter.failure if self._has_failed(adapter) else "")
+
+    def outlook(self, number: int) -> AdapterOutlook:
+        with self._changed:
+            adapter, counts = self._by_number.get(number), self._counts
+            num_loads = max(1, counts.num_loads)
+            num_pages = adapter.num_pages if adapter else 0
+            likely_pages = num_pages or round(counts.num_pages / num_loads)
+            num_left = 0 if adapter is None or adapter.packed is not None else self._num_loads_until(number)
+            return AdapterOutlook(num_pages, likely_pages, num_left * counts.load_ns // num_loads)
 
     def listen(self, wake: Callable[[], None]) -> None:
         with self._changed:
@@ -361,6 +368,16 @@ class Adapters:
             self._thread.start()
         self._changed.notify_all()
 
+    def _num_loads_until(self, number: int) -> int:
+        """Loads that end before an adapter is in memory, its own included; of one that nobody wants yet, if that comes last."""
+        if number == self._loading:
+            return 1
+        wanted = islice(chain(self._wanted.urgent, self._wanted.others), _MAX_BEFORE)
+        num_before = next(
+            (place for place, one in enumerate(wanted) if one == number), len(self._wanted.urgent) + len(self._wanted.others)
+        )
+        return num_before + 1 + bool(self._loading)
+
     def _next(self) -> _Adapter | None:
         """The adapter to be loaded now. One that is not urgent waits while memory is full of others that nobody had yet."""
         has_room = len(self._in_memory) < self._max_in_memory or any(one.is_taken for one in self._in_memory.values())
@@ -412,6 +429,7 @@ class Adapters:
                     if adapter.ref.number in self._by_number and not self._is_closed:
                         self._keep(adapter, packed)
                     self._counts.num_loads += 1
+                    self._counts.num_pages += packed.num_pages
                     self._counts.load_ns += now_ns - began_ns
                 wake = self._wake
                 self._changed.notify_all()

@@ -460,6 +460,8 @@ class EngineMaker:
             reads_priority=policies.order.reads_priority,
             limits_b=None if arms is None else admission_limits(arms.b.admission),
             tenants=lasting.tenants,
+            adapters=self.adapters,
+            max_adapters=config.lora.max_loras,
         )
         self.signals = Signals(policies.gate.max_running(executor.capacity), self.admission.drain.rate)
         self.admission.on_call = self.signals.on_call

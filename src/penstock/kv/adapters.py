@@ -41,6 +41,7 @@ class AdapterPages:
         """`take` gives blocks of the pool, as the manager's own."""
         self.residents: dict[int, Resident] = {}
         """Written here alone."""
+        self._numbers = self.residents.keys()
         self.num_pinned = 0
         """Adapters that requests have."""
         self.num_pinned_blocks = 0
@@ -57,8 +58,8 @@ class AdapterPages:
     @property
     def counts(self) -> AdapterCounts:
         """The adapters here now, and the moves since the beginning."""
-        num_resident, num_blocks = len(self.residents), len(self._number_of)
-        return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions)
+        num_resident, num_blocks, numbers = len(self.residents), len(self._number_of), self._numbers
+        return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
     def is_pinned(self, number: int) -> bool:
         """Whether requests that hold blocks have it, so that one more costs nothing."""

@@ -55,6 +55,24 @@ class Adapters:
             self._source.want(ref)
         return None
 
+    def refusal(self, request: Request) -> Rejected | None:
+        """Why a request that is about to wait will never run beside its adapter, as far as its pages are known."""
+        ref = request.adapter
+        if ref is None or self._source is None:
+            return None
+        num_pages = self._kv.adapters.num_blocks(ref.number) or self._source.outlook(ref.number).num_pages
+        return self._never_fits(request, num_pages)
+
+    def _never_fits(self, request: Request, num_pages: int) -> Rejected | None:
+        num_blocks, num_total = self._running.final_blocks_alone(request), self._kv.num_total_blocks
+        if not num_pages or num_pages + num_blocks <= num_total:
+            return None
+        detail = (
+            f"Its adapter takes {counted(num_pages, 'block')} of the KV cache and its tokens may take {num_blocks}, of "
+            f"{num_total}. Ask for fewer tokens, or give the server more KV cache."
+        )
+        return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+
     def packed(self, request: Request) -> PackedAdapter | None:
         """The content of a request's adapter, if it is in memory and not in the pool."""
         ref = request.adapter
@@ -97,14 +115,9 @@ class Adapters:
                 continue
             request, state = follower.request, self._source.state(awaited.number)
             num_pages = self._kv.adapters.num_blocks(awaited.number, state.packed)
-            num_blocks = self._running.final_blocks_alone(request)
-            if num_pages + num_blocks > self._kv.num_total_blocks:
-                pages, total = counted(num_pages, "block"), self._kv.num_total_blocks
-                detail = (
-                    f"Its adapter takes {pages} of the KV cache and its tokens may take {num_blocks}, of {total}. Ask for "
-                    "fewer tokens, or give the server more KV cache."
-                )
-                yield request, Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
+            rejected = self._never_fits(request, num_pages)
+            if rejected is not None:
+                yield request, rejected
             elif num_pages:
                 continue
             elif state.failure:

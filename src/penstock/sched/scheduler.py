@@ -171,10 +171,11 @@ class Scheduler:
     def add(self, request: Request, now_ns: int) -> Rejected | None:
         """Queue a request, or say why it can never be served."""
         rejected = refusal(request, self.capacity) or self._refuse_beams(request)
-        if rejected is None and request.adapter is not None:
-            rejected = self._adapters.want(request.adapter)
         if rejected is None:
             progress.limit(request, max_total_tokens(request, self.capacity))
+            if request.adapter is not None:
+                rejected = self._adapters.refusal(request) or self._adapters.want(request.adapter)
+        if rejected is None:
             self._predict(request)
             first = self._groups.add(request)
             if first is not None:

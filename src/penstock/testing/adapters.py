@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from hashlib import blake2b
 
 from penstock.testing.hash_executor import HashAdapter, root_of
-from penstock.types.adapter import AdapterRef, AdapterState
+from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 
 
 def make_adapter(number: int) -> AdapterRef:
@@ -31,9 +31,12 @@ class FakeAdapters:
         num_pages: Callable[[int], int] = lambda number: 1 + number % 3,
         max_in_memory: int = 64,
         failing: Collection[int] = (),
+        load_ns: int = 0,
     ) -> None:
-        """`num_pages` of an adapter by its number. `failing`: numbers of those that can't be loaded."""
+        """`num_pages` of an adapter by its number. `failing`: numbers of those that can't be loaded. `load_ns`: how long a load
+        is said to take."""
         self.num_loads = 0
+        self.load_ns = load_ns
         self.failing = set(failing)
         self._worker = worker
         self._num_pages = num_pages
@@ -55,6 +58,12 @@ class FakeAdapters:
         if number in self._states:
             self._states.move_to_end(number)
         return self._states.get(number, AdapterState())
+
+    def outlook(self, number: int) -> AdapterOutlook:
+        """The pages of all adapters are known."""
+        state, num_pages = self._states.get(number), self._num_pages(number)
+        is_there = state is not None and state.packed is not None
+        return AdapterOutlook(num_pages, num_pages, 0 if is_there else self.load_ns)
 
     def listen(self, wake: Callable[[], None]) -> None:
         self._wake = wake

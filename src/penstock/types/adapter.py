@@ -58,6 +58,18 @@ class AdapterState:
     """Why it can't be had, in a sentence for the user: file, tensor, what was found and what was wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterOutlook:
+    """The expectations of a request that asks for an adapter."""
+
+    num_pages: int = 0
+    """Blocks of the KV pool that it takes; 0: it was never in memory, and nobody knows."""
+    likely_pages: int = 0
+    """The same; if nobody knows, the mean of those that were loaded."""
+    load_ns: int = 0
+    """Expected time until it is in memory, by the mean of the loads so far: those before it and its own. 0 if it is there."""
+
+
 class AdapterSource(Protocol):
     """Brings adapters to the host's memory. That has room for so many: those that were asked for least recently leave it."""
 
@@ -70,6 +82,10 @@ class AdapterSource(Protocol):
 
     def state(self, number: int) -> AdapterState:
         """How far it has come; asking for one that is there makes it the one that was asked for last. For any thread."""
+        ...
+
+    def outlook(self, number: int) -> AdapterOutlook:
+        """A request is told what to expect of it. Nothing changes by asking. For any thread."""
         ...
 
     def listen(self, wake: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from penstock.serve.openai.call import Call, Conversation, Terms, TextPrompt, To
 from penstock.serve.openai.grammars import matchers_of
 from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.text.chat import require_chat_template
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
 from penstock.types.sampling import Matcher, SamplingParams
@@ -87,6 +88,7 @@ def ask_of(
     num_token_ids: int,
     max_new_tokens: int | None,
     min_new_tokens: int,
+    adapter: AdapterRef | None = None,
 ) -> Ask:
     """A call of these terms and this size, as the door is told of it."""
     return Ask(
@@ -104,6 +106,7 @@ def ask_of(
         claim=claim,
         is_retry=terms.is_retry,
         arm=terms.arm,
+        adapter=adapter,
     )
 
 
@@ -127,6 +130,7 @@ def _ask(call: Call) -> Ask:
         num_token_ids=num_token_ids,
         max_new_tokens=max_tokens,
         min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
+        adapter=call.adapter,
     )
 
 
@@ -190,7 +194,8 @@ def _token_ids(prompt: TextPrompt | TokenPrompt, call: Call, running: RunningMod
         check_encoded(token_ids, running, prompt.param)
     if keep is not None:
         # With -1, what fits beside the answer.
-        token_ids = token_ids[-(keep if keep > 0 else max(1, max_model_len - (call.max_tokens or _DEFAULT_ROOM))) :]
+        max_len = running.admission.max_len(call.adapter)
+        token_ids = token_ids[-(keep if keep > 0 else max(1, max_len - (call.max_tokens or _DEFAULT_ROOM))) :]
     return tuple(token_ids)
 
 
@@ -199,16 +204,20 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
 
     Raises CONTEXT_LENGTH with the numbers, and with the field that is too large: the prompt if it leaves no room.
     """
-    max_model_len = running.model.max_model_len
-    room = max_model_len - num_prompt_tokens
+    max_model_len, max_len = running.model.max_model_len, running.admission.max_len(call.adapter)
+    room = max_len - num_prompt_tokens
     asked = _asked_tokens(call)
     max_tokens = max(1, room) if asked is None else asked
     if call.max_tokens is None:
         max_tokens = min(max_tokens, max(1, room))  # the model's limit is none that the client could keep
     if max_tokens > room:
+        limit, remedy = f"The model's context is {max_model_len} tokens.", "Shorten the prompt or ask for fewer tokens."
+        if max_len < max_model_len:
+            limit = f"The KV cache has room for {max_len} tokens of one request beside this adapter."
+            remedy = "Shorten the prompt, ask for fewer tokens, or give the server more KV cache."
         raise _too_long(
-            f"The model's context is {max_model_len} tokens. The prompt has {num_prompt_tokens} and the answer may have "
-            f"{max_tokens}, {num_prompt_tokens + max_tokens} together. Shorten the prompt or ask for fewer tokens.",
+            f"{limit} The prompt has {num_prompt_tokens} and the answer may have {max_tokens}, "
+            f"{num_prompt_tokens + max_tokens} together. {remedy}",
             call.max_tokens_param if call.max_tokens_param is not None and room > 0 else param,
         )
     if call.sampling.min_tokens > max_tokens:
