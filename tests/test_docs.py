@@ -30,7 +30,9 @@ from penstock.types.kv_dtype import KvDtype
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 HOW_TOS = [
-    *(page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if page.stem != "several-models"),  # it has no Python
+    *(
+        page for page in sorted((ROOT / "docs" / "how-to").glob("*.md")) if page.stem not in ("several-models", "deploy")
+    ),  # no Python
     ROOT / "docs" / "tutorial" / "your-own-policy.md",
 ]
 SIZES = {"num_blocks": 8, "block_size": 16, "max_rows": 32, "max_step_tokens": 64, "max_model_len": 256}

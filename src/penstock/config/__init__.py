@@ -2,6 +2,7 @@
 
 from penstock.config.components import (
     AbConfig,
+    AccessLogKind,
     AdmissionConfig,
     AttentionKernels,
     Backend,
@@ -22,6 +23,7 @@ from penstock.config.components import (
 
 __all__ = [
     "AbConfig",
+    "AccessLogKind",
     "AdmissionConfig",
     "AttentionKernels",
     "Backend",

@@ -409,6 +409,14 @@ class BackendConfig(Component):
     )
 
 
+class AccessLogKind(StrEnum):
+    """How the line of a request looks."""
+
+    OFF = "off"
+    TEXT = "text"
+    JSON = "json"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(Component):
     """The HTTP side."""
@@ -436,6 +444,11 @@ class ServerConfig(Component):
         "Origin of web pages that may use the server, as https://example.org; may be repeated; * is any.",
         default_doc="none: browsers keep other sites' pages out",
         is_multiple=True,
+    )
+    access_log: str = choice(
+        AccessLogKind.OFF.value,
+        "A line for each request, at its end, on standard output: who asked what, the status, times and tokens.",
+        choices=tuple(AccessLogKind),
     )
     ssl_certfile: str | None = path(None, "TLS certificate (PEM).", default_doc="none: plain HTTP")
     ssl_keyfile: str | None = path(None, "TLS private key (PEM).", default_doc="none")

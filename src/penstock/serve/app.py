@@ -18,6 +18,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.errors import from_http_exception, unavailable
+from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
 from penstock.serve.http.cors import Cors
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
@@ -43,7 +44,7 @@ from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, Vllm
 from penstock.types.errors import ModelAway
 
 
-def create_app(deployment: Deployment, config: ServerConfig) -> Starlette:
+def create_app(deployment: Deployment, config: ServerConfig, access_log: AccessLog | None = None) -> Starlette:
     """The ASGI application over started models. Raises `ConfigError` for key files and origins that are no use."""
     operations = _operations(deployment, config)
     routes = [
@@ -53,6 +54,7 @@ def create_app(deployment: Deployment, config: ServerConfig) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
+            *([Middleware(LoggedRequests, log=access_log)] if access_log else []),
             Middleware(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
@@ -60,7 +62,7 @@ def create_app(deployment: Deployment, config: ServerConfig) -> Starlette:
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 max_body_bytes=config.max_body_bytes,
-            )
+            ),
         ],
         exception_handlers={HTTPException: _http_exception_handler(routes), ModelAway: _on_model_away},
     )

@@ -28,12 +28,13 @@ import orjson
 import uvicorn
 
 import penstock
-from penstock.config import ServerConfig
+from penstock.config import AccessLogKind, ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app
+from penstock.serve.http.access_log import AccessLog
 from penstock.serve.http.connection import Acceptor, HttpConnection
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
@@ -92,7 +93,10 @@ class Server(uvicorn.Server):
     def __init__(
         self, deployment: Deployment, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
-        super().__init__(_uvicorn_config(deployment, config))
+        kind = AccessLogKind(config.access_log)
+        access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
+        super().__init__(_uvicorn_config(deployment, config, access_log))
+        self._access_log = access_log
         self._max_connections = connection_limit(config)
         self._deployment = deployment
         self._server_config = config
@@ -104,7 +108,11 @@ class Server(uvicorn.Server):
         self.ended_cleanly = True
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        super().run(sockets=sockets or [self._listener])
+        try:
+            super().run(sockets=sockets or [self._listener])
+        finally:
+            if self._access_log is not None:
+                self._access_log.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         del sockets
@@ -116,6 +124,7 @@ class Server(uvicorn.Server):
             self.server_state,
             self.lifespan.state,
             max_body_bytes=self._server_config.max_body_bytes,
+            access_log=self._access_log,
             cors=Cors(origins) if (origins := self._server_config.allowed_origins) else None,
         )
         self._acceptor = Acceptor(
@@ -239,12 +248,12 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def _uvicorn_config(deployment: Deployment, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(deployment: Deployment, config: ServerConfig, access_log: AccessLog | None) -> uvicorn.Config:
     """Raises `ConfigError` if the TLS files are no use."""
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     settings = uvicorn.Config(
-        create_app(deployment, config),
+        create_app(deployment, config, access_log),
         loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
         http=HttpConnection,
         ws="none",

@@ -53,6 +53,8 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key_name", "penstock.is_admin"
 """Keys of a request's scope, under which the checks leave their findings."""
+ENTRY_KEY = "penstock.access_entry"
+"""The same for what the access log tells of it, where there is one."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
 _KEY_NAME_CHARS = 12
@@ -102,6 +104,12 @@ def identity_of(scope: Scope) -> RequestIdentity:
     return identity
 
 
+def request_id_of(scope: Scope) -> str:
+    """The id that the answer was given; empty before the checks."""
+    identity = scope.get(_IDENTITY_KEY)
+    return identity.request_id if isinstance(identity, RequestIdentity) else ""
+
+
 def key_name(scope: Scope) -> str:
     """A short, stable name of the key that was sent, safe to log. Empty if the server asks for none."""
     name = scope.get(_KEY_NAME_KEY, "")
@@ -116,6 +124,38 @@ def require_admin(scope: Scope) -> None:
             raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
         message = "This needs an admin's key: one that the server was started with as --admin-api-key."
         raise ApiError(403, message, code="admin_key_required", error_type="permission_error")
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One request, as the access log tells of it. None: not known, or there is none."""
+
+    client: str
+    method: str
+    path: str
+    """As it was sent, without the query, which may hold a secret."""
+    ended_unix_s: float = 0.0
+    key: str = ""
+    """Name of the API key."""
+    status: int | None = None
+    num_bytes: int = 0
+    """Bytes of the answer's body that were handed to the connection."""
+    duration_s: float | None = None
+    """From the end of the request's head to the end of its answer."""
+    ttft_s: float | None = None
+    model: str | None = None
+    """Its name in the answer, or its first one."""
+    count_tokens: Callable[[], tuple[int, int]] | None = None
+    """Says how many tokens the prompts and the answers have."""
+    request_id: str = ""
+    client_left: bool = False
+    """It closed its connection before it had the answer."""
+
+
+def entry_of(scope: Scope) -> Entry | None:
+    """The entry that a request fills; None if there is no access log."""
+    entry: Entry | None = scope.get(ENTRY_KEY)
+    return entry
 
 
 class RequestChecks:

@@ -49,7 +49,8 @@ from penstock.serve.errors import (
     unavailable,
     version_not_supported,
 )
-from penstock.serve.http.checks import LINGER_S, OPEN_PATHS
+from penstock.serve.http.access_log import AccessLog, refusal
+from penstock.serve.http.checks import LINGER_S, OPEN_PATHS, entry_of
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS
 
@@ -79,11 +80,20 @@ class HttpConnection(HttpToolsProtocol):
     read_timeout_s: ClassVar[float] = 30.0
     write_timeout_s: ClassVar[float] = 60.0
 
-    def __init__(self, *args: Any, acceptor: Acceptor, max_body_bytes: int, cors: Cors | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        acceptor: Acceptor,
+        max_body_bytes: int,
+        cors: Cors | None = None,
+        access_log: AccessLog | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._acceptor = acceptor
         self._max_body_bytes = max_body_bytes
         self._cors = cors
+        self._access_log = access_log
         self.parser = self._make_parser()
         self._is_reading = False
         """True while a request has begun and not ended."""
@@ -365,6 +375,8 @@ class HttpConnection(HttpToolsProtocol):
             if self._cors is not None:
                 headers = headers + self._cors.headers(dict(reversed(self.headers or ())))
             self.transport.write(_as_bytes(error.response(), headers))
+            if self._access_log is not None:
+                self._note_refusal(error, self._access_log)
             if lingers and self.transport.can_write_eof():
                 # Closing with bytes unread would reset the connection, and the answer might be lost.
                 self.transport.write_eof()
@@ -373,6 +385,17 @@ class HttpConnection(HttpToolsProtocol):
                 _tell_gone(self.cycle)
                 return
         self.transport.close()
+
+    def _note_refusal(self, error: ApiError, log: AccessLog) -> None:
+        """Have the access log tell of it; where the app has the request, its own line does."""
+        if not self._is_in_head and self._is_reading:
+            entry = entry_of(dict(self.cycle.scope))
+            if entry is not None:
+                entry.status = error.status_code
+        else:
+            has_url = self._is_in_head and bool(self.url)
+            method, url = (self.parser.get_method(), self.url) if has_url else (b"", b"")
+            log.add(refusal(self.client, method, url, error.status_code, len(error.body())))
 
     def _can_answer(self) -> bool:
         if self._is_answering_earlier():

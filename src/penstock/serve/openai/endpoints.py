@@ -16,6 +16,7 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.served import ServedModel
+from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.in_flight import InFlight
@@ -36,6 +37,8 @@ class _Endpoint:
         self, data: bytes, http: HttpRequest, read: Callable[[bytes, Scope], Call], writer_type: type[AnswerWriter]
     ) -> Response:
         call = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
+        if (entry := entry_of(http.scope)) is not None:
+            entry.model = call.answer.model_name
         opened = await unless_gone(http, run(call, self._in_flight))
         return await respond(http, opened, writer_type)
 

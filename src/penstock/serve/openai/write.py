@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
-from penstock.serve.http.checks import identity_of
+from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.in_flight import RunningCall
@@ -52,9 +52,14 @@ async def respond(http: HttpRequest, call: RunningCall, writer_type: type[Answer
     """The response to a call. Raises `ApiError` if the call ends early, before there is anything to show of it."""
     with call:
         writer = writer_type(call, call.running.tokenizer)
+        entry = entry_of(http.scope)
+        if entry is not None:
+            entry.count_tokens = writer.usage.counts
         if call.answer.is_streamed:
             return await _stream(http, call, writer)
         records = await _collect(http, call, writer)
+    if entry is not None:
+        entry.ttft_s = _ttft_s(call.terms, records[0].last)
     return await _json(records, call, writer, call.running.off_loop)
 
 
@@ -73,6 +78,10 @@ class Usage:
     def add(self, index: int, chunk: OutputChunk) -> None:
         self._num_generated[index] = chunk.num_generated_tokens
         self._num_cached[index] = chunk.num_cached_tokens
+
+    def counts(self) -> tuple[int, int]:
+        """Tokens of all prompts, and of all answers so far."""
+        return self._num_prompt_tokens, sum(self._num_generated)
 
     def body(self) -> dict[str, Any]:
         num_generated = sum(self._num_generated)
@@ -372,6 +381,8 @@ class EventStream(Response):
         try:
             # The times of the choice that spoke first.
             timing = server_timing(times_ms(self._call.terms.arrival_ns, self._first_chunks[0])[:2])
+            if (entry := entry_of(scope)) is not None:
+                entry.ttft_s = _ttft_s(self._call.terms, self._first_chunks[0])
             headers = [*_HEADERS, (b"server-timing", timing.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
@@ -482,6 +493,10 @@ def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
     scheduled_ns = chunk.at_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
     decode_ns = chunk.at_ns if chunk.first_token_ns is None else chunk.first_token_ns
     return (scheduled_ns - arrival_ns) / 1e6, (decode_ns - scheduled_ns) / 1e6, (chunk.at_ns - decode_ns) / 1e6
+
+
+def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
+    return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
 
 
 def server_timing(parts_ms: Sequence[float]) -> str:

@@ -18,7 +18,7 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
 from penstock.deploy.running import RunningModel
-from penstock.serve.http.checks import JsonEndpoint
+from penstock.serve.http.checks import JsonEndpoint, entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
@@ -93,7 +93,13 @@ class TextsEndpoint:
 
     async def _respond(self, answer: Answer, http: HttpRequest) -> Response:
         call = answer.call
+        entry = entry_of(http.scope)
+        if entry is not None:
+            entry.model = call.running.name
         results = await unless_gone(http, run(call, self._desk(call.running), self._in_flight))
+        if entry is not None:
+            num_tokens = results.num_tokens
+            entry.count_tokens = lambda: (num_tokens, 0)
         if _size(call, results) <= INLINE_MAX_ANSWER_SIZE:
             content = write_json(answer.write(results))
         else:  # its time is no memory: others' long texts are refused for the bytes that are in flight

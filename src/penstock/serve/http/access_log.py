@@ -1,0 +1,202 @@
+"""The access log: one line for each request, at its end, on standard output.
+
+    request --> LoggedRequests (a layer of the app) --> Entry --> queue --> thread: text or JSON --> standard output
+    refusal of the connection -----------------------> Entry -----^
+
+Without `--access-log` none of this is made. With it the event loop fills an `Entry` and hands it over; a thread writes. A
+reader that is too slow holds up no answer: beyond `MAX_QUEUED` lines are dropped, and the log says how many.
+A client's words are told within quotes and in printable ASCII: no request can begin a line, or move a terminal's cursor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from queue import SimpleQueue
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.serve.http.checks import ENTRY_KEY, Entry, key_name, request_id_of
+
+_log = logging.getLogger(__name__)
+
+MAX_QUEUED = 10_000
+"""Lines that may wait for the thread that writes them, some 3 MB."""
+_MAX_AT_ONCE = 256
+_MAX_TOLD_CHARS = 200
+"""Limit of what a line tells of a client's own words: an address, a model's name."""
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class AccessLog:
+    def __init__(self, *, as_json: bool, write: Callable[[str], object] | None = None) -> None:
+        """Starts the thread; `close` it. `write` gets whole lines, and by default puts them on standard output."""
+        self._format = json_line if as_json else text_line
+        self._write = write or _to_stdout
+        self._queue: SimpleQueue[Entry | None] = SimpleQueue()
+        self._num_dropped = 0
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._thread.start()
+
+    def add(self, entry: Entry) -> None:
+        """Have a line written; never waits. Belongs to the event loop."""
+        entry.ended_unix_s = time.time()
+        if self._is_broken or self._queue.qsize() >= MAX_QUEUED:
+            self._num_dropped += 1
+        else:
+            self._queue.put(entry)
+
+    def close(self) -> None:
+        """Write what waits, for `_CLOSE_TIMEOUT_S` at most. Idempotent."""
+        self._queue.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        num_lost = self._num_dropped + (self._queue.qsize() if self._thread.is_alive() else 0)
+        if num_lost:
+            _log.warning("lines of the access log that were not written, as its reader was too slow or gone: %d", num_lost)
+            self._num_dropped = 0
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            entries = [self._queue.get()]
+            while len(entries) < _MAX_AT_ONCE and not self._queue.empty():
+                entries.append(self._queue.get())
+            is_open = None not in entries
+            lines = [self._format(entry) for entry in entries if entry is not None]
+            try:
+                self._write("".join(lines))
+            except (OSError, ValueError) as error:  # ValueError: it was closed
+                self._is_broken = True
+                self._num_dropped += len(lines)
+                _log.error("the access log ends, as it cannot be written: %s", error)
+                return
+
+
+class LoggedRequests:
+    """The layer that gives each request an `Entry`, and hands it to the log when the answer has ended."""
+
+    def __init__(self, app: ASGIApp, *, log: AccessLog) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.perf_counter()
+        path = scope.get("raw_path") or scope["path"].encode()
+        entry = scope[ENTRY_KEY] = Entry(client=client_name(scope["client"]), method=scope["method"], path=_words(path))
+        is_head, is_over = scope["method"] == "HEAD", False
+
+        async def told_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not is_over:
+                entry.client_left = True
+            return message
+
+        async def told_send(message: Message) -> None:
+            nonlocal is_over
+            if message["type"] == "http.response.start":
+                # A connection that has refused the rest of the request has said so first.
+                entry.status = entry.status or message["status"]
+            else:
+                is_over = not message.get("more_body")
+                if not is_head:
+                    entry.num_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, told_receive, told_send)
+        finally:
+            entry.duration_s = time.perf_counter() - started_s
+            entry.key, entry.request_id = key_name(scope), request_id_of(scope)
+            self._log.add(entry)
+
+
+def client_name(client: tuple[str, int] | None) -> str:
+    """Address and port; empty where there is none."""
+    if client is None:
+        return ""
+    return f"[{client[0]}]:{client[1]}" if ":" in client[0] else f"{client[0]}:{client[1]}"
+
+
+def refusal(client: tuple[str, int] | None, method: bytes, url: bytes, status: int, num_bytes: int) -> Entry:
+    """The entry of a request that the connection refuses before the app sees it. Method and address are empty if not known."""
+    path = _words(url.partition(b"?")[0])
+    return Entry(client=client_name(client), method=_words(method), path=path, status=status, num_bytes=num_bytes)
+
+
+def json_line(entry: Entry) -> str:
+    """One object for each line; a name is there in all of them, and null where nothing is known."""
+    num_prompt_tokens, num_generated_tokens = (None, None) if entry.count_tokens is None else entry.count_tokens()
+    fields = {
+        "time": _time(entry),
+        "client": entry.client or None,
+        "key": entry.key or None,
+        "method": entry.method or None,
+        "path": entry.path or None,
+        "status": entry.status,
+        "bytes": entry.num_bytes,
+        "duration_s": _rounded(entry.duration_s),
+        "ttft_s": _rounded(entry.ttft_s),
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated_tokens,
+        "model": None if entry.model is None else entry.model[:_MAX_TOLD_CHARS],
+        "request_id": entry.request_id or None,
+        "client_left": entry.client_left,
+    }
+    return _quoted(fields) + "\n"
+
+
+def text_line(entry: Entry) -> str:
+    """A line for people, and for tools that divide it at spaces outside of quotes; `-` is what is not known."""
+    tokens = ("-", "-") if entry.count_tokens is None else entry.count_tokens()
+    model = "-" if entry.model is None else _quoted(entry.model[:_MAX_TOLD_CHARS])
+    words = [
+        _time(entry),
+        entry.client or "-",
+        entry.key or "-",
+        _quoted(f"{entry.method} {entry.path}"),
+        str(entry.status or "-"),
+        f"bytes={entry.num_bytes}",
+        f"duration_s={_shown(entry.duration_s)}",
+        f"ttft_s={_shown(entry.ttft_s)}",
+        f"prompt_tokens={tokens[0]}",
+        f"completion_tokens={tokens[1]}",
+        f"model={model}",
+        f"request_id={_quoted(entry.request_id) if entry.request_id else '-'}",
+        *(["client_left"] if entry.client_left else []),
+    ]
+    return " ".join(words) + "\n"
+
+
+def _words(text: bytes) -> str:
+    return text[:_MAX_TOLD_CHARS].decode("latin-1")
+
+
+def _quoted(value: object) -> str:
+    """JSON in printable ASCII: all other characters are escaped, which JSON leaves undone for one of them."""
+    return json.dumps(value).replace("\x7f", "\\u007f")
+
+
+def _time(entry: Entry) -> str:
+    return datetime.fromtimestamp(entry.ended_unix_s, UTC).isoformat(timespec="milliseconds")
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _shown(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.6f}"
+
+
+def _to_stdout(lines: str) -> None:
+    sys.stdout.write(lines)
+    sys.stdout.flush()
