@@ -225,7 +225,7 @@ def test_a_certificate_that_is_not_known_is_told_where_to_name(monkeypatch) -> N
     result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once"])
     assert isinstance(result.exception, PenstockError)
     assert "self-signed certificate" in str(result.exception)
-    assert "SSL_CERT_FILE" in str(result.exception)
+    assert "--cafile" in str(result.exception)
 
 
 class Other(http.server.BaseHTTPRequestHandler):

@@ -21,7 +21,14 @@ import click
 from click.core import ParameterSource
 
 from penstock.cli import bench_results
-from penstock.cli.options import GroupedCommand, config_options, model_argument, warn_of_unknown_variables
+from penstock.cli.options import (
+    GroupedCommand,
+    client_tls,
+    config_options,
+    model_argument,
+    tls_options,
+    warn_of_unknown_variables,
+)
 from penstock.cli.workload_options import workload_options
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import settings_of
@@ -132,6 +139,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="KEY",
         help="Key that the server asks for. PENSTOCK_API_KEY is sent only to a server on this machine.",
     ),
+    tls_options,
     click.option(
         "--extra-body",
         callback=_json_object,
@@ -306,6 +314,7 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
         stream=values["stream"] and values["endpoint"] != Endpoint.EMBEDDINGS,
         api_key=_key_for(values["url"], values["api_key"], is_typed=_is_given("api_key")),
         extra_body=values["extra_body"],
+        tls=client_tls(values["cafile"], insecure=values["insecure"]),
     )
     with Questions(target) as questions:
         if not target.model:
@@ -342,7 +351,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     """The model, loaded here. Raises PenstockError if that fails, UsageError for options of a server."""
     from penstock import __version__
 
-    for name in ("url", "api_key", "extra_body", "stream", "timeout", "returns"):
+    for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns"):
         if _is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -16,6 +16,9 @@ from penstock.config.components import COMPONENTS, ModelConfig
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.config.sources import read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
 
 _log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -193,6 +196,38 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
         raise _bad_value(str(error), ctx, param) from None
     ctx.default_map = {**(ctx.default_map or {}), **file.values}
     ctx.meta[_TABLES_KEY] = file.models
+
+
+def tls_options(command: _Command) -> _Command:
+    """Adds `--cafile` and `--insecure`, which `client_tls` reads, to a command that talks to a server."""
+    command = click.option("--insecure", is_flag=True, help="Believe any certificate: whoever is in between reads along.")(
+        command
+    )
+    return click.option(
+        "--cafile",
+        type=click.Path(exists=True, dir_okay=False),
+        metavar="FILE.pem",
+        help="Certificates to believe, of an authority or the server's own.  [default: those of the system]",
+    )(command)
+
+
+def client_tls(cafile: str | None, *, insecure: bool) -> ssl.SSLContext | None:
+    """The context for https that these options ask for; None: the usual one. Raises ConfigError for a file without one."""
+    import ssl
+
+    if insecure and cafile:
+        raise click.UsageError("--insecure believes any certificate: leave out --cafile.")
+    if insecure:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    if cafile is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=cafile)
+    except OSError as error:  # ssl.SSLError is one, too.
+        raise ConfigError(f"{cafile} has no certificate: {error}.", remedy="Name a PEM file with --cafile.") from error
 
 
 def warn_of_unknown_variables() -> None:

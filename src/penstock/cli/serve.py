@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
@@ -84,20 +83,9 @@ def check_access(config: ServerConfig, environ: Mapping[str, str]) -> None:
     if config.ssl_keyfile and not config.ssl_certfile:
         raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     if config.ssl_certfile:
-        _check_certificate(config.ssl_certfile, config.ssl_keyfile)
+        from penstock.serve.http.tls import server_context
 
-
-def _check_certificate(certificate: str, key: str | None) -> None:
-    import ssl
-
-    for path in filter(None, (certificate, key)):
-        if not Path(path).is_file():
-            raise ConfigError(f"There is no file {path}.", remedy="Check --ssl-certfile and --ssl-keyfile.")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:  # ssl.SSLError is one, too.
-        remedy = "Check --ssl-certfile and --ssl-keyfile: PEM files that belong together."
-        raise ConfigError(f"The TLS files cannot be used: {error}.", remedy=remedy) from error
+        server_context(config.ssl_certfile, config.ssl_keyfile)
 
 
 # The log: lines on stderr, as text or as one JSON object each

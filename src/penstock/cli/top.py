@@ -29,7 +29,7 @@ from urllib.request import Request, urlopen
 import click
 from click.core import ParameterSource
 
-from penstock.cli.options import warn_of_unknown_variables
+from penstock.cli.options import client_tls, tls_options, warn_of_unknown_variables
 from penstock.config.units import format_size, parse_duration
 from penstock.types.errors import PenstockError
 
@@ -39,7 +39,7 @@ _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The terminal's other screen, without a cursor; and back."""
 _TIMEOUT_S = 10.0
 _NO_SERVER = "Is `penstock serve` running there?"
-_NOT_TRUSTED = "Name the file of its certificate in the environment variable SSL_CERT_FILE."
+_NOT_TRUSTED = "Name the file of its certificate: --cafile FILE.pem."
 _OTHER_SERVER = "Is it a Penstock server, and of this version?"
 _OWNER_COLOURS = (33, 208, 40, 201, 226, 51, 196, 141, 118, 214, 45, 203)
 _OWNER_LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -60,13 +60,23 @@ _NAME_WIDTH = 20
 @click.option("--model", metavar="NAME", help="Model whose rates and KV cache are shown, of several.  [default: the first]")
 @click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
-def top(url: str, api_key: str | None, model: str | None, interval: str, *, once: bool) -> None:
+@tls_options
+def top(
+    url: str,
+    api_key: str | None,
+    model: str | None,
+    interval: str,
+    cafile: str | None,
+    *,
+    once: bool,
+    insecure: bool,
+) -> None:
     """Watch the server at URL: its models, their rates and queues, the KV cache as a map of blocks, your requests."""
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
     if not url.startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
-    reader = Reader(url.rstrip("/"), _one_key(api_key), model)
+    reader = Reader(url.rstrip("/"), _one_key(api_key), model, tls=client_tls(cafile, insecure=insecure))
     if sys.stdout.isatty() and not once:
         _show_live(reader, interval_s)
         return
@@ -164,9 +174,13 @@ class _Unavailable(PenstockError):
 class Reader:
     """Asks one server. Raises PenstockError, with a remedy, if it does not answer, or says what no Penstock says."""
 
-    def __init__(self, url: str, api_key: str | None, model: str | None = None) -> None:
-        """`model`: None for the first. Raises PenstockError also for a URL or a key that can't be sent."""
+    def __init__(self, url: str, api_key: str | None, model: str | None = None, *, tls: ssl.SSLContext | None = None) -> None:
+        """`model`: None for the first. `tls`: None for the usual one.
+
+        Raises PenstockError also for a URL or a key that can't be sent.
+        """
         self._url = url
+        self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
         try:
             names = [str(line["name"]) for line in self._json("/load")["models"]]
@@ -211,7 +225,8 @@ class Reader:
 
     def _get(self, path: str) -> bytes:
         try:
-            with urlopen(Request(self._url + path, headers=self._headers), timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
+            request = Request(self._url + path, headers=self._headers)  # noqa: S310  # checked
+            with urlopen(request, timeout=_TIMEOUT_S, context=self._tls) as answer:  # noqa: S310
                 body: bytes = answer.read()
                 return body
         except HTTPError as error:

@@ -240,14 +240,14 @@ class _Peer:
     tls: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, address: Address) -> _Peer:
+    def of(cls, address: Address, tls: ssl.SSLContext | None) -> _Peer:
         """The address of the host; of several, one that takes connections. Raises PenstockError if there is no such host."""
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise address.unreachable(error) from None
         family, _, _, _, where = next(filter(_takes_connections, found), found[0]) if len(found) > 1 else found[0]
-        return cls(family, where, ssl.create_default_context() if address.scheme == "https" else None)
+        return cls(family, where, (tls or ssl.create_default_context()) if address.scheme == "https" else None)
 
 
 _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
@@ -292,7 +292,7 @@ class _Sending:
         self._options = options
         self._silence_ns = round(options.silence_s * _NS_PER_S)
         self._host = address.host
-        self._peer = _Peer.of(address)
+        self._peer = _Peer.of(address, target.tls)
         self._head = (
             f"POST {address.path}{target.endpoint.path} HTTP/1.1\r\nHost: {address.host_header}\r\n"
             "Content-Type: application/json\r\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,9 +72,10 @@ class Address:
     def unreachable(self, error: Exception) -> PenstockError:
         """The error that says so, with the system's reason."""
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return PenstockError(
-            f"{self.url} can't be reached: {cause}.", remedy="Is a server running there? `penstock serve` starts one."
-        )
+        remedy = "Is a server running there? `penstock serve` starts one."
+        if isinstance(error, ssl.SSLCertVerificationError):
+            remedy = "Name the file of its certificate: --cafile FILE.pem."
+        return PenstockError(f"{self.url} can't be reached: {cause}.", remedy=remedy)
 
 
 Prompt = str | Sequence[int] | Sequence[str]
@@ -105,6 +107,8 @@ class Target:
     """Fields that are added to each request or replace ours; None leaves a field out."""
     limit_field: str = "max_tokens"
     """The field with the number of tokens that are asked for."""
+    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
+    """For https; None: the usual one, which believes the system's authorities."""
 
     def __post_init__(self) -> None:
         """Raises PenstockError for a key that no header can have."""
@@ -140,8 +144,12 @@ class Questions:
     def __init__(self, target: Target) -> None:
         """Raises PenstockError if the URL is none."""
         self._address = address = Address.of(target.url)
-        make = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        self._connection = make(address.host, address.port, timeout=_ASK_TIMEOUT_S)
+        where = address.host, address.port
+        self._connection = (
+            http.client.HTTPSConnection(*where, timeout=_ASK_TIMEOUT_S, context=target.tls)
+            if address.scheme == "https"
+            else http.client.HTTPConnection(*where, timeout=_ASK_TIMEOUT_S)
+        )
         self._target = target
 
     def __enter__(self) -> Questions:

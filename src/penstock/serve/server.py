@@ -3,9 +3,9 @@
 - The first SIGTERM or SIGINT drains: `/ready` and new requests answer 503, running ones have the shutdown timeout to finish.
   Then the rest is aborted (its clients are told), the socket closes, and the process ends.
 - A second of these ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
-- SIGHUP drains as well: the terminal was closed. It never counts as a second signal, because a shell and the kernel may both
-  send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays ignored. It reloads nothing: the settings are read
-  once, and the log is stderr.
+- SIGHUP drains as well where there is a terminal, which was closed, or nothing to read again. It never counts as a second
+  signal, because a shell and the kernel may both send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays
+  ignored. Without a terminal it has the files of TLS read again (`http/watch.py`). The settings are read once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import orjson
 import uvicorn
@@ -38,6 +39,8 @@ from penstock.serve.http.access_log import AccessLog
 from penstock.serve.http.connection import Acceptor, HttpConnection
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
+from penstock.serve.http.tls import server_context
+from penstock.serve.http.watch import FileWatch, Watched
 from penstock.types.encoder import Task
 from penstock.types.errors import ConfigError, counted
 
@@ -93,6 +96,8 @@ class Server(uvicorn.Server):
     def __init__(
         self, deployment: Deployment, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
     ) -> None:
+        if config.ssl_keyfile and not config.ssl_certfile:
+            raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
         kind = AccessLogKind(config.access_log)
         access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
         super().__init__(_uvicorn_config(deployment, config, access_log))
@@ -102,6 +107,9 @@ class Server(uvicorn.Server):
         self._server_config = config
         self._listener = listener
         self._announce = announce
+        self._has_terminal = _has_terminal()
+        self._tls = server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
+        self._watch: FileWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._acceptor: Acceptor | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -127,16 +135,31 @@ class Server(uvicorn.Server):
             access_log=self._access_log,
             cors=Cors(origins) if (origins := self._server_config.allowed_origins) else None,
         )
-        self._acceptor = Acceptor(
-            self._listener, make_connection, max_connections=self._max_connections, ssl_context=self.config.ssl
-        )
+        self._acceptor = Acceptor(self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls)
+        if watched := self._watched(self._acceptor):
+            self._watch = FileWatch(watched)
         warn_if_open(self._server_config, self._listener)
         self._announce(ready_text(self._deployment, self._server_config, self._listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         assert self._acceptor is not None
         self._acceptor.close()
+        if self._watch is not None:
+            self._watch.close()
         await super().shutdown(sockets=sockets)
+
+    def _watched(self, acceptor: Acceptor) -> list[Watched[Any]]:
+        """The files that are read again when they change."""
+        certificate, key = self._server_config.ssl_certfile, self._server_config.ssl_keyfile
+        if certificate is None:
+            return []
+        paths = [certificate, key] if key else [certificate]
+        return [Watched("the TLS certificate", paths, read=partial(server_context, certificate, key), use=acceptor.use_tls)]
+
+    def reload(self) -> None:
+        """Read files again that may have changed. For any thread."""
+        if self._loop is not None and self._watch is not None:
+            self._loop.call_soon_threadsafe(self._watch.ask)
 
     def request_shutdown(self) -> None:
         """Begin to drain. Idempotent."""
@@ -148,7 +171,10 @@ class Server(uvicorn.Server):
         del frame
         if self._loop is None:
             os._exit(128 + sig)
-        self.request_shutdown()
+        if sig == signal.SIGHUP and self._watch is not None and not self._has_terminal:
+            self.reload()
+        else:
+            self.request_shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,6 +212,15 @@ class Server(uvicorn.Server):
             _log.exception("the engine could not be closed in order")
         finally:
             self.should_exit = True
+
+
+def _has_terminal() -> bool:
+    """Whether the process belongs to a terminal, whose end it is told by SIGHUP (tty(4), ENXIO)."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
@@ -249,9 +284,6 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def _uvicorn_config(deployment: Deployment, config: ServerConfig, access_log: AccessLog | None) -> uvicorn.Config:
-    """Raises `ConfigError` if the TLS files are no use."""
-    if config.ssl_keyfile and not config.ssl_certfile:
-        raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
     settings = uvicorn.Config(
         create_app(deployment, config, access_log),
         loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
@@ -264,13 +296,6 @@ def _uvicorn_config(deployment: Deployment, config: ServerConfig, access_log: Ac
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
     )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is one, too.
-        raise ConfigError(
-            f"The TLS files cannot be used: {error}.", remedy="Check --ssl-certfile and --ssl-keyfile."
-        ) from error
+    settings.load()
     return settings

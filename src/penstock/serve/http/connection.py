@@ -563,6 +563,10 @@ class Acceptor:
         for accepted, _ in self._opening.values():
             _hang_up(accepted)
 
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        """Shake hands with new connections by this context; those that are open keep theirs."""
+        self._ssl_context = context
+
     def begin(self, connection: HttpConnection) -> bool:
         """Count the connection as busy: it has the head of a request. False if too many are: refuse it with `too_many`."""
         self._idle_since_s.pop(connection, None)

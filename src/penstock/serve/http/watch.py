@@ -1,0 +1,93 @@
+"""Reads files again that the server was started with: when they change, and at once when it is told to (SIGHUP).
+
+A file is taken when it is the same in two looks, so that one which is being written, or a pair of which one was replaced, is
+not read halfway. A file that can't be used leaves everything as it is, and the log says why. Without such files there
+is no watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from penstock.types.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
+
+EVERY_S = 2.0
+"""Time between two looks: a change counts after that, and twice that at most."""
+
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+class Watched(Generic[_Value]):
+    """Files that belong together, and what is made of them."""
+
+    def __init__(self, name: str, paths: Sequence[str], *, read: Callable[[], _Value], use: Callable[[_Value], object]) -> None:
+        """The files were just read. `name` is for the log.
+
+        `read` runs on a thread and raises `ConfigError`; `use` runs on the event loop.
+        """
+        self.name = name
+        self._paths = [Path(path) for path in paths]
+        self._read = read
+        self._use = use
+        self._seen = self._taken = self._stamp()
+
+    async def look(self, *, at_once: bool) -> None:
+        """Take the files if they have changed; `at_once`: whatever they are."""
+        seen, self._seen = self._seen, await asyncio.to_thread(self._stamp)
+        if not at_once and (self._seen == self._taken or self._seen != seen):
+            return
+        self._taken = self._seen
+        try:
+            self._use(await asyncio.to_thread(self._read))
+        except ConfigError as error:
+            _log.error("%s cannot be read again, so what was read before stays in force: %s", self.name, error)
+        else:
+            _log.info("%s was read again", self.name)
+
+    def _stamp(self) -> _Stamp:
+        """It differs when a file was written or replaced, also behind a symbolic link."""
+        return tuple(map(_stamp_of, self._paths))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class FileWatch:
+    """Looks after all such files, on the event loop. `close` it."""
+
+    def __init__(self, watched: Sequence[Watched[object]]) -> None:
+        self._watched = watched
+        self._is_asked = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def ask(self) -> None:
+        """Read all files again, now."""
+        self._is_asked.set()
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_asked.wait(), EVERY_S)
+            at_once = self._is_asked.is_set()
+            self._is_asked.clear()
+            for watched in self._watched:
+                try:
+                    await watched.look(at_once=at_once)
+                except Exception:
+                    _log.exception("%s cannot be read again", watched.name)

@@ -1,0 +1,138 @@
+"""TLS: files that change are read again without a connection being lost, and clients can be told what to believe."""
+
+import contextlib
+import http.client
+import shutil
+import signal
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from harness import running, wait_until
+
+from penstock.cli.main import cli
+from penstock.config import ServerConfig
+from penstock.lab.target import Questions, Target
+from penstock.serve.http import watch
+from penstock.serve.http.tls import server_context
+from penstock.types.errors import ConfigError, PenstockError
+
+
+def make_certificate(folder, name="localhost", *, password=None):
+    """Writes the files of a key and of its certificate, and returns their paths."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, paper = folder / "key.pem", folder / "certificate.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-subj", f"/CN={name}"]
+    words += ["-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1", "-days", "9", "-keyout", key, "-out", paper]
+    words += ["-noenc"] if password is None else ["-passout", f"pass:{password}"]
+    subprocess.run(words, check=True, capture_output=True)
+    return str(key), str(paper)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A server that looks at its files all the time."""
+    monkeypatch.setattr(watch, "EVERY_S", 0.02)
+
+
+@contextlib.contextmanager
+def serving(key, paper):
+    config = ServerConfig(port=0, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
+    with running(config=config) as server:
+        yield server
+
+
+def presented(server):
+    """The certificate that a new connection is shown."""
+    return ssl.get_server_certificate(("127.0.0.1", server.port))
+
+
+def text_of(path):
+    return Path(path).read_text()
+
+
+def test_a_new_certificate_is_for_new_connections_and_old_ones_go_on(tmp_path, quick, caplog):
+    key, paper = make_certificate(tmp_path)
+    with serving(key, paper) as server:
+        old = text_of(paper)
+        assert presented(server) == old
+        trust = ssl.create_default_context(cafile=paper)
+        kept = http.client.HTTPSConnection("127.0.0.1", server.port, context=trust, timeout=20)
+        kept.request("GET", "/version")
+        assert kept.getresponse().read()
+        make_certificate(tmp_path)
+        assert text_of(paper) != old
+        wait_until(lambda: presented(server) == text_of(paper))
+        socket = kept.sock
+        kept.request("GET", "/version")
+        assert kept.getresponse().read()
+        assert kept.sock is socket
+        kept.close()
+
+
+def test_files_that_do_not_belong_together_leave_the_old_ones_in_force(tmp_path, quick, caplog):
+    key, paper = make_certificate(tmp_path)
+    with serving(key, paper) as server:
+        old = text_of(paper)
+        Path(paper).write_text("no certificate\n")
+        wait_until(lambda: "stays in force" in caplog.text)
+        assert presented(server) == old
+        assert caplog.text.count("stays in force") == 1
+        make_certificate(tmp_path)
+        wait_until(lambda: presented(server) == text_of(paper))
+
+
+def test_a_hangup_without_a_terminal_reads_the_files_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "EVERY_S", 3600.0)
+    key, paper = make_certificate(tmp_path)
+    with serving(key, paper) as server:
+        make_certificate(tmp_path)
+        server.server._has_terminal = False
+        server.server.handle_exit(signal.SIGHUP, None)
+        wait_until(lambda: presented(server) == text_of(paper))
+        assert server.runtime.engine.state.value == "ready"
+
+
+@pytest.mark.parametrize(("has_terminal", "has_files"), [(True, True), (False, False)])
+def test_a_hangup_drains_if_a_terminal_is_gone_or_there_is_nothing_to_read(tmp_path, has_terminal, has_files):
+    files = make_certificate(tmp_path) if has_files else (None, None)
+    with serving(*files) as server:
+        server.server._has_terminal = has_terminal
+        server.server.handle_exit(signal.SIGHUP, None)
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+
+
+def test_a_key_with_a_password_is_refused_and_not_asked_for(tmp_path):
+    key, paper = make_certificate(tmp_path, password="hidden")
+    with pytest.raises(ConfigError, match="has a password"):
+        server_context(paper, key)
+
+
+def test_clients_believe_the_file_that_they_are_told(tmp_path):
+    key, paper = make_certificate(tmp_path)
+    with serving(key, paper) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        for words in (["--cafile", paper], ["--insecure"]):
+            result = CliRunner().invoke(cli, ["top", url, "--once", "--interval", "100ms", *words])
+            assert result.exit_code == 0, result.output
+            assert "toy" in result.output
+        result = CliRunner().invoke(cli, ["top", url, "--once"])
+        assert "--cafile" in str(result.exception)
+        with Questions(Target(url=url, tls=ssl.create_default_context(cafile=paper))) as questions:
+            assert questions.model() == "toy"
+        with Questions(Target(url=url)) as questions, pytest.raises(PenstockError, match="--cafile"):
+            questions.model()
+
+
+@pytest.mark.parametrize("words", [["--cafile", "CA", "--insecure"], ["--cafile", "EMPTY"]])
+def test_what_nobody_can_believe_is_told(tmp_path, words):
+    _, paper = make_certificate(tmp_path)
+    (tmp_path / "empty").touch()
+    words = [{"CA": paper, "EMPTY": str(tmp_path / "empty")}.get(word, word) for word in words]
+    result = CliRunner().invoke(cli, ["top", "https://127.0.0.1:9", "--once", *words])
+    assert result.exit_code in (1, 2)
+    assert "--cafile" in result.output + str(result.exception)
