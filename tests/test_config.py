@@ -16,7 +16,7 @@ from configuration_page import render
 from penstock.config import Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import COMPONENTS
 from penstock.config.setting import Kind, settings_of
-from penstock.config.several import configs_of
+from penstock.config.several import config_of_found, configs_of
 from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.config.units import format_size, parse_count, parse_counts, parse_duration, parse_share, parse_size
 from penstock.types.errors import ConfigError
@@ -276,6 +276,16 @@ def test_several_models_have_no_name_in_common_and_no_test(key: str) -> None:
 def test_what_is_of_one_model_is_refused_for_several_with_the_remedy(key: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(remedy)):
         configs_of({key: "x"}, words=["a"], folder=[("b", "b.gguf")])
+
+
+def test_what_is_of_one_model_is_refused_for_one_of_a_folder_to_which_others_may_come() -> None:
+    with pytest.raises(ConfigError, match="--kv-disk-path is of one model, and those of a folder are served"):
+        configs_of({"kv_disk_path": "x"}, folder=[("b", "b.gguf")])
+
+
+def test_a_model_that_is_found_later_has_the_config_of_one_that_was_there() -> None:
+    values = {"block_size": 8, "max_num_seqs": 3, "budget_args": {"y": 2}}
+    assert [config_of_found(values, "b", "/m/b.gguf")] == configs_of(values, folder=[("b", "/m/b.gguf")])
 
 
 def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:

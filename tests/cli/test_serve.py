@@ -142,6 +142,15 @@ def test_several_models_are_served_each_with_its_settings(
         for name in ("tiny", "two", "later", "one"):
             assert served.post("/v1/completions", {"model": name, "prompt": "in", "max_tokens": 1})["model"] == name
         assert json.loads(served.get("/v1/models/late"))["max_model_len"] == 32
+        (folder / "four.gguf").symlink_to(tiny_model)  # while the server runs
+        assert served.post("/v1/completions", {"model": "four", "prompt": "in", "max_tokens": 1})["model"] == "four"
+        (folder / "five.gguf").symlink_to(tiny_model)
+        assert [card["id"] for card in json.loads(served.get("/v1/models"))["data"]][-2:] == ["four", "five"]
+        (folder / "five.gguf").unlink()
+        (tmp_path / "outside.gguf").symlink_to(tiny_model)
+        for name in ("five", "../outside", "../outside.gguf", str(tmp_path / "outside.gguf"), "four.gguf", "folder/four"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                served.post("/v1/completions", {"model": name, "prompt": "in", "max_tokens": 1})
         code, error = served.end()
     assert code == 0
     assert "Traceback" not in error

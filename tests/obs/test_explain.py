@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.obs.explain.explanation import INTAKE, ORDER, Explanation, gap_cause, summary
+from penstock.obs.explain.explanation import INTAKE, MODEL, ORDER, Explanation, explain_intake, gap_cause, summary
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
@@ -128,6 +128,20 @@ def test_time_before_the_queue_is_intake() -> None:
     bench.core.apply([Add(request)], bench.now_ns)
     bench.run()
     assert bench.told("a").waited_for_ns == {INTAKE: 7 * MS}
+
+
+def test_time_before_its_model_was_loaded_is_told_apart_from_intake() -> None:
+    bench = Bench()
+    bench.driver.clock.advance(10 * MS)
+    request = make_request("a", 8, arrival_ns=3 * MS, max_tokens=1)
+    request.model_wait_ns = 5 * MS
+    assert explain_intake(request, bench.now_ns).waited_for_ns == {MODEL: 5 * MS, INTAKE: 2 * MS}
+    bench.core.apply([Add(request)], bench.now_ns)
+    bench.run()
+    told = bench.told("a")
+    assert told.waited_for_ns == {MODEL: 5 * MS, INTAKE: 2 * MS}
+    assert told.queue_ns == 7 * MS
+    assert "Waited 7.0 ms, of it 5.0 ms for its model to load and 2.0 ms before it was queued." in summary(told)
 
 
 def test_who_is_passed_waits_for_the_order_from_its_turn_on() -> None:

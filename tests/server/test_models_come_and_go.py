@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 import threading
+from functools import partial
 
 import httpx
 import pytest
@@ -218,6 +220,42 @@ async def test_the_wait_for_a_model_is_a_part_of_the_request_s_time(monkeypatch)
         assert explained["time_ms"]["queue"] >= (loaded_ns - began_ns) / 1e6
 
 
+@pytest.mark.parametrize("kind", ["whole", "stream", "texts"])
+async def test_the_wait_for_a_model_is_told_apart(kind):
+    """In the explanation, in `Server-Timing` and in a histogram; a request of a model that is there has none."""
+    path = "/v1/embeddings" if kind == "texts" else "/v1/completions"
+    name, body = ("texts", {"input": "hello"}) if kind == "texts" else ("a", ASK | {"stream": kind == "stream"})
+    async with serving() as world:
+        world.may_load.clear()
+        ask = partial(world.client.post, path, json=body | {"model": name}, headers={"X-Request-Id": "mine"})
+        asking = asyncio.create_task(ask())
+        await until(lambda: world.of[name].num_waiting)
+        await asyncio.sleep(0.05)
+        world.may_load.set()
+        first = await asking
+        explained = (await world.client.get("/v1/requests/mine")).json()["choices"][0]
+        waited_for = explained["waited"]["for_ms"]
+        assert waited_for["model"] >= 50
+        assert sum(waited_for.values()) == pytest.approx(explained["time_ms"]["queue"], abs=0.01)
+        assert "for its model to load." in explained["summary"]
+        second = await ask()
+        explained = (await world.client.get("/v1/requests/mine")).json()["choices"][0]
+        assert "model" not in explained["waited"]["for_ms"]
+        waited = re.search(
+            r"queue;dur=([0-9.]+), prefill;dur=[0-9.]+(?:, decode;dur=[0-9.]+)?, model;dur=([0-9.]+)$", told_times(first)
+        )
+        assert waited is not None
+        assert 50 <= float(waited[2]) <= float(waited[1])
+        assert "model" not in told_times(second)
+        assert (await series(world))["model_wait_seconds_count", name] == 1
+        assert 0.05 <= (await series(world))["model_wait_seconds_sum", name] <= float(waited[1]) / 1e3
+
+
+def told_times(response):
+    assert response.status_code == 200, response.text
+    return response.headers["server-timing"]
+
+
 async def test_too_many_that_wait_are_turned_away():
     async with serving(max_waiting=2) as world:
         world.may_load.clear()
@@ -278,6 +316,70 @@ async def test_what_is_known_of_a_request_outlives_its_model():
         assert (await world.client.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"})).status_code == 200
         await asyncio.wrap_future(world.deployment.unload(world.of["a"]))
         assert (await world.client.get("/v1/requests/mine")).json()["choices"][0]["completion_tokens"] == 12
+
+
+async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_taken_is_404(tmp_path, monkeypatch):
+    come, looks = [], []
+    async with serving() as world:
+
+        def find_new():
+            looks.append(threading.current_thread())
+            found = [served_of(world, path) for path in come]
+            come.clear()
+            return found
+
+        world.deployment._find_new = find_new
+        transport = httpx.ASGITransport(create_app(world.deployment, ServerConfig()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=60) as client:
+
+            async def ask(name, path="/v1/completions"):
+                return await client.post(path, json=ASK | {"model": name})
+
+            refused = await asyncio.gather(*[ask("d") for _ in range(20)])
+            assert {answer.status_code for answer in refused} == {404}
+            assert 1 <= len(looks) <= 3, "many ask for one look"
+            assert threading.current_thread() not in looks
+            for name, path in (("d", "/v1/completions"), ("e", "/models/load"), ("f", "/v1/models/f"), ("g", "/v1/models")):
+                (tmp_path / name).touch()
+                come.append(tmp_path / name)
+                answer = await (
+                    client.get(path)
+                    if path.startswith("/v1/models")
+                    else client.post(path, json={"model": name} if path == "/models/load" else ASK | {"model": name})
+                )
+                assert answer.status_code == 200, answer.text
+            num_looks = len(looks)
+            assert (await ask("d")).status_code == 200
+            assert len(looks) == num_looks, "nobody looks for a model that is known"
+            listed = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+            assert listed == [*NAMES, "d", "e", "f", "g"]
+            (tmp_path / "e").unlink()
+            (tmp_path / "d").unlink()
+            assert (await ask("d")).status_code == 200, "it is loaded"
+            gone = await ask("e")
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+            assert "'e' is not served here. Served: 'a', 'b', 'texts', 'd', 'f'" in gone.text
+            listed = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+            assert listed == [*NAMES, "d", "f", "g"]
+            (tmp_path / "e").touch()
+            assert (await ask("e")).status_code == 200, "it is back"
+
+            monkeypatch.setattr("penstock.serve.openai.loading.MAX_LOOK_S", 0.05)
+            assert world.deployment._looking.acquire(timeout=1)  # the disk hangs
+            assert (await ask("h")).status_code == 404
+            world.deployment._looking.release()
+
+
+def served_of(world, path):
+    served = ServedModel(
+        names=(path.name,),
+        metrics=Metrics(path.name),
+        load=lambda: world.load(path.name),
+        plan=lambda: MemoryShare(num_kv_bytes=1, num_reserve_bytes=0),
+        path=path,
+    )
+    world.of[path.name] = served
+    return served
 
 
 async def states_of(world):

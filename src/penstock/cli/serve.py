@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +16,7 @@ import click
 
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, printable, warn_of_unknown_variables
 from penstock.config import LogConfig, LogFormat, ServerConfig
-from penstock.config.several import configs_of
+from penstock.config.several import config_of_found, configs_of
 from penstock.machine import return_large_blocks_when_freed
 from penstock.types.errors import ConfigError
 
@@ -39,7 +40,7 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
         from penstock.deploy.factory import start_deployment
 
         warn_of_unknown_variables()
-        deployment = start_deployment(configs)
+        deployment = start_deployment(configs, partial(config_of_found, values))
         try:
             code = server.result().run_server(deployment, config.server, listener=listener)
         finally:

@@ -522,7 +522,8 @@ class SharingConfig(Component):
 
     models_dir: str | None = path(
         None,
-        "Folder whose .gguf files and Hugging Face directories are served, too: each by its name, loaded when it is asked for.",
+        "Folder whose .gguf files and Hugging Face directories are served, too, also those that come later: each by its "
+        "name, loaded when it is asked for.",
         default_doc="none",
     )
     memory_bytes: int | None = size(

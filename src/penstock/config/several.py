@@ -40,9 +40,14 @@ def configs_of(
     rest = [*tables, *found]
     models = [_take(word, rest) for word in words]
     models += [{"load_on": Load.REQUEST.value, **table} if table in found else table for table in rest]
-    if len(models) > 1:
+    if len(models) > 1 or folder:
         _check_common(values, len(models))
     return [config_from({**values, **_own(model)}) for model in models or [{}]]
+
+
+def config_of_found(values: Mapping[str, object], name: str, path: str) -> Config:
+    """The config of a model that is found in the folder later, as `configs_of` makes it of one that was there."""
+    return config_from({**values, **_own({"load_on": Load.REQUEST.value, "model": path, "served_model_name": (name,)})})
 
 
 def _own(table: Mapping[str, object]) -> dict[str, object]:
@@ -73,12 +78,11 @@ def _place(model: object) -> Path:
 
 
 def _check_common(values: Mapping[str, object], num_models: int) -> None:
+    are_served = f"{num_models} are served" if num_models > 1 else "those of a folder are served"
     for item in all_settings():
         is_set = values.get(item.key, item.default) != item.default
         if is_set and item.key in _OF_ONE_MODEL:
             remedy = f"Set {item.key} in the tables [[{MODELS}]] of a file for --config."
-            raise ConfigError(f"{item.flag} is of one model, and {num_models} are served.", remedy=remedy)
+            raise ConfigError(f"{item.flag} is of one model, and {are_served}.", remedy=remedy)
         if is_set and item.key in _ALONE:
-            raise ConfigError(
-                f"{item.flag} is for a server of one model, and {num_models} are served.", remedy="Serve that model alone."
-            )
+            raise ConfigError(f"{item.flag} is for a server of one model, and {are_served}.", remedy="Serve that model alone.")

@@ -54,14 +54,18 @@ class Deployment:
         *,
         clock: Clock | None = None,
         sources: Callable[[], Sources] | None = None,
+        find_new: Callable[[], Sequence[ServedModel]] | None = None,
     ) -> None:
-        """The first model is the default one. Raises ConfigError if two have a name or an alias, or the name of an adapter, in
-        common.
+        """The first model is the default one. `find_new`: models that have come since it was last called; None: none come.
+
+        Raises ConfigError if two have a name or an alias, or the name of an adapter, in common.
         """
         if not served:
             raise ValueError("a deployment has at least one model")
         self.served = tuple(served)
         self._make_sources = sources
+        self._find_new = find_new
+        self._looking = threading.Lock()
         self.memory = memory
         self.clock = clock or WallClock()
         self._by_name: dict[str, ServedModel] = {}
@@ -174,7 +178,27 @@ class Deployment:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all models as they are listed: without aliases."""
-        return tuple(name for one in self.served for name in one.names)
+        return tuple(name for one in self.served if one.is_there for name in one.names)
+
+    @property
+    def may_grow(self) -> bool:
+        """Models may be put into a folder while it runs."""
+        return self._find_new is not None
+
+    def look(self) -> None:
+        """Take in the models that have come since the last look. Reads the disk; returns at once if another thread looks."""
+        if self._find_new is None or not self._looking.acquire(blocking=False):
+            return
+        try:
+            for served in self._find_new():
+                taken = [name for name in served.names if name in self._by_name or self.adapters_of(name) is not None]
+                if taken:
+                    _log.error("%s is not served: another model, or an adapter, is called %r already", served.path, taken[0])
+                    continue
+                self.served += (served,)
+                self._by_name |= dict.fromkeys(served.names + served.aliases, served)
+        finally:
+            self._looking.release()
 
     @property
     def running(self) -> tuple[RunningModel, ...]:
@@ -187,8 +211,9 @@ class Deployment:
         return tuple(one.running for one in self.served if one.state is ModelState.LOADED and one.running is not None)
 
     def find(self, name: str | None) -> ServedModel | None:
-        """The model with this name or alias, the default one for None; None if there is no such model."""
-        return self.default if name is None else self._by_name.get(name)
+        """The model with this name or alias, the default one for None; None if there is no such model, or no more."""
+        served = self.default if name is None else self._by_name.get(name)
+        return served if served is None or served.is_there else None
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
         """The model once it is loaded; the same for all who wait. Fails with `Rejected`. Do not cancel it."""

@@ -89,17 +89,24 @@ def locate(config: Config) -> ModelSource:
     return source
 
 
-def start_deployment(configs: Sequence[Config]) -> Deployment:
+def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, str], Config] | None = None) -> Deployment:
     """A model for each config, the first of them the default one; all share one machine. Close the result.
 
-    Raises what `locate` and `start_model` raise, and ConfigError for two models with one name; then none is left running.
+    `config_of_found`: the config for the name and the path of a model that is put into `models_dir` later. Raises what
+    `locate` and `start_model` raise, and ConfigError for two models with one name; then none is left running.
     """
     from penstock.deploy.deployment import Deployment
 
     memory = MemoryBudget(limit_bytes=configs[0].sharing.memory_bytes)
     resources = Resources(memory, num_models=_num_at_once(configs))
     served = [serve_model(config, locate(config), resources) for config in configs]
-    deployment = Deployment(served, memory, sources=partial(_sources, configs[0].server))
+    find_new = None
+    if config_of_found is not None and (folder := _folder(configs[0])) is not None:
+        from penstock.deploy.folder import ModelFolder
+
+        known = [one.path for one in served if one.path is not None]
+        find_new = ModelFolder(folder, config_of_found, partial(serve_model, resources=resources), known).find_new
+    deployment = Deployment(served, memory, sources=partial(_sources, configs[0].server), find_new=find_new)
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment
 
@@ -107,7 +114,14 @@ def start_deployment(configs: Sequence[Config]) -> Deployment:
 def _num_at_once(configs: Sequence[Config]) -> int:
     """Models that the memory is meant to have room for, if nobody says what their KV caches may take."""
     num_at_start = sum(config.sharing.load_on == Load.START for config in configs)
-    return num_at_start + min(len(configs) - num_at_start, MAX_MORE_AT_ONCE)
+    num_more = len(configs) - num_at_start if configs[0].sharing.models_dir is None else MAX_MORE_AT_ONCE
+    return num_at_start + min(num_more, MAX_MORE_AT_ONCE)
+
+
+def _folder(config: Config) -> Path | None:
+    from penstock.models.catalog import expand_home
+
+    return None if config.sharing.models_dir is None else expand_home(config.sharing.models_dir)
 
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
@@ -118,6 +132,8 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
     if is_on_gpu:
         _check_stays(config)
     lasting = Lasting(config, source)
+    folder = _folder(config)
+    is_in_folder = folder is not None and source.path.absolute().parent == folder.absolute()
     return ServedModel(
         names=_served_names(config, source),
         aliases=_aliases(config, source),
@@ -129,6 +145,7 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         idle_unload_ns=None if config.sharing.idle_unload_s is None else int(config.sharing.idle_unload_s * 1e9),
         is_kept=config.sharing.keep_loaded or is_on_gpu,
         is_fixed=is_on_gpu,
+        path=source.path if is_in_folder else None,
         max_waiting=config.admission.max_queue,
     )
 

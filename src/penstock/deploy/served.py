@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.types.errors import ModelAway
@@ -63,6 +64,8 @@ class ServedModel:
     """It never leaves for another model."""
     is_fixed: bool = False
     """It is never unloaded nor loaded anew: on a GPU, or if somebody else than its deployment loaded it."""
+    path: Path | None = None
+    """Its entry in the folder of models, from where it may be taken; None: it is not from there."""
     max_waiting: int = 1024
     """Requests that may wait for it to be loaded."""
 
@@ -119,6 +122,13 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def is_there(self) -> bool:
+        """It is loaded, or can be: nobody has taken it from the folder of models."""
+        if self.path is None or self.state in (ModelState.LOADED, ModelState.LOADING):
+            return True
+        return self.path.is_file() or (self.path / "config.json").is_file()
 
     def answerer(self) -> RunningModel:
         """The running model. Raises `ModelAway` if there is none for new users."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 from penstock.types.errors import ConfigError, ModelError
@@ -325,14 +326,23 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
     return listings
 
 
+MAX_FOLDER_ENTRIES = 10_000
+"""Each is looked at again when an unknown model is asked for."""
+
+
 def list_folder(folder: Path) -> list[ModelSource]:
     """The models that lie in a folder, by path: GGUF files, of one in parts the first, and directories with a config.json.
 
-    Raises OSError if it can't be read.
+    Raises OSError if it can't be read, and ConfigError if it has more than `MAX_FOLDER_ENTRIES` entries.
     """
+    entries = list(islice(folder.iterdir(), MAX_FOLDER_ENTRIES + 1))
+    if len(entries) > MAX_FOLDER_ENTRIES:
+        raise ConfigError(
+            f"The folder {folder} has more than {MAX_FOLDER_ENTRIES:,} entries.", remedy="Name a folder of models alone."
+        )
     found = [
         path
-        for path in folder.iterdir()
+        for path in entries
         if (path.suffix == ".gguf" and path.is_file() and not _is_later_split(path)) or (path / "config.json").is_file()
     ]
     return [resolve(str(path), folder) for path in sorted(found)]

@@ -160,6 +160,7 @@ class Metrics(RequestCounts):
         """By part of the step; `total` runs from the begin of the plan, or from the end of the step before if it was planned
         while that ran, to the end of its execution."""
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
+        self.model_wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Reports that are not counted yet: the function that counts each, and its arguments. Taken by whoever holds the
         lock."""
@@ -195,6 +196,11 @@ class Metrics(RequestCounts):
         """Nobody runs the model any more: the gauges are 0, and the counts stay."""
         self.connect(load=EngineLoad, signals=SustainedLoad)
         self.num_weight_bytes, self.tier.is_open = 0, False
+
+    def count_model_wait(self, wait_ns: int) -> None:
+        """A request waited for so long until the model was loaded. For any thread."""
+        with self.lock:
+            self.model_wait_ns.observe(wait_ns)
 
     def count_rejected(self, reason: str, arm: str = "") -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""

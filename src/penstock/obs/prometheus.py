@@ -69,7 +69,7 @@ class _Snapshot:
                 self._gauge("settings_info", "1; the hash names settings of scheduling.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
-                *self._residence(residence),
+                *self._residence(residence, metrics.model_wait_ns),
                 *self._adapters(load.adapters, adapters),
                 *self._sizes(metrics),
                 *self._latencies(metrics),
@@ -185,7 +185,7 @@ class _Snapshot:
         yield self._counter("adapter_placements", "Adapters that were put into the KV cache.", pool.num_placements)
         yield self._counter("adapter_evictions", "Adapters that lost their place to others.", evictions, "place")
 
-    def _residence(self, residence: Residence | None) -> Iterator[Metric]:
+    def _residence(self, residence: Residence | None, wait_ns: Histogram) -> Iterator[Metric]:
         if residence is None:
             return
         states = {state: int(state == residence.state) for state in residence.states}
@@ -193,6 +193,8 @@ class _Snapshot:
         yield self._gauge(
             "model_requests_waiting_for_load", "Requests that wait for the model to be loaded.", residence.num_waiting
         )
+        text = "Waits of requests for the model to be loaded, of those after which it was."
+        yield self._histogram("model_wait_seconds", text, wait_ns, _SECOND_NS)
         loads = {"ok": residence.num_loads, "failed": residence.num_load_failures}
         yield self._counter("model_loads", "Loads of the model, by their end.", loads, "result")
         yield self._counter("model_load_seconds", "Time of the loads that ended well.", residence.load_ns / _SECOND_NS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from penstock.serve.http.cors import Cors
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.loading import when_loaded
+from penstock.serve.openai.loading import FolderWatch, when_loaded
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody, IgnoredParameters
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizeEndpoint
@@ -103,11 +103,12 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/models/load", "Load a model", [LoadModelBody], life.load),
         ("/models/unload", "Unload a model", [UnloadModelBody], life.unload),
     ]
-    models, status, requests = ModelsEndpoint(deployment), StatusEndpoint(deployment), RequestsEndpoint(in_flight)
+    folder = FolderWatch(deployment)
+    models, status, requests = ModelsEndpoint(deployment, folder), StatusEndpoint(deployment), RequestsEndpoint(in_flight)
     of_model = ("model",)
-    without: list[tuple[str, str, str, Callable[[HttpRequest], Coroutine[Any, Any, Any]], Sequence[str]]] = [
+    without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ()),
-        ("GET", "/v1/models/{model_id:path}", "Get a model", models.get, ()),
+        ("GET", "/v1/models/{model_id:path}", "Get a model", folder.when_found(models.get), ()),
         ("GET", "/v1/requests", "List your requests", requests.list, ()),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain, ()),
         ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel, ()),
@@ -119,15 +120,18 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("GET", "/info", "The default model, for text-embeddings-inference's clients", tei.info, ()),
         ("GET", "/metrics", "Metrics", status.metrics, ()),
     ]
-    waits = partial(when_loaded, deployment, config)
+    waits, found = partial(when_loaded, deployment, config), folder.when_found
     return [
-        *(Operation("POST", path, told, takes_json(waits(answer)), answer, bodies) for path, told, bodies, answer in with_body),
-        *(Operation("POST", path, told, takes_json(answer), answer, bodies) for path, told, bodies, answer in of_models),
+        *(
+            Operation("POST", path, told, takes_json(waits(found(answer))), answer, bodies)
+            for path, told, bodies, answer in with_body
+        ),
+        *(Operation("POST", path, told, takes_json(found(answer)), answer, bodies) for path, told, bodies, answer in of_models),
         *(Operation(verb, path, told, answers(answer), answer, query=query) for verb, path, told, answer, query in without),
     ]
 
 
-def answers(answer: Callable[[HttpRequest], Coroutine[Any, Any, Any]]) -> Endpoint:
+def answers(answer: Callable[[HttpRequest], Awaitable[Any]]) -> Endpoint:
     """An endpoint that makes JSON of what `answer` returns, unless that is a response already."""
 
     async def endpoint(http: HttpRequest) -> Response:

@@ -101,10 +101,13 @@ def invalid_api_key(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", error_type="authentication_error", headers=headers)
 
 
+MODEL_NOT_FOUND = "model_not_found"
+
+
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(repr(name) for name in served)
     message = f"The model {shorten(model)!r} is not served here. Served: {names}."
-    return ApiError(404, message, code="model_not_found", param="model")
+    return ApiError(404, message, code=MODEL_NOT_FOUND, param="model")
 
 
 def request_too_large(max_body_bytes: int) -> ApiError:

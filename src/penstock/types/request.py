@@ -64,6 +64,8 @@ class Request:
     """Matcher of the grammar that the answer follows; there is one if and only if `sampling.follows_grammar`."""
     second_at: int = 0
     """Position of the first token of a pair's second text; 0: the prompt is one text."""
+    model_wait_ns: int = 0
+    """The time after its arrival in which it waited for its model to be loaded."""
     adapter: AdapterRef | None = None
     """The adapter that its tokens are computed with; None: the model as it is."""
 

@@ -204,7 +204,8 @@ class RequestStats:
     is_beam: bool = False
     """A hypothesis of a beam search: its tokens came all at once, at its end."""
     arm: str = ""
-    """As in the request."""
+    """As in the request; so is the next."""
+    model_wait_ns: int = 0
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Why a request took as long as it did, in numbers and as a few sentences, worked out from the notes on its life. Called by
 the journal, and where one is shown; changes nothing.
 
-    arrival        queued           began                  first token                          end
-       | intake ----- | for rows, ... ---- | prefill ----------- | decode, pauses among it ------- |
+    arrival               queued           began               first token                       end
+       | model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from penstock.types.errors import counted
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReason
 
+MODEL = "model"
+"""Waiting for its model to be loaded."""
 INTAKE = "intake"
 """Waiting before it was queued: its prompt was tokenised, and the step that ran came to its end."""
 ORDER = "order"
@@ -146,13 +148,14 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """The explanation of a request that is on its way to the queue."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, arm=request.arm)
+    life.model_wait_ns = request.model_wait_ns
     return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     """From arrival to its first step; the parts are disjoint and leave no gap."""
     if life.queued is None:
-        return _some({INTAKE: until.at_ns - life.arrival_ns})
+        return _some({MODEL: life.model_wait_ns, INTAKE: until.at_ns - life.arrival_ns - life.model_wait_ns})
     due, why_later = until, ORDER
     if life.aside is not None:  # those who pass it from then on do so for that reason
         due, why_later = life.aside, life.aside_for.value
@@ -160,7 +163,8 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
         due, why_later = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued, ORDER
     waited = _told(due.since(life.queued))
     waited[why_later] = waited.get(why_later, 0) + until.at_ns - due.at_ns
-    return _some({INTAKE: life.queued.at_ns - life.arrival_ns} | waited)
+    intake_ns = life.queued.at_ns - life.arrival_ns - life.model_wait_ns
+    return _some({MODEL: life.model_wait_ns, INTAKE: intake_ns} | waited)
 
 
 def _told(by_reason_ns: Sequence[int]) -> dict[str, int]:
@@ -186,6 +190,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
 
 
 _WAITS = {
+    MODEL: "for its model to load",
     INTAKE: "before it was queued",
     STEP: "for the next step",
     ORDER: "because others went first",

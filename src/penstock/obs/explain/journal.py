@@ -97,7 +97,7 @@ class Journal:
     def _come(self, request: Request, now_ns: int, call_id: str = "") -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
         life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id, request.arm)
-        life.call_id = call_id
+        life.call_id, life.model_wait_ns = call_id, request.model_wait_ns
         self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
@@ -280,7 +280,9 @@ class Journal:
     def _finish(self, stats: RequestStats) -> None:
         life = self._lives.get(stats.request_id)
         if life is None:  # refused, and never queued
-            self._keep(Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens), stats)
+            life = Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens)
+            life.model_wait_ns = stats.model_wait_ns
+            self._keep(life, stats)
         else:
             self._end(life, stats, self._log.next)
 

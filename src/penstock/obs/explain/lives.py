@@ -393,6 +393,8 @@ class Life:
     """Id of the beam search that it belongs to, if it does."""
     arm: str = ""
     """Arm of the A/B test, if there is one."""
+    model_wait_ns: int = 0
+    """The time after its arrival in which its model was loaded."""
     call_id: str = ""
     """Id of the call for which it is watched, if others of that are not."""
     ticket: Ticket | None = None

@@ -43,6 +43,8 @@ class Terms:
     cache_salt: bytes
     arm: str
     """Arm of the A/B test; empty where there is none."""
+    model_wait_ns: int
+    """The time after the arrival in which it waited for its model to be loaded."""
 
 
 @dataclass(frozen=True, slots=True)

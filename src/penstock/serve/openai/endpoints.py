@@ -20,6 +20,7 @@ from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.loading import FolderWatch
 from penstock.serve.openai.read import Reader, find_asked
 from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
@@ -56,13 +57,15 @@ class CompletionsEndpoint(_Endpoint):
 
 
 class ModelsEndpoint:
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, folder: FolderWatch) -> None:
         self._deployment = deployment
+        self._folder = folder
 
     async def list(self, _http: HttpRequest) -> dict[str, Any]:
         """The names under which models are served, and those of adapters that were named or asked for."""
+        await self._folder.look()
         cards: list[dict[str, Any]] = []
-        for served in self._deployment.served:
+        for served in [one for one in self._deployment.served if one.is_there]:
             cards += [_card(name, served) for name in served.names]
             adapters = () if served.adapters is None else served.adapters.registered()
             cards += [_adapter_card(one.name, served, one.path) for one in adapters]

@@ -1,11 +1,16 @@
 """Requests wait here for their model to be loaded, and are read again when it is there. Nothing of them was sent before.
 
-`app` puts `when_loaded` around every endpoint that takes a body. A request of a loaded model passes at no cost.
+`app` puts `when_loaded` around every endpoint that takes a body, and `FolderWatch.when_found` where a model is named that may
+have been put into the folder of models meanwhile. A request of a loaded model passes at no cost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,11 +20,17 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found
 from penstock.serve.http.checks import JsonEndpoint
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import ARRIVAL_KEY, read_terms
+from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, read_terms
 from penstock.types.errors import ModelAway, Rejected, RejectReason
 
+_Answer = TypeVar("_Answer")
+MAX_LOOK_S = 5.0
+"""A disk that takes longer has nothing new."""
+LOOK_SHARE = 10
+"""Looks are so many times as far apart as one takes, so that names which do not exist can't fill the time."""
 MAX_WAITING_BYTES = 64 << 20
 """Bodies of the requests that wait for one model: sixteen of the largest."""
 
@@ -32,13 +43,61 @@ def when_loaded(deployment: Deployment, config: ServerConfig, answer: JsonEndpoi
             try:
                 return await answer(data, http)
             except ModelAway as away:
-                served = deployment.find(away.name)
-            assert served is not None, "a model that is away is one of the deployment's"
-            arrival_ns = http.scope.setdefault(ARRIVAL_KEY, deployment.clock.now_ns())
+                name = away.name
+            served = deployment.find(name)
+            if served is None:  # it was taken from the folder just now
+                raise model_not_found(name, deployment.names)
+            asked_ns = deployment.clock.now_ns()
+            arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
             limit_ns = _limit_ns(http.scope, arrival_ns, config)
             await unless_gone(http, _loaded(deployment, served, limit_ns, len(data)))
+            http.scope[LOADED_KEY] = now_ns = deployment.clock.now_ns()
+            served.metrics.count_model_wait(now_ns - asked_ns)
 
     return answer_when_loaded
+
+
+class FolderWatch:
+    """Looks into the folder of models, off the event loop, when somebody asks for what is not known. Belongs to the loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._turn = asyncio.Lock()
+        self._began_s = self._ended_s = 0.0
+        """The last look."""
+
+    def when_found(self, answer: Callable[..., Awaitable[_Answer]]) -> Callable[..., Awaitable[_Answer]]:
+        """An endpoint that answers as `answer` does, after another look if that says 404 for a model's name."""
+        if not self._deployment.may_grow:
+            return answer
+
+        async def answer_when_found(*asked: Any) -> _Answer:
+            try:
+                return await answer(*asked)
+            except ApiError as error:
+                if error.code != MODEL_NOT_FOUND:
+                    raise
+            await self.look()
+            return await answer(*asked)
+
+        return answer_when_found
+
+    async def look(self) -> None:
+        """Return after a look that began later than this call, or `MAX_LOOK_S`. Many callers share one look."""
+        if not self._deployment.may_grow:
+            return
+        asked_s = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_LOOK_S), self._turn:
+                if self._began_s > asked_s:
+                    return
+                rest_s = LOOK_SHARE * (self._ended_s - self._began_s) - (asked_s - self._ended_s)
+                await asyncio.sleep(max(0.0, rest_s))
+                self._began_s = time.monotonic()
+                try:
+                    await asyncio.to_thread(self._deployment.look)
+                finally:
+                    self._ended_s = time.monotonic()
 
 
 async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:

@@ -87,6 +87,8 @@ _RETRY_COUNT = b"x-stainless-retry-count"
 """OpenAI's and Anthropic's clients number their attempts in it."""
 ARRIVAL_KEY = "penstock.arrival_ns"
 """Key of a request's scope: when it came, if it was read before."""
+LOADED_KEY = "penstock.loaded_ns"
+"""Key of a request's scope: when its model was loaded, if it waited for that."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -118,7 +120,7 @@ def find_asked(name: str | None, deployment: Deployment) -> tuple[ServedModel, A
         adapter = None if served.adapters is None else served.adapters.find(name or "")
         if adapter is not None:
             return served, adapter
-    raise model_not_found(name or "", deployment.names)
+    raise model_not_found(deployment.default.name if name is None else name, deployment.names)
 
 
 class Reader:
@@ -566,6 +568,7 @@ def read_terms(
         priority=_priority(priority_of_header, priority, can_prioritise=is_priority_scheduled),
         cache_salt=cache_salt.encode(),
         arm=arm,
+        model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
     )
 
 

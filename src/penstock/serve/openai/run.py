@@ -298,6 +298,7 @@ def _requests(
                     prompt_token_ids=token_ids,
                     sampling=sampling,
                     arrival_ns=terms.arrival_ns,
+                    model_wait_ns=terms.model_wait_ns,
                     parent_id=f"{engine_id}.{prompt_index}",
                     arm=terms.arm,
                     priority=terms.priority,

@@ -346,7 +346,7 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Answ
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
     data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
-    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last))}
+    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.model_wait_ns)}
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -380,9 +380,10 @@ class EventStream(Response):
         request_id = identity_of(scope).request_id
         try:
             # The times of the choice that spoke first.
-            timing = server_timing(times_ms(self._call.terms.arrival_ns, self._first_chunks[0])[:2])
+            terms = self._call.terms
+            timing = server_timing(times_ms(terms.arrival_ns, self._first_chunks[0])[:2], terms.model_wait_ns)
             if (entry := entry_of(scope)) is not None:
-                entry.ttft_s = _ttft_s(self._call.terms, self._first_chunks[0])
+                entry.ttft_s = _ttft_s(terms, self._first_chunks[0])
             headers = [*_HEADERS, (b"server-timing", timing.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
@@ -499,9 +500,14 @@ def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
     return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
 
 
-def server_timing(parts_ms: Sequence[float]) -> str:
-    """The value of a `Server-Timing` header (https://www.w3.org/TR/server-timing/): the parts whose end is known."""
-    return ", ".join([f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)])
+def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
+    """The value of a `Server-Timing` header (https://www.w3.org/TR/server-timing/): the parts whose end is known, and `model`,
+    the part of `queue` in which its model was loaded, where it waited for that.
+    """
+    parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
+    if model_wait_ns:
+        parts.append(f"model;dur={model_wait_ns / 1e6:.3f}")
+    return ", ".join(parts)
 
 
 def _finish_word(chunk: OutputChunk) -> str | None:

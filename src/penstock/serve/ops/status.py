@@ -78,7 +78,7 @@ class StatusEndpoint:
     def _all(self) -> dict[str, Any]:
         memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
         return {
-            "models": [_line(served, now_ns) for served in self._deployment.served],
+            "models": [_line(served, now_ns) for served in self._deployment.served if served.is_there],
             "memory": {
                 "limit_bytes": memory.total_bytes(),
                 "free_bytes": max(0, memory.left_bytes()),

@@ -112,7 +112,9 @@ class _RunningTexts:
         if self._error is not None:
             raise self._error
         found = self._found
-        timing = "" if self._last is None else server_timing(times_ms(self.terms.arrival_ns, self._last)[:2])
+        timing, terms = "", self.terms
+        if self._last is not None:
+            timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.model_wait_ns)
         return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
 
     def close(self, in_flight: InFlight | None) -> None:
@@ -144,6 +146,7 @@ class _RunningTexts:
             prompt_token_ids=text.tokens.token_ids,
             sampling=SAMPLING,
             arrival_ns=terms.arrival_ns,
+            model_wait_ns=terms.model_wait_ns,
             parent_id=self._engine_id,
             arm=terms.arm,
             priority=urgency.priority,

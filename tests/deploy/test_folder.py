@@ -1,0 +1,118 @@
+"""The folder of models while a server runs: what comes is found once, by the rules of the start, and within bounds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import Config, ModelConfig, SharingConfig
+from penstock.deploy import folder as folder_module
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.factory import start_deployment
+from penstock.deploy.folder import ModelFolder
+from penstock.deploy.resources import MemoryBudget, MemoryShare
+from penstock.deploy.served import ServedModel
+from penstock.models import catalog
+from penstock.models.catalog import ModelSource
+from penstock.obs.metrics import Metrics
+from penstock.types.errors import ConfigError
+
+
+def served_of(_config: Config, source: ModelSource) -> ServedModel:
+    if source.name == "bad":
+        raise ConfigError("This can't be served.")
+    never: Any = None
+    return ServedModel(names=(source.name,), metrics=Metrics(source.name), load=never, plan=MemoryShare, path=source.path)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> ModelFolder:
+    (tmp_path / "old.gguf").touch()
+    return ModelFolder(tmp_path, lambda _name, path: Config(model=ModelConfig(model=path)), served_of, [tmp_path / "old.gguf"])
+
+
+def names(found: list[ServedModel]) -> list[str]:
+    return [one.name for one in found]
+
+
+def test_a_model_that_comes_is_found_once_and_what_is_no_model_is_not(watched: ModelFolder, tmp_path: Path) -> None:
+    assert watched.find_new() == []
+    for file in ("b.gguf", "notes.txt", "s-00001-of-00002.gguf", "s-00002-of-00002.gguf"):
+        (tmp_path / file).touch()
+    (tmp_path / "hf").mkdir()
+    assert names(watched.find_new()) == ["b", "s-00001-of-00002"]
+    (tmp_path / "hf" / "config.json").touch()
+    assert names(watched.find_new()) == ["hf"], "now it is a model"
+    assert watched.find_new() == []
+
+
+def test_one_that_is_no_use_is_told_once_and_hinders_no_other(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in ("bad.gguf", "good.gguf"):
+        (tmp_path / file).touch()
+    assert names(watched.find_new()) == ["good"]
+    assert watched.find_new() == []
+    assert caplog.text.count("bad.gguf is not served: This can't be served.") == 1
+
+
+def test_a_folder_that_is_gone_or_has_too_much_is_told_once(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MAX_FOLDER_ENTRIES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.gguf").touch()
+    for _ in range(2):
+        assert watched.find_new() == []
+    assert caplog.text.count("has more than 3 entries") == 1
+
+
+def test_so_many_are_taken_in_and_no_more(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "MAX_FOUND", 2)
+    for number in range(4):
+        (tmp_path / f"{number}.gguf").touch()
+    assert names(watched.find_new()) == ["0", "1"]
+    assert watched.find_new() == []
+    assert caplog.text.count("2 models were found") == 1
+
+
+def test_a_model_with_another_s_name_is_not_taken_in(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").touch()
+    first = served_of(Config(), ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
+    with caplog.at_level(logging.ERROR):
+        deployment.look()
+    assert deployment.served == (first,)
+    assert "another model, or an adapter, is called 'old' already" in caplog.text
+    (tmp_path / "new.gguf").touch()
+    deployment.look()
+    assert deployment.names == ("old", "new")
+    (tmp_path / "new.gguf").unlink()
+    assert (deployment.names, deployment.find("new")) == (("old",), None)
+
+
+def test_a_server_of_a_folder_leaves_room_for_those_that_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nums: list[int] = []
+
+    class Told(Exception):
+        pass
+
+    def resources(_memory: MemoryBudget, *, num_models: int) -> None:
+        nums.append(num_models)
+        raise Told
+
+    monkeypatch.setattr("penstock.deploy.factory.Resources", resources)
+    (tmp_path / "one.gguf").touch()
+    for folder in (None, str(tmp_path)):
+        config = Config(model=ModelConfig(model=str(tmp_path / "one.gguf")), sharing=SharingConfig(models_dir=folder))
+        with pytest.raises(Told):
+            start_deployment([config], lambda _name, path: Config(model=ModelConfig(model=path)))
+    assert nums == [1, 3]
