@@ -232,7 +232,7 @@ def gaps_beside_loads(server: Server, num_tokens: int) -> dict[str, dict[str, fl
     has_ended.set()
     loading.join()
     num_loads = server.tell("state")[coder][1] - num_before
-    return {"alone": _gap_figures(alone), "beside loads": _gap_figures(beside) | {"loads": num_loads}}
+    return {"alone": _gap_figures(alone) | {"loads": 0}, "beside loads": _gap_figures(beside) | {"loads": num_loads}}
 
 
 def _gap_figures(gaps: list[float]) -> dict[str, float]:
@@ -321,7 +321,7 @@ def main() -> None:
     print()
     print(
         table(
-            ["gaps of a stream", *gaps["alone"]],
+            ["gaps of a stream", *gaps["beside loads"]],
             [[kind, *(f"{part:.1f}" for part in told.values())] for kind, told in gaps.items()],
         )
     )
