@@ -10,20 +10,23 @@ from typing import Any
 
 import pytest
 
-from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
 from penstock.deploy import factory
 from penstock.deploy.arms import recorded_policies
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
-from penstock.lab.recording import Departure, open_recording
+from penstock.lab.recording import Departure, Seen, open_recording
 from penstock.lab.replay import replay
 from penstock.lab.steps import steps_of
 from penstock.models.catalog import ModelSource, SourceKind, resolve
 from penstock.sched.policies.presets import PRESETS
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError
-from tiny_models import TinyLlama, write_gguf
+from tiny_adapters import factors_of_llama, write_adapter
+from tiny_models import TinyLlama, write_gguf, write_hf
+
+TINY = TinyLlama()
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +49,19 @@ def config_of(record: Path, preset: str = "penstock", **server: Any) -> Config:
     )
 
 
-def serve(gguf: Path, config: Config) -> None:
-    """Five clients with four requests each; some share their beginning, and one in five goes away."""
-    running = start_model(config, resolve(str(gguf), gguf.parent))
+def serve(path: Path, config: Config, num_adapters: int = 0) -> None:
+    """Five clients with four requests each; some share their beginning, and one in five goes away. They ask for the base, or
+    for adapters in turn."""
+    running = start_model(config, resolve(str(path), path.parent))
 
     async def client(number: int) -> None:
         for idx in range(4):
             prompt = [20 + pos % 5 for pos in range(18)] + [30 + number] * ((number * 17 + idx * 29) % 50)
             request = make_request(f"{number}-{idx}", prompt, max_tokens=4 + (number + idx) * 5 % 17, temperature=0.0)
             request.arrival_ns = running.clock.now_ns()
+            if num_adapters:
+                assert running.adapters is not None
+                request.adapter = running.adapters.find(f"a{(number + idx) % num_adapters}")
             with running.bridge.open([request]) as stream:
                 while not stream.is_ended:
                     chunks = await stream.next_chunks()
@@ -83,6 +90,27 @@ def test_plans_of_the_native_backend_are_made_again(preset: str, gguf: Path, tmp
     departures = [event for event in recording.events() if isinstance(event, Departure)]
     assert len(departures) == 20
     assert sum(departure.num_cached_tokens for departure in departures) > 0
+
+
+def test_plans_with_adapters_are_made_again(tmp_path: Path) -> None:
+    """They are read from files meanwhile, by a thread of their own; memory beside the KV cache has room for two of four."""
+    write_hf(tmp_path / "tiny", TINY)
+    for seed in range(4):
+        write_adapter(tmp_path / "adapters" / f"a{seed}", factors_of_llama(TINY, rank=4, ends=("q_proj",), seed=seed))
+    config = replace(
+        config_of(tmp_path / "r"),
+        kv=KvConfig(kv_cache_memory_bytes=1 << 19),
+        lora=LoraConfig(lora_dir=str(tmp_path / "adapters"), max_loras=2, max_cpu_loras=2, max_lora_rank=4),
+    )
+    serve(tmp_path / "tiny", config, num_adapters=4)
+    recording = open_recording(tmp_path / "r")
+    assert recording.header.max_adapters == 2
+    assert {event.number for event in recording.events() if isinstance(event, Seen) and event.num_pages} == {1, 2, 3, 4}
+    assert all(request.departure.num_output_tokens for request in recording.requests() if request.departure is not None)
+    found = config_from(recording.header.settings)
+    replayed = replay(recording, lambda: build_policies(found))
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps > 20
 
 
 def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:

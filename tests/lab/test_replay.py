@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
+import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,21 +21,24 @@ from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import Engine
-from penstock.lab.recording import Arrival, Departure, RecordingError, StepDone, open_recording
+from penstock.lab.recording import Arrival, Departure, RecordingError, Seen, StepDone, open_recording
 from penstock.lab.replay import replay
 from penstock.obs.recording import Recorder
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import PRESETS, make_policies
 from penstock.sched.scheduler import Scheduler
-from penstock.testing.adapters import make_adapter
+from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_request
 from penstock.testing.hash_executor import HashExecutor, HashModel
+from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
 
 CAPACITY = Capacity(num_blocks=29, block_size=4, max_rows=8, max_step_tokens=24, max_model_len=80)
 MODEL = HashModel(vocab_size=40, eos_token_id=3, eos_period=25)
+NUM_ADAPTERS, MAX_ADAPTERS, FAILS, NEVER_FITS = 6, 2, 5, 6
+"""Adapters that requests ask for, how many of them run at once, and numbers of two that never do."""
 WINDOWS = {"static": 3_000_000, "dynamic": 2_000_000}
 """Short, so that batches start by them, too. Nanoseconds."""
 
@@ -56,8 +62,10 @@ def policies_of(preset: str) -> Policies:
 class Traffic(HashExecutor):
     """An executor during whose steps requests come and go: sessions over shared beginnings, stop strings, cancels."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, num_adapters: int = 0) -> None:
+        """Requests ask for `num_adapters` in turn, and now and then for none."""
         super().__init__(CAPACITY, model=MODEL, depth=depth, seed=5)
+        self._num_adapters = num_adapters
         self.engine: Engine | None = None
         self._num_collected = 0
         self.is_over = threading.Event()
@@ -94,6 +102,7 @@ class Traffic(HashExecutor):
             stop=("7 ",) if idx % 3 == 0 else (),
             tenant=f"t{idx % 3}",
             cache_salt=b"salt" if idx % 11 == 10 else b"",
+            adapter=make_adapter(number) if (number := idx * 5 % (self._num_adapters + 1)) else None,
         )
         self._turns[request.request_id], self._answers[request.request_id] = request, []
         self.engine.submit(request)  # type: ignore[union-attr]
@@ -114,7 +123,49 @@ class Traffic(HashExecutor):
             self.send()
 
 
-def make_recorder(path: Path, clock: Clock, *, depth: int = 1, has_prefix_caching: bool = True) -> Recorder:
+class SlowAdapters(FakeAdapters):
+    """A thread of its own loads adapters, in up to 3 ms each. Nobody knows their sizes beforehand."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        sizes = {NEVER_FITS: CAPACITY.num_blocks}
+        super().__init__(
+            worker=lambda job, _is_urgent: self._jobs.put(job),
+            num_pages=lambda number: sizes.get(number, number),
+            max_in_memory=2,
+            failing=[FAILS],
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
+        with self._lock:
+            super().want(ref, is_urgent=is_urgent)
+
+    def state(self, number: int) -> AdapterState:
+        with self._lock:
+            return super().state(number)
+
+    def outlook(self, number: int) -> AdapterOutlook:
+        del number
+        return AdapterOutlook()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        rng = random.Random(3)
+        while (job := self._jobs.get()) is not None:
+            time.sleep(rng.random() * 0.003)
+            with self._lock:
+                job()
+
+
+def make_recorder(
+    path: Path, clock: Clock, *, depth: int = 1, has_prefix_caching: bool = True, max_adapters: int = 0
+) -> Recorder:
     about = {
         "model": "hash",
         "machine": {},
@@ -124,15 +175,28 @@ def make_recorder(path: Path, clock: Clock, *, depth: int = 1, has_prefix_cachin
         "depth": depth,
         "has_prefix_caching": has_prefix_caching,
         "has_tier": False,
+        **({"max_adapters": max_adapters} if max_adapters else {}),
     }
     return Recorder(path, max_bytes=64 << 20, clock=clock, block_size=CAPACITY.block_size, about=about)
 
 
-def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True) -> None:
+def record(
+    path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True, has_adapters: bool = False
+) -> None:
     """Serve the traffic with an engine's own thread, under the wall clock."""
-    executor, clock = Traffic(depth), WallClock()
-    recorder = make_recorder(path, clock, depth=depth, has_prefix_caching=has_prefix_caching)
-    scheduler = Scheduler(CAPACITY, make(), enable_prefix_caching=has_prefix_caching, most_step_ns=executor.most_step_ns)
+    executor, clock = Traffic(depth, NUM_ADAPTERS if has_adapters else 0), WallClock()
+    adapters = SlowAdapters() if has_adapters else None
+    recorder = make_recorder(
+        path, clock, depth=depth, has_prefix_caching=has_prefix_caching, max_adapters=MAX_ADAPTERS if has_adapters else 0
+    )
+    scheduler = Scheduler(
+        CAPACITY,
+        make(),
+        enable_prefix_caching=has_prefix_caching,
+        most_step_ns=executor.most_step_ns,
+        adapters=adapters,
+        max_adapters=MAX_ADAPTERS,
+    )
     core = EngineCore(scheduler, journal=recorder)
     output = OutputStage(lambda skip_special_tokens: Numbers())
     engine = Engine(core, executor, output, clock=clock, sink=executor.sink, turn_observer=recorder)
@@ -142,6 +206,8 @@ def record(path: Path, make: Callable[[], Policies], *, depth: int = 1, has_pref
     assert executor.is_over.wait(60)
     engine.close(10)
     recorder.close()
+    if adapters is not None:
+        adapters.close()
     assert recorder.num_lost == 0
 
 
@@ -215,8 +281,50 @@ def test_what_can_not_be_replayed_is_refused(change: dict[str, object], says: st
         replay(open_recording(path), make_policies)
 
 
-def test_a_recording_with_adapters_is_not_replayed(tmp_path: Path) -> None:
-    """Prompts of different adapters are different contents, and the memory of adapters is not told."""
+@pytest.mark.parametrize("preset", ["penstock", "vllm", "static", "sglang"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_adapters_come_and_go_as_they_did(preset: str, depth: int, tmp_path: Path) -> None:
+    """A thread of their own brings them: some are late, one fails, one never fits, and memory has room for two."""
+    path, make = tmp_path / "recording", partial(policies_of, preset)
+    record(path, make, depth=depth, has_adapters=True)
+    recording = open_recording(path)
+    assert recording.header.max_adapters == MAX_ADAPTERS
+    events = list(recording.events())
+    seen = [event for event in events if isinstance(event, Seen)]
+    assert {event.number for event in seen} == set(range(1, NUM_ADAPTERS + 1))
+    assert {event.number for event in seen if event.has_failed} == {FAILS}
+    assert sum(bool(event.num_pages) for event in seen) >= NUM_ADAPTERS - 1
+    whys = Counter(event.reject_reason for event in events if isinstance(event, Departure))
+    assert whys["never_fits"] > 0
+    assert whys["invalid"] > 0
+    replayed = replay(recording, make)
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps > 30
+
+
+def test_adapters_that_came_otherwise_make_other_plans(tmp_path: Path) -> None:
+    """Or the test above could not fail."""
+    path = tmp_path / "recording"
+    record(path, make_policies, has_adapters=True)
+    lines = [line for line in path.read_text().splitlines(keepends=True) if '"kind":"adapter"' not in line]
+    path.write_text("".join(lines))
+    assert replay(open_recording(path), make_policies).difference
+
+
+def test_an_adapter_that_is_loaded_again_shares_its_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recorder = make_recorder(path, WallClock(), max_adapters=2)
+    one = make_adapter(7)
+    for name, adapter in (("a", one), ("b", AdapterRef(9, one.fingerprint)), ("c", make_adapter(8))):
+        recorder.on_queued(make_request(name, 4, adapter=adapter), 1)
+    recorder.close()
+    arrivals = [event for event in open_recording(path).events() if isinstance(event, Arrival)]
+    assert [(arrival.adapter, arrival.adapter_content) for arrival in arrivals] == [(7, 7), (9, 7), (8, 8)]
+    assert arrivals[0].blocks == arrivals[1].blocks != arrivals[2].blocks
+
+
+def test_an_early_recording_with_adapters_is_not_replayed(tmp_path: Path) -> None:
+    """Prompts of different adapters are different contents, and when adapters were in memory is not told."""
     path = tmp_path / "recording"
     recorder = make_recorder(path, WallClock())
     for name, adapter in (("a", None), ("b", make_adapter(7)), ("c", make_adapter(7))):

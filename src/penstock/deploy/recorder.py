@@ -86,6 +86,7 @@ def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
         "policies": _words(config),
         "capacity": asdict(executor.capacity),
         "depth": executor.depth,
+        "max_adapters": config.lora.max_loras if config.lora.is_on else 0,
         "has_prefix_caching": config.kv.prefix_caching,
         "has_tier": bool(config.kv.kv_disk_size_bytes or config.kv.kv_host_size_bytes),
     }

@@ -7,6 +7,7 @@ Parts that belong together are read as one, the oldest first. Events come in the
     StepDone   a step was planned, computed and taken over; its rows are whole again
     AtDoor     a call was refused before it was any request; told in an A/B test alone
     Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
+    Seen       the scheduler found an adapter in memory, away, or not to be had
     Lost       the writer did not keep up: so many reports are missing here
     Restart    the engine was made anew: no request is left, and steps are counted from 0
 """
@@ -66,6 +67,9 @@ class Header:
     """A hash of model and settings."""
     settings: Mapping[str, Any]
     """Settings of KV cache, scheduling and compute that were not the defaults."""
+    max_adapters: int
+    """Different adapters that could run at once; 0: the server had none, or it is an early recording, which does not tell
+    what became of them."""
     has_prefix_caching: bool
     has_tier: bool
     """There is a tier below the KV pool, whose own times are not recorded."""
@@ -102,6 +106,8 @@ class Arrival:
     """Arm of the A/B test; empty where there was none."""
     adapter: int = BASE
     """Number of its adapter: the same for requests of the same one."""
+    adapter_content: int = BASE
+    """Number of the first adapter with the same content, with which it shares prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,19 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """The scheduler found an adapter otherwise than before."""
+
+    at_ns: int
+    number: int
+    num_pages: int
+    """Blocks of the KV pool that it takes; 0: it is not in memory."""
+    has_failed: bool
+    is_planned: bool
+    """It was found so by the plan of this instant; else by the look at those who wait in vain, which comes before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     count: int
 
@@ -176,7 +195,7 @@ class Restart:
     pass
 
 
-Event = Arrival | AtDoor | Departure | StepDone | Lost | Restart
+Event = Arrival | AtDoor | Departure | StepDone | Seen | Lost | Restart
 
 
 @dataclass(slots=True)
@@ -271,6 +290,7 @@ def _read_header(path: Path) -> Header:
             config=about["config"],
             settings={key: _setting(value) for key, value in about["settings"].items()},
             arms=_arms(about.get("arms")),
+            max_adapters=about.get("max_adapters", 0),
             has_prefix_caching=about["has_prefix_caching"],
             has_tier=about["has_tier"],
             about=about,
@@ -323,6 +343,9 @@ class _Part:
                 return _departure(line)
             case "door":
                 return AtDoor(int(line["at"]), str(line["tenant"]), line["arm"], line["why"])
+            case "adapter":
+                planned = line.get("planned", False)
+                return Seen(int(line["at"]), int(line["id"]), int(line.get("pages", 0)), line.get("failed", False), planned)
             case "lost":
                 return Lost(int(line["count"]))
             case "restart":
@@ -372,6 +395,7 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         is_repeated=line.get("again", False),
         arm=line.get("arm", ""),
         adapter=line.get("adapter", BASE),
+        adapter_content=line.get("content", line.get("adapter", BASE)),
     )
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
-from penstock.clock import VirtualClock
+from penstock.clock import Clock, VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.stepper import Stepper
-from penstock.lab.recording import Arrival, BlockId, Departure, Lost, Recording, RecordingError, Restart, Row, StepDone
+from penstock.lab.recording import Arrival, BlockId, Departure, Lost, Recording, RecordingError, Restart, Row, Seen, StepDone
 from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
-from penstock.types.adapter import BASE, NoAdapters
+from penstock.types.adapter import BASE, AdapterOutlook, AdapterRef, AdapterState, NoAdapters, PackedAdapter
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
 from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
@@ -47,17 +47,21 @@ def replay(recording: Recording, make_policies: Callable[[], Policies]) -> Repla
     """Plan the steps of a recording again, until one differs.
 
     Raises RecordingError for a recording that can't be replayed: its begin or some reports are lost, the engine was made anew,
-    it has beam searches (what they chose is not recorded), or a tier below the KV pool (its times are not).
+    it has beam searches (what they chose is not recorded), a tier below the KV pool (its times are not), or adapters whose
+    times in memory it does not tell.
     """
     story, header, clock = _read(recording), recording.header, VirtualClock()
+    adapters = _RecordedAdapters(clock, story.seen)
     executor = _RecordedExecutor(header.capacity, header.depth, story)
     scheduler = Scheduler(
         header.capacity,
         make_policies(),
         enable_prefix_caching=header.has_prefix_caching,
         most_step_ns=executor.most_step_ns,
+        adapters=adapters,
+        max_adapters=max(1, header.max_adapters),
     )
-    core = EngineCore(scheduler)
+    core = _Core(scheduler, adapters)
 
     def commands() -> list[Command]:
         """Those that are due."""
@@ -101,6 +105,8 @@ class _Story:
     """Tokens of each request that are still to come."""
     failed: Collection[str]
     """Requests that ended with an error."""
+    seen: Mapping[int, deque[Seen]]
+    """Adapter -> how it was found, in the order of time."""
 
 
 def _read(recording: Recording) -> _Story:
@@ -116,6 +122,9 @@ def _read(recording: Recording) -> _Story:
     ends: list[Departure] = []
     """Those since the last step that no token of it explains."""
     begins: set[int] = set()
+    seen: defaultdict[int, deque[Seen]] = defaultdict(deque)
+    looks: set[int] = set()
+    """Instants since the last step at which an adapter was found otherwise than before."""
     contents = _Contents(recording.header.block_size)
     requests: dict[int, Request] = {}
     outputs: dict[str, deque[int]] = {}
@@ -125,8 +134,8 @@ def _read(recording: Recording) -> _Story:
             case Arrival() if event.queued_ns is not None and not event.is_repeated:
                 if event.beam_width:
                     raise RecordingError("The recording has beam searches, of which it does not know what they chose.")
-                if event.adapter != BASE:
-                    raise RecordingError("The recording has adapters, and does not say what memory they took.")
+                if event.adapter != BASE and not recording.header.max_adapters:
+                    raise RecordingError("The recording has adapters, and does not say when they were in memory.")
                 arrivals[event.id] = event
                 requests[event.id], outputs[str(event.id)] = _request(event, contents), deque()
                 commands.append((event.queued_ns, event))
@@ -146,12 +155,19 @@ def _read(recording: Recording) -> _Story:
                 steps.append(event)
                 begins.add(event.planned_ns)
                 begins.update(end.at_ns for end in ends if end.at_ns != last_ns)
+                begins.update(looks - {last_ns})
                 ends.clear()
+                looks.clear()
+            case Seen():
+                seen[event.number].append(event)
+                if event.at_ns != last_ns:  # else at the end of a step, when its tokens were told
+                    looks.add(event.at_ns)
             case Lost():
                 raise RecordingError(f"The recording lacks {event.count} reports.")
             case Restart():
                 raise RecordingError("The engine was made anew while it was recorded.")
     begins.update(end.at_ns for end in ends)
+    begins.update(looks)
     script: deque[tuple[int, Command]] = deque()
     for at_ns, event in commands:
         script.append((at_ns, Add(requests[event.id]) if isinstance(event, Arrival) else Abort(str(event.id))))
@@ -162,6 +178,7 @@ def _read(recording: Recording) -> _Story:
         begins=deque(sorted(begins)),
         outputs=outputs,
         failed={str(number) for number, end in departures.items() if end.reason is FinishReason.ERROR},
+        seen=seen,
     )
 
 
@@ -175,6 +192,7 @@ def _request(arrival: Arrival, contents: _Contents) -> Request:
         deadline_ns=arrival.deadline_ns,
         tenant=arrival.tenant,
         arm=arrival.arm,
+        adapter=None if arrival.adapter == BASE else AdapterRef(arrival.adapter, arrival.adapter_content.to_bytes(16, "big")),
     )
 
 
@@ -212,6 +230,58 @@ class _Contents:
                 self._known[block.id] = (*like, *islice(self._fresh, size - len(like)))
             tokens += self._known[block.id]
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """An adapter of which nothing is known but its size."""
+
+    num_pages: int
+    num_bytes: int = 0
+
+
+class _RecordedAdapters:
+    """An `AdapterSource` that has what it had in the recording, at the same instants."""
+
+    def __init__(self, clock: Clock, seen: Mapping[int, deque[Seen]]) -> None:
+        self.is_planning = False
+        """A plan is being made: it sees what was found by the plan of this instant, too."""
+        self._clock = clock
+        self._seen = seen
+        self._states: dict[int, AdapterState] = {}
+
+    def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
+        """It comes when it came."""
+
+    def state(self, number: int) -> AdapterState:
+        coming, now_ns = self._seen.get(number, ()), self._clock.now_ns()
+        while coming and (coming[0].at_ns < now_ns or (coming[0].at_ns == now_ns and coming[0].is_planned <= self.is_planning)):
+            one = coming.popleft()
+            packed = _Pages(one.num_pages) if one.num_pages else None
+            self._states[number] = AdapterState(packed, "it could not be had in the recording" if one.has_failed else "")
+        return self._states.get(number, AdapterState())
+
+    def outlook(self, number: int) -> AdapterOutlook:
+        """Nothing is known beforehand: who was refused for it when it came is no part of the replay."""
+        del number
+        return AdapterOutlook()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Turns come when they came."""
+
+
+class _Core(EngineCore):
+    """A core that says when it makes a plan."""
+
+    def __init__(self, scheduler: Scheduler, adapters: _RecordedAdapters) -> None:
+        super().__init__(scheduler)
+        self._adapters = adapters
+
+    def begin(self, now_ns: int) -> StepPlan | None:
+        self._adapters.is_planning = True
+        plan = super().begin(now_ns)
+        self._adapters.is_planning = False
+        return plan
 
 
 class _RecordedExecutor(NoAdapters):
@@ -294,6 +364,12 @@ class _RecordedExecutor(NoAdapters):
         """Changes nothing: the tokens are known."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing is stored."""
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        """Nothing is stored."""
+
+    def drop_adapter(self, number: int) -> None:
         """Nothing is stored."""
 
     @property

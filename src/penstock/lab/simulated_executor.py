@@ -1,5 +1,5 @@
 """An executor that computes nothing: its steps take as long as a cost model says, its outputs end where an oracle says. Called
-through the `Executor` port, by the simulation's driver.
+through the `Executor` port, by the simulation's driver. Requests are the base's: it has no adapters.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.clock import Clock
-from penstock.types.adapter import BASE
+from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.errors import ConfigError
 from penstock.types.plan import PaddingId
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import PlanNews, RequestStats, StepStats
+from penstock.types.stats import AdapterChange, PlanNews, RequestStats, StepStats
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ MAX_ENDED = 1024
 MAX_LATER = 4096
 """Lines that wait for the end of a turn. An engine that fails in a turn never tells its end, while the door goes on."""
 MAX_TENANTS = 1 << 16
+MAX_ADAPTERS = 1 << 16
+"""Contents of adapters that are remembered."""
 MAX_REFUSED = 1 << 14
 """Calls refused at the door that wait for the writer; it looks twenty times a second."""
 TOKEN_BYTES = 4
@@ -207,6 +209,9 @@ class Recorder:
     def on_news(self, news: PlanNews) -> None:
         """A plan says the same by its rows."""
 
+    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
+        self._tell(len(changes), _Writer.adapters, changes, now_ns, is_planned)
+
     def on_step(self, stats: StepStats) -> None:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
 
@@ -309,6 +314,8 @@ class _Writer:
         """The same of the last that ended."""
         self._lives: dict[str, tuple[Request, int, dict[str, object]]] = {}
         """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
+        self._contents: dict[bytes, int] = {}
+        """Fingerprint of an adapter -> the first number that had it."""
         self._tenants = {name: number for number, name in enumerate(tenants)}
         self._next_context: dict[int, int] = {}
         """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
@@ -328,7 +335,8 @@ class _Writer:
 
     def queued(self, request: Request, now_ns: int) -> None:
         number = self._new_number(request.request_id)
-        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, request.adapter_number), request.prompt_token_ids)
+        content = self._content(request.adapter)
+        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, content), request.prompt_token_ids)
         sampling = request.sampling
         line: dict[str, object] = {
             "kind": "request",
@@ -351,6 +359,8 @@ class _Writer:
             line["grammar"] = True
         if request.adapter is not None:
             line["adapter"] = request.adapter.number
+            if content != request.adapter.number:
+                line["content"] = content
         self._lives[request.request_id] = (request, parent, line)
         self._say(line)
 
@@ -387,6 +397,17 @@ class _Writer:
                 tokens = (*request.prompt_token_ids[begin:], *request.output_token_ids)
                 line["blocks"], _ = self._ids.chain(parent, tokens)
         self._say(line)
+
+    def adapters(self, changes: Sequence[AdapterChange], now_ns: int, is_planned: bool) -> None:
+        for change in changes:
+            line: dict[str, object] = {"kind": "adapter", "at": now_ns - self._start_ns, "id": change.number}
+            if change.num_pages:
+                line["pages"] = change.num_pages
+            if change.has_failed:
+                line["failed"] = True
+            if is_planned:
+                line["planned"] = True
+            self._say(line)
 
     def step(self, stats: StepStats) -> None:
         self._end_step({})
@@ -501,6 +522,14 @@ class _Writer:
         self._num_requests += 1
         self._numbers[name] = self._num_requests
         return self._num_requests
+
+    def _content(self, adapter: AdapterRef | None) -> int:
+        """The first adapter with the same content: one that was unloaded and loaded again shares its prefixes."""
+        if adapter is None:
+            return BASE
+        if len(self._contents) >= MAX_ADAPTERS:
+            return self._contents.get(adapter.fingerprint, adapter.number)
+        return self._contents.setdefault(adapter.fingerprint, adapter.number)
 
     def _tenant(self, tenant: str) -> int | str:
         if self._has_tenant_names:

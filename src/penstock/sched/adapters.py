@@ -5,6 +5,9 @@
     not in memory               It stands aside and keeps a row and blocks, as one that waits for a prefix. It is refused if the
                                 adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be in the pool beside it.
 
+A plan sees each adapter as it was when it was first looked at, also if it comes, or leaves memory, while the plan is made. So
+a recording can tell what was seen, and the same plans can be made again.
+
 Nobody passes so that a step has fewer adapters. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting requests, a step has
 24.1 different ones. It would have 24.0 if requests let others pass for 50 ms at their turn, and 23.0 with 400 ms (a simulation
 of 1,500 steps of 10 ms, 2026-11-23): the usual ones are among the rows anyway.
@@ -12,18 +15,22 @@ of 1,500 steps of 10 ms, 2026-11-23): the usual ones are among the rows anyway.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from penstock.kv.manager import KVManager
 from penstock.sched.queue import AwaitedAdapter, WaitingQueue
 from penstock.sched.running import Running
-from penstock.types.adapter import AdapterRef, AdapterSource, PackedAdapter
+from penstock.types.adapter import AdapterRef, AdapterSource, AdapterState, PackedAdapter
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.request import Request
+from penstock.types.stats import AdapterChange
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 """A disk brings an adapter in milliseconds, and those of all rows in a second; one that hangs must not keep rows for ever."""
 DEFAULT_MAX_ADAPTERS = 32
+MAX_TOLD = 4096
+"""Adapters of which it is remembered what was told of them."""
 NO_ADAPTERS = "The server has no adapters; --lora-modules or --lora-dir names some."
 
 
@@ -41,6 +48,12 @@ class Adapters:
         self._waiting = waiting
         self._source = source
         self._max_adapters = max_adapters
+        self.seen: dict[int, AdapterState] = {}
+        """States that the present plan, or the present look at those who stand aside, has seen; cleared at its end."""
+        self.changes: list[AdapterChange] = []
+        """Adapters that were seen for the first time, or otherwise than before. The core tells of them and clears the list."""
+        self._told: OrderedDict[int, AdapterChange] = OrderedDict()
+        """The last change of each adapter; the newest is the last."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from any thread, when an adapter has come, or comes no more."""
@@ -78,7 +91,7 @@ class Adapters:
         ref = request.adapter
         if ref is None or self._source is None or ref.number in self._kv.adapters.residents:
             return None
-        return self._source.state(ref.number).packed
+        return self._look(ref.number).packed
 
     def await_load(self, request: Request, packed: PackedAdapter | None, now_ns: int) -> AwaitedAdapter | None:
         """The wait of a request whose turn has come and that can't join yet, or ever; None: its adapter is there."""
@@ -107,13 +120,29 @@ class Adapters:
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
         """Requests that stand aside in vain."""
-        return list(self._in_vain(now_ns))
+        refused = list(self._in_vain(now_ns))
+        self.seen.clear()
+        return refused
+
+    def _look(self, number: int) -> AdapterState:
+        state = self.seen.get(number)
+        if state is None:
+            assert self._source is not None, "no request has an adapter without"
+            state = self.seen[number] = self._source.state(number)
+            change = AdapterChange(number, 0 if state.packed is None else state.packed.num_pages, bool(state.failure))
+            if self._told.get(number) != change:
+                self.changes.append(change)
+                self._told[number] = change
+                self._told.move_to_end(number)
+                if len(self._told) > MAX_TOLD:
+                    self._told.popitem(last=False)
+        return state
 
     def _in_vain(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:
         for follower, awaited in self._waiting.adapters_aside:
             if self._source is None:
                 continue
-            request, state = follower.request, self._source.state(awaited.number)
+            request, state = follower.request, self._look(awaited.number)
             num_pages = self._kv.adapters.num_blocks(awaited.number, state.packed)
             rejected = self._never_fits(request, num_pages)
             if rejected is not None:

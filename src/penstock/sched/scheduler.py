@@ -111,6 +111,8 @@ class Scheduler:
         self._running = Running(self.kv, policies, self._waiting, self._groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
         self._adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
+        self.adapter_changes = self._adapters.changes
+        """Adapters that were found otherwise than before; the core tells of them and clears the list."""
         self._joining = Joining(
             self.kv,
             policies,
@@ -233,6 +235,12 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> StepPlan | None:
         """The next step; None if there is nothing to compute, or if the step in flight has to be committed first."""
+        plan = self._schedule(now_ns)
+        if self._adapters.seen:
+            self._adapters.seen.clear()
+        return plan
+
+    def _schedule(self, now_ns: int) -> StepPlan | None:
         if not self._flights:
             return self._plan(now_ns)
         assert len(self._flights) == 1, "two steps are in flight"
