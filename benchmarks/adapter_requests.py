@@ -25,11 +25,11 @@ _MODULES = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {name: f"mlp.{n
 
 
 def shapes_of(model: str, targets: list[str]) -> dict[str, tuple[int, int]]:
-    """Module, by transformers' name of a Llama's -> [out, in]."""
+    """Module, by transformers' name of a Llama's -> [out, in]. `targets`: keys of `_MODULES`, or `all` alone."""
     spec = load_model(resolve(model, default_cache_dir())).spec
     known = sites(describe(spec))
-    layers = range(len(spec.layers))
-    return {f"model.layers.{layer}.{_MODULES[one]}": known[f"layers.{layer}.{one}"] for layer in layers for one in targets}
+    layers, wanted = range(len(spec.layers)), _MODULES if targets == ["all"] else targets
+    return {f"model.layers.{layer}.{_MODULES[one]}": known[f"layers.{layer}.{one}"] for layer in layers for one in wanted}
 
 
 def write_adapters(folder: Path, shapes: dict[str, tuple[int, int]], ranks: list[int], count: int) -> None:

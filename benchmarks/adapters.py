@@ -133,7 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--parts", type=words, default=["throughput", "merged", "cold", "registered"])
     parser.add_argument("--adapters", type=ints, default=[0, 1, 5, 100, 1000], help="numbers of adapters; 0: the base")
-    parser.add_argument("--targets", type=words, default=["q", "k", "v", "o"], help="of q, k, v, o, gate, up, down")
+    parser.add_argument("--targets", type=words, default=["q", "k", "v", "o"], help="of q, k, v, o, gate, up, down; or all")
     parser.add_argument("--ranks", type=ints, default=[8])
     for name, default in OPTIONS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} by default")
