@@ -247,6 +247,14 @@ def compact(rows: Sequence[object]) -> str:
     return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
 
 
+def test_requests_of_adapters_are_told_to_be_taken_as_the_bases(file: Path) -> None:
+    rows = [*recorded(0, 1000, "stop", 7), *recorded(1, 2000, "stop", 7, adapter=3), *recorded(2, 3000, "stop", 7, adapter=4)]
+    file.write_text(compact([HEADER, *rows]))
+    workload = read_workload(file)
+    assert workload.name == "requests.txt, 2 of adapters taken as the base's"
+    assert len(workload.jobs) == 3
+
+
 def test_a_recording_is_a_workload_of_what_is_known(file: Path) -> None:
     rows = [
         *recorded(1, 2000, "stop", 7, deadline=9000, priority=3),

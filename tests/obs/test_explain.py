@@ -14,8 +14,8 @@ from penstock.obs.explain.explanation import INTAKE, MODEL, ORDER, Explanation, 
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
-from penstock.testing import HashExecutor, make_core, make_request, make_text, text_capacity
-from penstock.testing.driver import Driver
+from penstock.testing import FakeAdapters, HashExecutor, make_adapter, make_core, make_request, make_text, text_capacity
+from penstock.testing.driver import Driver, LateWorker
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason
@@ -30,9 +30,9 @@ MS = 1_000_000
 class Bench:
     """A core with a journal, driven by hand; each step takes a millisecond."""
 
-    def __init__(self, max_ended: int = 100, policies=None, *, caching: bool = True, **capacity: int) -> None:
+    def __init__(self, max_ended: int = 100, policies=None, *, caching: bool = True, **arguments) -> None:
         self.journal = Journal(max_ended)
-        self.core = make_core(CAPACITY, policies, journal=self.journal, enable_prefix_caching=caching, **capacity)
+        self.core = make_core(CAPACITY, policies, journal=self.journal, enable_prefix_caching=caching, **arguments)
         self.driver = Driver(self.core, HashExecutor(self.core.scheduler.capacity))
 
     @property
@@ -111,6 +111,23 @@ def test_a_wait_for_a_prefix_is_told() -> None:
     bench.steps(1)
     assert bench.told("b").waited_for_ns == {"prefix": MS}
     assert "for a prefix that another request computes" in summary(bench.told("b"))
+
+
+def test_a_wait_for_an_adapter_is_told_while_it_is_read_and_while_others_run() -> None:
+    worker = LateWorker()
+    bench = Bench(adapters=FakeAdapters(worker=worker), max_adapters=1)
+    bench.add("a", 8, max_tokens=4)
+    bench.add("b", [9] * 8, max_tokens=3, adapter=make_adapter(1))
+    bench.steps(2)
+    told = bench.told("b")
+    assert (told.waits_for, told.waited_for_ns) == ("adapter", {"adapter": 2 * MS})
+    assert "Has waited 2.0 ms for its adapter" in summary(told)
+    bench.add("c", [7] * 8, max_tokens=2, adapter=make_adapter(2))
+    worker.run(4)
+    bench.run()
+    assert bench.told("b").waited_for_ns == {"adapter": 2 * MS}
+    assert bench.told("c").waited_for_ns == {"adapter": 3 * MS}, "while b runs"
+    assert "Waited 3.0 ms for its adapter" in summary(bench.told("c"))
 
 
 def test_a_wait_for_tokens_is_told() -> None:

@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal
 from penstock.lab.recording import RecordedRequest, is_recording, open_recording
 from penstock.lab.transforms import at_instants, converse
 from penstock.lab.workload import Job, Workload
+from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError, counted
 from penstock.types.request import FinishReason
 
@@ -356,11 +357,12 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
     """The requests that a server recorded; an answer that was not finished is known in part, and one that never began is not.
 
     A client that went away goes away after as many tokens; before the first token, at its instant. Requests that the server
-    refused or failed, those without an end, and beam searches are left out, and counted in the name.
+    refused or failed, those without an end, and beam searches are left out, and counted in the name. Those with an adapter are
+    taken as the base's, and counted there, too.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
-    num_left_out = 0
+    num_left_out = num_adapted = 0
     for request in sorted(recording.requests(), key=lambda request: request.arrival.arrival_ns):
         if len(jobs) == max_requests:
             break
@@ -369,9 +371,12 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
             num_left_out += 1
         else:
             jobs.append(job)
+            num_adapted += request.arrival.adapter != BASE
     name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
     if num_left_out:
         name += f" without {counted(num_left_out, 'request')} of unknown answer"
+    if num_adapted:
+        name += f", {num_adapted} of adapters taken as the base's"
     return _trace(path, name, jobs, prefix_block_tokens=recording.header.block_size)
 
 
