@@ -72,9 +72,10 @@ test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Trit
 test-parity: $(INSTALLED)  ## compare with transformers in its own environment (downloads torch; minutes)
 	@tests/parity/run.sh $(ARGS)
 
-test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds: resident memory has to stay flat
+test-soak: $(INSTALLED_TEST)  ## load at full memory, twice for SOAK_S seconds, and 1,000 adapters: resident memory has to stay flat
 	@$(BIN)/penstock pull smollm2:135m
 	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest -s tests/soak $(ARGS)
+	PENSTOCK_SOAK_S=$(SOAK_S) $(BIN)/pytest tests/server/test_adapters.py -k under_traffic
 
 bench: $(INSTALLED)  ## run one benchmark: NAME=scheduler ARGS='...' (see benchmarks/)
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)

@@ -772,8 +772,8 @@ def _adapter(running: RunningModel, name: str) -> AdapterRef:
     if running.adapters is None or adapter is None:
         remedy = "Name it in lora_modules, or the folder that it lies in as lora_dir."
         raise ConfigError(f"There is no adapter {name!r}.", remedy=remedy)
-    if failure := running.adapters.failure(name):
-        raise ConfigError(failure)
+    if (rejected := running.adapters.failure(name)) is not None:
+        raise ConfigError(rejected.detail)
     running.adapters.want(adapter)
     return adapter
 

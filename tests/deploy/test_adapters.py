@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +16,18 @@ import numpy as np
 import pytest
 
 from penstock.clock import VirtualClock
-from penstock.deploy.adapters import Adapters, fingerprint
+from penstock.deploy import adapters as registry_of_adapters
+from penstock.deploy.adapters import Adapters
 from penstock.models.adapter import AdapterFactors
-from penstock.types.adapter import AdapterOutlook, AdapterRef, PackedAdapter
-from penstock.types.errors import ConfigError, ModelError
+from penstock.models.adapter_files import READ_BYTES, AdapterFiles
+from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterOutlook, AdapterRef, AdapterState, PackedAdapter
+from penstock.types.errors import ConfigError, ModelError, Rejected, RejectReason
 from tiny_adapters import write_adapter
 
 ONE = {"model.layers.0.self_attn.q_proj": (np.ones((1, 4), np.float32), np.ones((4, 1), np.float32))}
 WAIT_S = 30.0
+DEEP = Path("folder", "too", "deep")
+"""A place in the folder of adapters that no name leads to."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,22 @@ class Disk:
     began: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     fault: Callable[[Path], Exception | None] = lambda _: None
+    num_values: int = 0
+    """Numbers that each adapter has."""
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def read(self, path: Path) -> AdapterFactors:
+    def read(self, path: Path, files: AdapterFiles) -> AdapterFactors:
         self.loads.append(path.name)
         self.began.release()
         assert self.gate.wait(WAIT_S)
         if (error := self.fault(path)) is not None:
             raise error
+        files.check(path)
+        files.read(path / CONFIG_FILE, 1 << 20)
+        files.read(path / WEIGHTS_FILE, 1 << 20)
+        files.take(self.num_values)
         return AdapterFactors({path.name: (np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))})
 
     def pack(self, factors: AdapterFactors) -> PackedAdapter:
@@ -92,6 +105,10 @@ def found(adapters: Adapters, name: str) -> AdapterRef:
     ref = adapters.find(name)
     assert ref is not None
     return ref
+
+
+def load(adapters: Adapters, name: str, path: Path, *, may_replace: bool = False) -> AdapterRef:
+    return adapters.load(name, path, may_replace=may_replace).result(WAIT_S)
 
 
 def is_there(adapters: Adapters, ref: AdapterRef) -> bool:
@@ -208,11 +225,15 @@ def test_a_fault_is_told_for_a_while_and_then_it_is_tried_again(disk: Disk, tmp_
         ref = found(adapters, "a")
         adapters.want(ref)
         disk.wait()
-        assert adapters.state(ref.number).failure == adapters.failure("a") == f"{tmp_path / 'a'}: broken. Mend it."
+        told = adapters.failure("a")
+        assert told is not None
+        assert (told.detail, told.reason) == (f"{tmp_path / 'a'}: broken. Mend it.", RejectReason.INVALID)
+        assert adapters.state(ref.number) == AdapterState(None, told.detail, told.reason)
         adapters.want(ref)
         assert found(adapters, "a") is ref
         clock.advance(10_000_000_001)
-        assert adapters.state(ref.number).failure == adapters.failure("a") == ""
+        assert adapters.failure("a") is None
+        assert adapters.state(ref.number) == AdapterState()
         disk.fault = lambda _: None
         again = found(adapters, "a")
         adapters.want(again)
@@ -239,38 +260,120 @@ def test_whatever_goes_wrong_others_are_loaded_after_it(disk: Disk, tmp_path: Pa
         for name in "ab":
             adapters.want(found(adapters, name))
         disk.wait(2)
-        assert 0 < len(adapters.failure("a")) <= 1000
+        told = adapters.failure("a")
+        assert told is not None
+        assert 0 < len(told.detail) <= 1000
+        assert told.reason is (RejectReason.INVALID if isinstance(error, ModelError) else RejectReason.UNAVAILABLE)
         assert is_there(adapters, found(adapters, "b"))
 
 
-def test_files_that_changed_since_the_first_use_are_another_adapter(disk: Disk, tmp_path: Path) -> None:
-    """Cached prefixes of the first one would be read with the second one's weights."""
-    with registry(disk, tmp_path, "a") as adapters:
-        ref = found(adapters, "a")
+def test_an_adapter_is_what_was_read_first_and_its_fingerprint_is_the_hash_of_that(disk: Disk, tmp_path: Path) -> None:
+    with registry(disk, tmp_path, "a", "b") as adapters:
+        refs = [found(adapters, name) for name in "ab"]
         write_adapter(tmp_path / "a", ONE, lora_alpha=7)
+        write_adapter(tmp_path / "b", ONE, lora_alpha=7)
+        for ref in refs:
+            adapters.want(ref)
+        disk.wait(2)
+        assert [is_there(adapters, ref) for ref in refs] == [True, True]
+        assert len(refs[0].fingerprint) == 16
+        assert refs[0].fingerprint == refs[1].fingerprint, "the same content elsewhere"
+
+
+def test_a_file_of_the_same_size_and_time_is_another_adapter_when_it_is_read(disk: Disk, tmp_path: Path) -> None:
+    """As one that is rewritten in place within the granularity of the clock."""
+    with registry(disk, tmp_path, "a", "b", most=1) as adapters:
+        ref = found(adapters, "a")
         adapters.want(ref)
         disk.wait()
-        assert "changed since it was first used" in adapters.state(ref.number).failure
+        assert is_there(adapters, ref)
+        rewrite(tmp_path / "a")
+        again = load(adapters, "a", tmp_path / "a", may_replace=True)
+        assert again.fingerprint != ref.fingerprint
+        assert found(adapters, "a") is again
+
+
+def rewrite(folder: Path) -> None:
+    """Another content, and nothing that `stat` tells of the time or the size."""
+    path = folder / WEIGHTS_FILE
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+
+
+def test_files_that_changed_while_requests_wait_fail_and_nobody_who_waits_is_to_blame(disk: Disk, tmp_path: Path) -> None:
+    """Cached prefixes of the first one would be read with the second one's weights."""
+    with registry(disk, tmp_path, "a", "b", most=1) as adapters:
+        ref, other = found(adapters, "a"), found(adapters, "b")
+        for one in (ref, other):
+            adapters.want(one, is_urgent=True)
+            disk.wait()
+            assert is_there(adapters, one)
+        rewrite(tmp_path / "a")
+        adapters.want(ref, is_urgent=True)
+        disk.wait()
+        state = adapters.state(ref.number)
+        assert "changed while it was in use" in state.failure
+        assert state.reason is RejectReason.UNAVAILABLE
         again = found(adapters, "a")
-        assert (again.number > ref.number, again.fingerprint != ref.fingerprint) == (True, True)
-        adapters.want(again)
+        assert again.number > ref.number
+        adapters.want(again, is_urgent=True)
         disk.wait()
         assert is_there(adapters, again)
+        assert again.fingerprint != ref.fingerprint
 
 
-def test_the_fingerprint_is_the_same_after_a_restart_and_another_for_other_content(tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "a", ONE)
-    first = fingerprint(path)
-    assert fingerprint(tmp_path / "." / "a") == first
-    assert len(first) == 16
-    (tmp_path / "link").symlink_to(path)
-    assert fingerprint(tmp_path / "link") == first
-    write_adapter(path, ONE, lora_alpha=7)
-    assert fingerprint(path) != first
-    assert fingerprint(write_adapter(tmp_path / "b", ONE)) != first
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for odd in (tmp_path / "none", tmp_path / "loop", tmp_path / "a\0b", tmp_path / "\ud800", tmp_path / "none.gguf"):
-        assert len(fingerprint(odd)) == 16
+def test_what_was_read_once_and_is_gone_is_no_fault_of_those_who_wait(disk: Disk, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "folder" / "gone", ONE)
+    with registry(disk, tmp_path, "b", most=1) as adapters:
+        ref, other = found(adapters, "gone"), found(adapters, "b")
+        for one in (ref, other):
+            adapters.want(one, is_urgent=True)
+            disk.wait()
+            assert is_there(adapters, one)
+        shutil.rmtree(tmp_path / "folder" / "gone")
+        adapters.want(ref, is_urgent=True)
+        disk.wait()
+        assert "there is no such file" in adapters.state(ref.number).failure
+        assert adapters.state(ref.number).reason is RejectReason.UNAVAILABLE
+        assert adapters.find("gone") is None
+        assert not adapters.has("gone")
+
+
+def test_requests_keep_the_adapter_that_they_began_with(disk: Disk, tmp_path: Path) -> None:
+    """Unloaded, or replaced in place, while others fill the memory: it is the last to leave."""
+    with registry(disk, tmp_path, *"bcdef", most=3) as adapters:
+        path = write_adapter(tmp_path / DEEP / "new", ONE)
+        first = load(adapters, "new", path)
+        write_adapter(path, ONE, lora_alpha=7)
+        second = load(adapters, "new", path, may_replace=True)
+        shutil.rmtree(path)
+        adapters.unload("new")
+        for name in "bcdef":
+            ref = found(adapters, name)
+            adapters.want(ref, is_urgent=True)
+            while not is_there(adapters, ref):
+                disk.wait()
+        assert [is_there(adapters, ref) for ref in (first, second)] == [True, True]
+        numbers = [first.number, second.number]
+        del first, second
+        assert adapters.stats.num_in_memory == 1, "nobody has them"
+        assert not adapters._by_number.keys() & numbers
+
+
+def test_memory_stays_bounded_whatever_is_held(disk: Disk, tmp_path: Path) -> None:
+    with registry(disk, tmp_path, most=2) as adapters:
+        held = []
+        for idx in range(5):
+            held.append(load(adapters, "new", write_adapter(tmp_path / DEEP / f"new{idx}", ONE)))
+            adapters.unload("new")
+        assert adapters.stats.num_in_memory == 2
+        adapters.want(held[0], is_urgent=True)
+        for _ in range(6):
+            disk.wait()
+        assert is_there(adapters, held[0]), "it is read again"
 
 
 def test_names_are_looked_up_in_the_folder_and_never_outside(disk: Disk, tmp_path: Path) -> None:
@@ -290,58 +393,60 @@ def test_names_are_looked_up_in_the_folder_and_never_outside(disk: Disk, tmp_pat
         for name in [*names, "one\0", "team//two", "a/b/c", "ONE", "~", "\ud800"]:
             assert adapters.find(name) is None, name
         assert [one.name for one in adapters.registered()] == ["one", "team/two", "three", "three.gguf"]
-        assert adapters.is_within(folder / "team" / "two")
-        assert not any(adapters.is_within(path) for path in (tmp_path / "outside", folder / ".." / "outside", folder / "leak"))
-        assert not adapters.is_within(folder / "a\0b")
+        for path in (tmp_path / "outside", folder / ".." / "outside", folder / "leak", folder / "a\0b", tmp_path / "nothing"):
+            with pytest.raises(ModelError, match="--lora-dir"):
+                load(adapters, "mine", path)
+        load(adapters, "mine", folder / "team" / "two")
 
 
 def test_loading_by_name_tells_what_is_wrong(disk: Disk, tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "new", ONE)
+    path = write_adapter(tmp_path / DEEP / "new", ONE)
     with registry(disk, tmp_path, "a") as adapters:
-        ref = adapters.load("new", path)
+        ref = load(adapters, "new", path)
         assert is_there(adapters, ref)
         assert adapters.find("new") is ref
         with pytest.raises(ConfigError, match="'new' already"):
-            adapters.load("new", path)
-        other = adapters.load("new", write_adapter(tmp_path / "other", ONE), may_replace=True)
+            load(adapters, "new", path)
+        other = load(adapters, "new", write_adapter(tmp_path / DEEP / "other", ONE), may_replace=True)
         assert other.number > ref.number
         assert adapters.find("new") is other
         disk.fault = lambda path: ModelError(f"{path}: broken.")
         with pytest.raises(ModelError, match="broken"):
-            adapters.load("new", path, may_replace=True)
+            load(adapters, "new", path, may_replace=True)
         with pytest.raises(ModelError, match="broken"):
-            adapters.load("bad", path)
+            load(adapters, "bad", path)
         assert adapters.find("new") is other
         assert adapters.find("bad") is None
         for name in ("", "x" * 201, "two\nlines"):
             with pytest.raises(ConfigError, match="no name of an adapter"):
-                adapters.load(name, path)
+                load(adapters, name, path)
 
 
 def test_an_adapter_that_was_unloaded_stays_for_those_who_have_it(disk: Disk, tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "new", ONE)
+    path = write_adapter(tmp_path / DEEP / "new", ONE)
     with registry(disk, tmp_path) as adapters:
-        ref = adapters.load("new", path)
+        ref = load(adapters, "new", path)
         assert adapters.unload("new")
         assert not adapters.unload("new")
         assert adapters.find("new") is None
         assert is_there(adapters, ref)
-        again = adapters.load("new", path)
+        again = load(adapters, "new", path)
         assert (again.number != ref.number, again.fingerprint == ref.fingerprint) == (True, True)
 
 
 def test_a_thousand_loads_and_unloads_leave_nothing_behind(disk: Disk, tmp_path: Path) -> None:
-    path = write_adapter(tmp_path / "new", ONE)
+    path = write_adapter(tmp_path / DEEP / "new", ONE)
     with registry(disk, tmp_path, most=4) as adapters:
-        first = adapters.load("new", path)
+        first = load(adapters, "new", path)
         adapters.unload("new")
-        for _ in range(1100):
-            adapters.load("new", path)
+        for _ in range(1000):
+            load(adapters, "new", path)
             adapters.unload("new")
-        assert "unloaded" in adapters.state(first.number).failure
-        assert adapters.stats.num_in_memory <= 4
+        assert is_there(adapters, first)
+        assert adapters.stats.num_in_memory == 1
         assert adapters.stats.num_registered == 0
-        assert len(adapters._by_number) <= 1024
+        assert list(adapters._by_number) == [first.number]
+        assert not adapters._asked
 
 
 def test_a_model_that_is_put_aside_keeps_the_names(disk: Disk, tmp_path: Path) -> None:
@@ -360,31 +465,100 @@ def test_a_model_that_is_put_aside_keeps_the_names(disk: Disk, tmp_path: Path) -
         assert is_there(adapters, ref)
 
 
-def test_memory_has_room_for_so_many_bytes_or_one(disk: Disk, tmp_path: Path) -> None:
-    adapters = connected(disk, modules={name: write_adapter(tmp_path / name, ONE) for name in "abc"}, max_bytes=250)
+def test_memory_has_room_for_so_many_bytes_those_of_reading_included(disk: Disk, tmp_path: Path) -> None:
+    disk.num_values = 100
+    need = 100 * READ_BYTES
+    adapters = connected(disk, modules={name: write_adapter(tmp_path / name, ONE) for name in "abc"}, max_bytes=need + 100)
     adapters.listen(disk.ended.release)
-    for name in "abc":
-        adapters.want(found(adapters, name))
+    refs = [found(adapters, name) for name in "abc"]
+    for ref in refs:
+        adapters.want(ref)
         disk.wait()
-        adapters.state(found(adapters, name).number)
-    assert [is_there(adapters, found(adapters, name)) for name in "abc"] == [False, True, True]
+        adapters.state(ref.number)
+    assert [is_there(adapters, ref) for ref in refs] == [False, True, True]
     adapters.close()
-    adapters.connect(disk.read, disk.pack, max_bytes=50)
+    adapters.connect(disk.read, disk.pack, max_bytes=need - 1)
     adapters.listen(disk.ended.release)
-    adapters.want(found(adapters, "a"))
+    adapters.want(refs[0])
     disk.wait()
-    assert is_there(adapters, found(adapters, "a"))
+    told = adapters.state(refs[0].number).failure
+    assert re.search(r"reading the adapter takes up to 1.56 KiB, and adapters may take 1.56 KiB.*--max-cpu-loras", told), told
     adapters.close()
 
 
 def test_closing_ends_those_who_wait_for_a_load(disk: Disk, tmp_path: Path) -> None:
     adapters = connected(disk, folder=tmp_path)
     adapters.close()
-    with pytest.raises(ModelError):
-        adapters.load("a", write_adapter(tmp_path / "a", ONE))
+    with pytest.raises(Rejected, match="the model leaves"):
+        load(adapters, "a", write_adapter(tmp_path / "a", ONE))
+    adapters.connect(disk.read, disk.pack, max_bytes=1 << 30)
+    disk.gate.clear()
+    done = adapters.load("a", write_adapter(tmp_path / "a", ONE))
+    assert disk.began.acquire(timeout=WAIT_S)
+    threading.Timer(0.05, disk.gate.set).start()
     adapters.close()
+    with pytest.raises(Rejected, match="the model leaves"):
+        done.result(WAIT_S)
+    assert not adapters.has("a")
 
 
 def test_no_room_at_all_is_refused(disk: Disk) -> None:
     with pytest.raises(ConfigError, match="--max-cpu-loras"):
         Adapters(max_in_memory=0)
+
+
+def test_a_thread_that_is_stuck_is_left_and_another_one_reads(disk: Disk, tmp_path: Path, clock: VirtualClock) -> None:
+    with registry(disk, tmp_path, *"abcdefgh", clock=clock) as adapters:
+        refs = [found(adapters, name) for name in "abcdefgh"]
+        disk.gate.clear()
+        for num, ref in enumerate(refs, 1):
+            adapters.want(ref)
+            if num <= 4:
+                assert disk.began.acquire(timeout=WAIT_S)
+            clock.advance(5_000_000_000)
+        assert disk.loads == list("abcd"), "four threads at most"
+        disk.gate.set()
+        disk.wait(8)
+        assert sorted(disk.loads) == list("abcdefgh")
+        assert all(is_there(adapters, ref) for ref in refs)
+        assert len(adapters._threads) == 1
+
+
+def test_so_many_loads_by_name_at_once(disk: Disk, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / DEEP / "new", ONE)
+    with registry(disk, tmp_path) as adapters:
+        disk.gate.clear()
+        pending = [adapters.load(f"n{idx}", path) for idx in range(registry_of_adapters.MAX_ASKED)]
+        with pytest.raises(Rejected, match="64 adapters are being loaded by name already") as caught:
+            adapters.load("more", path)
+        assert caught.value.reason is RejectReason.QUEUE_FULL
+        assert [one.cancel() for one in pending[1:]] == [True] * 63, "who does not wait any more"
+        disk.gate.set()
+        assert pending[0].result(WAIT_S) is adapters.find("n0")
+        disk.wait(64)
+        assert [one.name for one in adapters.registered()] == ["n0"]
+        assert adapters.stats.num_in_memory == 1
+        assert len(adapters._by_number) == 1
+
+
+def test_names_are_bounded_and_those_of_the_folder_make_way(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_of_adapters, "MAX_NAMES", 3)
+    for name in "abcdef":
+        write_adapter(tmp_path / "folder" / name, ONE)
+    path = write_adapter(tmp_path / DEEP / "new", ONE)
+    with registry(disk, tmp_path, "mine") as adapters:
+        held = found(adapters, "a")
+        numbers = [found(adapters, name).number for name in "bcb"]
+        assert [one.name for one in adapters.registered()] == ["mine", "a", "b"], "a is held, and b came again"
+        assert len(set(numbers)) == 3
+        load(adapters, "new", path)
+        assert [one.name for one in adapters.registered()] == ["mine", "a", "new"]
+        with pytest.raises(ConfigError, match="3 adapters have names already"):
+            adapters.find("c")
+        with pytest.raises(ConfigError, match="3 adapters have names already"):
+            load(adapters, "newer", path)
+        assert adapters.find("a") is held
+        load(adapters, "new", path, may_replace=True)
+        assert len(adapters._by_number) <= 3 + 1

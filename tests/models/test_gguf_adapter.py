@@ -147,7 +147,7 @@ def test_files_that_are_damaged_or_too_large_are_refused(tmp_path: Path, tiny: L
     with pytest.raises(ModelError, match="there is no such file"):
         read(path, tiny)
     os.mkfifo(path)
-    with pytest.raises(ModelError, match="there is no such file"):
+    with pytest.raises(ModelError, match="it is no regular file"):
         read(path, tiny)
     with pytest.raises(ModelError, match="no adapter of LoRA"):
         read(write_gguf(tmp_path / "model.gguf", TINY), tiny)

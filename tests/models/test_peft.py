@@ -259,7 +259,7 @@ FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "settings that are none": (lambda path: (path / "adapter_config.json").write_text("[]"), "can't be read as a JSON object"),
     "settings without end": (
         lambda path: (path / "adapter_config.json").write_text(json.dumps({**config_of(4), "x": "y" * 2_000_000})),
-        "more than 1048576 bytes",
+        "what it can hold at most takes 1048576",
     ),
     "no weights": (lambda path: (path / "adapter_model.safetensors").unlink(), "there is no adapter_model.safetensors"),
     "a pickle": (

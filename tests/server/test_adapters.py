@@ -2,20 +2,27 @@
 
 import asyncio
 import json
+import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from harness import make_client, make_runtime, until
 
-from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
+from penstock.deploy import adapters as registry_file
 from penstock.deploy.factory import open_executor, start_deployment, start_model
 from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
+from penstock.serve.app import create_app
+from penstock.serve.openai import adapters as route_file
+from penstock.serve.openai.read import find_asked
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from tiny_adapters import factors_of_llama, write_adapter
@@ -26,6 +33,8 @@ ENDS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NAMES = ("red", "green", "team/blue")
 ASK = {"prompt": "in the beginning", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 NUM_MORE = 40
+NUM_ROUNDS = 1000 if "PENSTOCK_SOAK_S" in os.environ else 200
+"""Loads and unloads in one server; `make test-soak` does the most."""
 
 
 @pytest.fixture(scope="module")
@@ -271,15 +280,19 @@ async def test_what_can_t_be_loaded_is_refused_by_name(client, folder, body, sta
     assert (await client.get("/v1/models/bad")).status_code == 404
 
 
-async def test_with_keys_adapters_are_an_admin_s_who_may_load_from_anywhere(running, folder, tmp_path):
+async def test_with_keys_adapters_are_an_admin_s_who_may_load_from_the_folder_alone_too(running, folder, tmp_path):
     elsewhere = write_adapter(tmp_path / "elsewhere", factors_of_llama(TINY, ends=ENDS))
-    body = {"lora_name": "else", "lora_path": str(elsewhere)}
+    body = {"lora_name": "else", "lora_path": str(folder / "adapters" / "red")}
     async with make_client(running, api_keys=("user",), admin_api_keys=("boss",)) as client:
         for key, status in ((None, 401), ("user", 403), ("boss", 200)):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             assert (await client.post("/v1/load_lora_adapter", json=body, headers=headers)).status_code == status
         for key, status in (("user", 403), ("boss", 200)):
             headers = {"Authorization": f"Bearer {key}"}
+            if key == "boss":
+                out = body | {"lora_name": "out", "lora_path": str(elsewhere)}
+                out = await client.post("/v1/load_lora_adapter", json=out, headers=headers)
+                assert (out.status_code, "--lora-dir" in out.text) == (400, True)
             gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "else"}, headers=headers)
             assert gone.status_code == status
 
@@ -306,7 +319,7 @@ async def test_metrics_and_load_tell_of_adapters_without_their_names(client, run
 
 async def test_a_request_that_waits_for_its_adapter_says_so_and_others_pass_it(client, running, expected, monkeypatch):
     read, gate = running.adapters._read, threading.Event()
-    monkeypatch.setattr(running.adapters, "_read", lambda path: read(path) if gate.wait(20) else None)
+    monkeypatch.setattr(running.adapters, "_read", lambda path, files: read(path, files) if gate.wait(20) else None)
     body = ASK | {"model": "more-late", "ignore_eos": True}
     waiting = asyncio.create_task(client.post("/v1/completions", json=body, headers={"X-Request-Id": "why"}))
     told = {}
@@ -385,3 +398,233 @@ def test_more_adapters_than_memory_are_refused_with_the_remedy(folder):
     config = replace(config, kv=KvConfig())
     with pytest.raises(NotEnoughMemory, match="--max-cpu-loras"):
         start_model(config, resolve(str(folder / "tiny"), folder))
+
+
+# what becomes of adapters while they are in use
+
+
+@pytest.fixture
+async def small(folder, tmp_path):
+    """A server of its own that keeps few adapters in memory, and runs one at a time; and its folder, which tests change."""
+    adapters = tmp_path / "adapters"
+    shutil.copytree(folder / "adapters", adapters, ignore=shutil.ignore_patterns("more-*"))
+    config = config_of(folder, lora_modules=(), lora_dir=str(adapters), max_cpu_loras=3, max_loras=1)
+    running = start_model(replace(config, kv=KvConfig(kv_cache_memory_bytes=1 << 17)), resolve(str(folder / "tiny"), folder))
+    try:
+        async with make_client(running) as client:
+            yield running, client, adapters
+    finally:
+        running.close()
+
+
+async def test_requests_that_wait_go_on_with_the_adapter_that_they_asked_for(small, expected, monkeypatch):
+    """Its name goes or becomes another's, its files are gone, and others want the memory and the pages."""
+    running, client, adapters = small
+    core, gate = running.engine._engine._core, threading.Event()
+    begin = core.begin
+    monkeypatch.setattr(core, "begin", lambda now_ns: begin(now_ns) if gate.is_set() else None)
+
+    async def ask(name):
+        num = running.engine.load().num_waiting
+        task = asyncio.create_task(tokens_of(client, name))
+        await until(lambda: running.engine.load().num_waiting > num)
+        return task
+
+    path = adapters / "red" / "again"
+    shutil.copytree(adapters / "red", path)
+    assert (await change(client, "load", lora_name="going", lora_path=str(path)))[0] == 200
+    waiting = [(await ask("going"), "red")]
+    shutil.rmtree(path)
+    shutil.copytree(adapters / "green", path)
+    assert (await change(client, "load", lora_name="going", lora_path=str(path), load_inplace=True))[0] == 200
+    waiting += [(await ask(name), name) for name in ("red", "team/blue")]
+    waiting.append((await ask("going"), "green"))
+    assert (await change(client, "unload", lora_name="going"))[0] == 200
+    shutil.rmtree(path)
+    assert (await client.post("/v1/completions", json=ASK | {"model": "going"})).status_code == 404
+    gate.set()
+    waiting += [(asyncio.create_task(tokens_of(client, name)), name) for name in ("green", "team/blue", "red")]
+    for task, name in waiting:
+        assert await task == expected[name], name
+
+
+async def test_a_folder_that_goes_while_it_is_served_stays_for_as_long_as_memory_has_it(small, expected):
+    running, client, adapters = small
+    assert await tokens_of(client, "red") == expected["red"]
+    shutil.rmtree(adapters / "red")
+    assert await tokens_of(client, "red") == expected["red"]
+    assert await tokens_of(client, "green") == expected["green"]
+    running.adapters.close()  # nothing is in memory, and the pool of pages has it still
+    assert await tokens_of(client, "red") == expected["red"]
+
+
+async def test_a_name_whose_folder_went_is_not_found_once_nothing_has_it(small):
+    running, client, adapters = small
+    shutil.copytree(adapters / "red", adapters / "brief")
+    held = running.adapters.find("brief")
+    shutil.rmtree(adapters / "brief")
+    for status in (400, 400):  # it was found, and can't be read
+        response = await client.post("/v1/completions", json=ASK | {"model": "brief"})
+        assert response.status_code in (status, 404), response.text
+    assert held is not None
+
+
+@pytest.mark.parametrize("config_is_pipe", [True, False])
+async def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(small, expected, config_is_pipe):
+    _, client, adapters = small
+    for name in ("piped", "also"):
+        shutil.copytree(adapters / "red", adapters / name)
+        pipe = adapters / name / ("adapter_config.json" if config_is_pipe else "adapter_model.safetensors")
+        pipe.unlink()
+        os.mkfifo(pipe)
+    async with asyncio.timeout(20):
+        assert (await change(client, "load", lora_name="new", lora_path=str(adapters / "piped")))[0] == 400
+        response = await client.post("/v1/completions", json=ASK | {"model": "also"})
+        assert response.status_code == (404 if config_is_pipe else 400)
+        assert (await client.get("/metrics")).status_code == 200
+        assert await tokens_of(client, "red") == expected["red"]
+
+
+async def test_a_load_that_does_not_end_holds_up_neither_metrics_nor_other_loads(small, expected, monkeypatch):
+    """As from a disk that does not answer: another thread reads after five seconds, and whoever waits is told."""
+    running, client, adapters = small
+    registry, gate = running.adapters, threading.Event()
+    read = registry._read
+    monkeypatch.setattr(registry_file, "_STUCK_NS", 0)
+    monkeypatch.setattr(route_file, "LOAD_TIMEOUT_S", 0.05)
+
+    def slow(path, files):
+        assert path.name != "green" or gate.wait(20)
+        return read(path, files)
+
+    monkeypatch.setattr(registry, "_read", slow)
+    try:
+        loads = [change(client, "load", lora_name=f"new{idx}", lora_path=str(adapters / "green")) for idx in range(40)]
+        for status, text in await asyncio.gather(*loads):
+            assert (status, "was not read in" in text or "being loaded by name" in text) in ((503, True), (429, True)), text
+        assert (await client.get("/metrics")).status_code == 200
+    finally:
+        gate.set()
+    assert await tokens_of(client, "red") == expected["red"]
+    await until(lambda: not registry._asked)
+    assert {one.name for one in registry.registered()} <= {"red"}, "nobody waited for these names"
+
+
+async def test_a_file_that_was_rewritten_in_place_is_read_by_load_inplace(small, expected):
+    _, client, adapters = small
+    path = adapters / "red" / "adapter_model.safetensors"
+    prompt = {"prompt": "in the beginning" * 5}
+    before = await client.post("/v1/completions", json=ASK | prompt | {"model": "red", "stream": True})
+    assert await tokens_of(client, "red") == expected["red"]
+    data, status = bytearray(path.read_bytes()), path.stat()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin:] = bytes(len(data) - begin)  # zeros: the base's own answer
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert await tokens_of(client, "red") == expected["red"], "until it is read again"
+    assert (await change(client, "load", lora_name="red", lora_path=str(adapters / "red"), load_inplace=True))[0] == 200
+    assert await tokens_of(client, "red") == expected[""]
+    after = await client.post("/v1/completions", json=ASK | prompt | {"model": "red", "stream": True})
+    prints = [json.loads(one.text.split("\n")[0][6:])["system_fingerprint"] for one in (before, after)]
+    assert prints[0] != prints[1]
+    assert {len(one.rpartition("_")[2]) for one in prints} == {8}
+    base = await client.post("/v1/completions", json=ASK | prompt)
+    fresh = await tokens_of(client, "red", **prompt)
+    assert base.json()["choices"][0]["token_ids"] == fresh, "no prefix of the old one was used"
+
+
+async def test_an_adapter_is_loaded_while_the_kv_cache_is_full(small, expected):
+    running, client, adapters = small
+    body = ASK | {"ignore_eos": True, "max_tokens": 200}
+    fillers = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(8)]
+    await until(lambda: running.engine.load().num_running and running.engine.load().num_waiting, 10.0)
+    assert running.engine.load().num_rows_free, "it is memory that those who wait lack"
+    assert (await change(client, "load", lora_name="new", lora_path=str(adapters / "red")))[0] == 200
+    assert await tokens_of(client, "new") == expected["red"]
+    for one in fillers:
+        assert (await one).status_code == 200
+
+
+async def test_an_adapter_that_is_too_large_for_the_memory_is_refused_with_the_remedy(folder, tmp_path):
+    write_adapter(tmp_path / "large", factors_of_llama(TINY, rank=16))
+    config = config_of(folder, lora_modules=(), lora_dir=str(tmp_path), max_cpu_loras=1, max_lora_rank=16)
+    running = start_model(config, resolve(str(folder / "tiny"), folder))
+    try:
+        async with make_client(running) as client:
+            response = await client.post("/v1/completions", json=ASK | {"model": "large"})
+            assert response.status_code == 400, response.text
+            assert "adapters may take" in response.text
+            assert "--max-cpu-loras" in response.text
+    finally:
+        running.close()
+
+
+async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_asked(folder):
+    first = replace(
+        config_of(folder, lora_modules=(), lora_dir=str(folder / "none")), model=ModelConfig(model=str(folder / "tiny"))
+    )
+    (folder / "none").mkdir(exist_ok=True)
+    other = replace(
+        config_of(folder, lora_modules=()), model=ModelConfig(model=str(folder / "tiny"), served_model_names=("other",))
+    )
+    deployment = start_deployment([first, other])
+    try:
+        one, two = deployment.served
+        found, ref = find_asked("red", deployment)
+        assert (found, deployment.adapters_of("red")) == (two, two)
+        shutil.copytree(folder / "adapters" / "red", folder / "none" / "red", dirs_exist_ok=True)
+        assert find_asked("red", deployment) == (two, ref), "it stays, though the first model's folder has the name now"
+        assert not one.adapters.has("red")
+        assert one.adapters.find("red") is not None
+        assert find_asked("red", deployment)[0] is one, "of two that have it, the first"
+        app = create_app(deployment, ServerConfig())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            path = str(folder / "adapters" / "green")
+            find_asked("green", deployment)
+            status, text = await change(client, "load", model="tiny", lora_name="green", lora_path=path)
+            assert (status, "An adapter of another model" in text) == (400, True), text
+            status, text = await change(client, "load", model="tiny", lora_name="other", lora_path=path)
+            assert (status, "A model is called" in text) == (400, True), text
+    finally:
+        deployment.close(10)
+        shutil.rmtree(folder / "none")
+
+
+async def test_loads_and_unloads_under_traffic_leave_memory_flat(small, expected):
+    running, client, adapters = small
+    await churn(client, running, adapters, expected, num_rounds=60)
+    before = resident_bytes()
+    await churn(client, running, adapters, expected, num_rounds=NUM_ROUNDS - 60)
+    grown = resident_bytes() - before
+    assert grown < 8 << 20, f"{grown >> 10} KiB"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def churn(client, running, adapters: Path, expected, *, num_rounds: int) -> None:
+    """Names come and go while requests of others run; no name, page or image is left, and every answer is right."""
+
+    async def ask() -> None:
+        for idx in range(num_rounds // 10):
+            name = ("", "green", "team/blue")[idx % 3]
+            assert await tokens_of(client, name or None) == expected[name]
+
+    async def come_and_go() -> None:
+        for idx in range(num_rounds):
+            name = ("red", "green")[idx % 2]
+            status, text = await change(client, "load", lora_name="passing", lora_path=str(adapters / name))
+            assert status == 200, text
+            if idx % 5 == 0:
+                assert await tokens_of(client, "passing") == expected[name]
+            assert (await change(client, "unload", lora_name="passing"))[0] == 200
+
+    await asyncio.gather(ask(), come_and_go())
+    registry, kv = running.adapters, running.engine._engine._core.scheduler.kv
+    await until(lambda: running.engine.load().num_running == 0)
+    assert registry.stats.num_in_memory <= 3
+    assert len(registry._by_number) <= 2 + 8, "those with a name, and those of the last step's requests"
+    assert kv.pool.num_available == kv.num_total_blocks
+    assert sum(len(one.block_ids) for one in kv.adapters.residents.values()) == kv.adapters.counts.num_blocks

@@ -110,16 +110,20 @@ def plan_memory(
 
 
 def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
-    """The memory for as many adapters as the settings name, of the greatest rank and of the projections of attention."""
+    """The memory for as many adapters as the settings name, of the greatest rank and of the projections of attention, and for
+    the reading of another one.
+    """
     if not config.lora.is_on:
         return AdapterRoom()
     from penstock.models.adapter import sites
+    from penstock.models.adapter_files import READ_BYTES
     from penstock.models.architectures import describe
 
     shapes = sites(describe(model.spec))
-    widths = [sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED]
+    num_values = config.lora.max_lora_rank * sum(sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED)
     return AdapterRoom(
-        image_bytes=_FACTOR_BYTES * config.lora.max_lora_rank * sum(widths),
+        image_bytes=_FACTOR_BYTES * num_values,
+        read_bytes=READ_BYTES * num_values,
         num_in_pool=config.lora.max_loras,
         num_in_memory=config.lora.max_cpu_loras,
     )

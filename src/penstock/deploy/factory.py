@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from penstock.engine.transfers import Transfers
     from penstock.kv.manager import KVManager
     from penstock.kv.tiers import Tier
+    from penstock.models.adapter import AdapterFactors
+    from penstock.models.adapter_files import AdapterFiles
     from penstock.models.catalog import ModelSource
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
@@ -682,7 +684,11 @@ def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Ex
     from penstock.models.load import load_adapter
 
     packer = cast("NativeExecutor | ReferenceExecutor", executor).adapter_packer
-    read = partial(load_adapter, spec=model.spec, program=describe(model.spec), max_rank=max_rank)
+    spec, program = model.spec, describe(model.spec)
+
+    def read(path: Path, files: AdapterFiles) -> AdapterFactors:
+        return load_adapter(path, spec, program, max_rank=max_rank, files=files)
+
     adapters.connect(read, packer, max_bytes=max_bytes)
 
 
@@ -777,7 +783,7 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
         )
     if config.lora.is_on:
         _log.info(
-            "adapters of up to rank %d: %d different ones at once, %s for %d in memory",
+            "adapters of up to rank %d: %d different ones at once, %s for %d in memory and the reading of another",
             config.lora.max_lora_rank,
             config.lora.max_loras,
             format_size(kv.num_adapter_bytes),

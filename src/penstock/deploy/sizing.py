@@ -36,6 +36,8 @@ class AdapterRoom:
 
     image_bytes: int = 0
     """Size of the largest that is counted on; larger ones are taken, and fewer of them."""
+    read_bytes: int = 0
+    """Memory that reading it takes."""
     num_in_pool: int = 0
     num_in_memory: int = 0
 
@@ -49,7 +51,7 @@ class KvPlan:
     num_step_bytes: int = 0
     """Memory for a step beside it, where `RESERVE_BYTES` does not cover that: for the experts that its tokens go to."""
     num_adapter_bytes: int = 0
-    """Memory for adapters beside it."""
+    """Memory for adapters beside it, and for the reading of one."""
 
     @property
     def num_blocks(self) -> int:
@@ -106,11 +108,12 @@ def plan_kv(
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
-    adapter_bytes = adapters.num_in_memory * adapters.image_bytes
+    adapter_bytes = adapters.num_in_memory * adapters.image_bytes + adapters.read_bytes
     if adapter_bytes and free_bytes - adapter_bytes < 2 * block_bytes:
         raise NotEnoughMemory(
-            f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each leave no KV cache of the "
-            f"{format_size(max(0, free_bytes))} that are free after the weights.",
+            f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
+            f"{format_size(adapters.read_bytes)} to read one, leave no KV cache of the {format_size(max(0, free_bytes))} that "
+            "are free after the weights.",
             remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
         )
     free_bytes -= adapter_bytes

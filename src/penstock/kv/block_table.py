@@ -24,6 +24,7 @@ TOKEN_BYTES = 4
 
 def root_hash(salt: bytes, adapter: AdapterRef | None = None) -> bytes:
     """The parent of a request's first block: another for each adapter, whose keys and values are others."""
+    assert adapter is None or adapter.fingerprint, "an adapter is read before anything is computed with it"
     key = b"" if adapter is None else adapter.fingerprint
     return blake2b(salt, digest_size=HASH_BYTES, key=key, person=b"penstock-kv").digest()
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from penstock.models import architectures
 from penstock.models.adapter import AdapterFactors, sites
+from penstock.models.adapter_files import AdapterFiles
 from penstock.models.assembly import find_pieces
 from penstock.models.gguf import BLOCK
-from penstock.models.gguf_file import GgufFile, TensorEntry, read_gguf
+from penstock.models.gguf_file import GgufFile, TensorEntry, parse_gguf
 from penstock.models.gguf_tensors import load_tensor
 from penstock.models.peft import F32, MERGE, place, put, scaled
 from penstock.models.program import Program
@@ -27,13 +28,17 @@ _LLAMAS = ("llama", "mistral", "mixtral")
 """Architectures of ours whose GGUF files are called llama."""
 
 
-def read_gguf_adapter(path: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+def read_gguf_adapter(
+    path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+) -> AdapterFactors:
     """The factors of the adapter in a file, for a model of this spec and program. Raises ModelError, as `peft.read_peft` does.
 
-    Memory is bounded by factors of `max_rank` in float32 for all matrices of the program, twice.
+    Memory is bounded by factors of `max_rank` for all matrices of the program, and by `files`.
     """
+    files = files or AdapterFiles()
+    files.check(path)
     most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + _MAX_METADATA_BYTES
-    file = read_gguf(path, max_bytes=most_bytes)
+    file = parse_gguf(path, files.read(path, most_bytes))
     if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
         raise ModelError(f"{path}: this is no adapter of LoRA.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
     if "adapter.alora.invocation_tokens" in file.metadata:
@@ -61,6 +66,7 @@ def read_gguf_adapter(path: Path, spec: ModelSpec, program: Program, *, max_rank
         is_interleaved=architecture.is_interleaved_in_gguf,
         known=[f"blk.0.{end.removesuffix('.weight')}" for end in architecture.gguf_layer if end.endswith(".weight")],
     )
+    files.take(sum(math.prod(half.shape) for halves in pairs.values() for half in halves))
     factors: dict[str, tuple[F32, F32]] = {}
     for stem, (a, b) in pairs.items():
         first, second = (load_tensor(file, half, half.name).dequantize() for half in (a, b))

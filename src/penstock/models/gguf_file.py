@@ -170,23 +170,8 @@ def open_gguf(path: Path) -> GgufFile:
     return _joined([first, *(_open_part(file) for file in files[1:])])
 
 
-def read_gguf(path: Path, *, max_bytes: int) -> GgufFile:
-    """A file that is read into memory and not mapped, so that it may change or go. Raises ModelError, as for a longer one."""
-    try:
-        if not path.is_file():
-            raise FileNotFoundError
-        num_bytes = path.stat().st_size
-        if num_bytes > max_bytes:
-            raise ModelError(
-                f"{path}: it has {num_bytes} bytes, and what it can hold at most takes {max_bytes}.",
-                remedy="Check that it belongs to this model.",
-            )
-        with path.open("rb") as file:
-            data = file.read(max_bytes)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file.", remedy="Check the path.") from error
-    except OSError as error:
-        raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
+def parse_gguf(path: Path, data: bytes) -> GgufFile:
+    """A file that was read into memory and is not mapped, so that it may change or go. Raises ModelError."""
     try:
         return _parse(path, data)
     except MalformedError as error:

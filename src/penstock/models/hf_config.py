@@ -80,10 +80,18 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
     if is_optional and not path.is_file():
         return JsonFile(path, {})
     try:
-        return JsonFile(path, checks.json_object(path.read_bytes()))
+        return json_file(path, path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file.", remedy="Fetch the whole model directory.") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read: {error}.", remedy="Fetch the file again.") from error
+
+
+def json_file(path: Path, data: bytes) -> JsonFile:
+    """The JSON object of a file that was read. Raises ModelError."""
+    try:
+        return JsonFile(path, checks.json_object(data))
+    except ValueError as error:
         raise ModelError(f"{path}: can't be read as a JSON object: {error}.", remedy="Fetch the file again.") from error
 
 

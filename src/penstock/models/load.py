@@ -7,6 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from penstock.models.adapter import AdapterFactors
+from penstock.models.adapter_files import AdapterFiles
 from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
 from penstock.models.generation import obeying
@@ -70,18 +71,20 @@ def load_model(
     return obeying(model, generation)
 
 
-def load_adapter(path: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+def load_adapter(
+    path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+) -> AdapterFactors:
     """The factors of the adapter in a folder of PEFT or in a GGUF file, for a model of this spec and program.
 
-    Raises ModelError for whatever is wrong with its files, or is not computed.
+    `files` bounds the reading. Raises ModelError for whatever is wrong with its files, or is not computed.
     """
     if path.suffix == ".gguf":
         from penstock.models.gguf_adapter import read_gguf_adapter
 
-        return read_gguf_adapter(path, spec, program, max_rank=max_rank)
+        return read_gguf_adapter(path, spec, program, max_rank=max_rank, files=files)
     from penstock.models.peft import read_peft
 
-    return read_peft(path, spec, program, max_rank=max_rank)
+    return read_peft(path, spec, program, max_rank=max_rank, files=files)
 
 
 NUM_SAMPLES = 16

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, hf, rope
 from penstock.models.adapter import OUTPUT_SITE, AdapterFactors, sites
+from penstock.models.adapter_files import AdapterFiles
 from penstock.models.architectures import Parts
 from penstock.models.assembly import Piece, Sizes
 from penstock.models.formats import WeightFormat, dequantize
-from penstock.models.hf_config import JsonFile, read_json
+from penstock.models.hf_config import JsonFile, json_file
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
 from penstock.models.weights import WeightTensor, row_slices
@@ -68,13 +69,15 @@ _RETRAIN = "Use an adapter that was trained on the model that is served."
 _log = logging.getLogger(__name__)
 
 
-def read_peft(folder: Path, spec: ModelSpec, program: Program, *, max_rank: int) -> AdapterFactors:
+def read_peft(
+    folder: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
+) -> AdapterFactors:
     """The factors of the adapter in a folder, for a model of this spec and program.
 
     Raises ModelError for files that are missing, damaged or hostile, for a base of another shape, and for what is not computed.
-    Memory is bounded by factors of `max_rank` for all matrices of the program.
+    Memory is bounded by factors of `max_rank` for all matrices of the program, and by `files`.
     """
-    return _read(folder, spec, program, max_rank, None)
+    return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
 
 
 def read_to_merge(
@@ -82,14 +85,15 @@ def read_to_merge(
 ) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
     """The same, and the embedding and output that the adapter has as a whole (`modules_to_save`), by site."""
     whole: dict[str, WeightTensor] = {}
-    return _read(folder, spec, program, max_rank, whole), whole
+    return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
 
 
 def _read(
-    folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None
+    folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None, files: AdapterFiles
 ) -> AdapterFactors:
     """The factors; whole matrices are put into `whole`, if it is given."""
-    config = _read_config(folder)
+    files.check(folder)
+    config = _read_config(folder, files)
     settings = _Settings(config)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
@@ -97,7 +101,7 @@ def _read(
         cause = "its weights are in adapter_model.bin, which can run any code" if is_pickle else f"there is no {WEIGHTS_FILE}"
         raise ModelError(f"{folder}: {cause}.", remedy="Save the adapter again with PEFT's save_pretrained, as safetensors.")
     try:
-        with path.open("rb") as file:
+        with files.open(path) as file:
             entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES)
             pairs = _pairs(entries, path)
             wholes = _wholes(entries, spec, program, path, may_have=whole is not None)
@@ -118,6 +122,7 @@ def _read(
             if config.values.get("ensure_weight_tying") and len((placed.keys() | wholes.keys()) & {"embed", OUTPUT_SITE}) == 1:
                 cause = "it has ensure_weight_tying, and changes the embedding or the output alone"
                 raise ModelError(f"{folder}: {cause}, which is not computed.", remedy=MERGE)
+            files.take(sum(math.prod(entries[half].shape) for halves in pairs.values() for half in halves))
             scales = {module: settings.scale(module, entries[a].shape[0]) for module, (a, _) in pairs.items()}
             factors: dict[str, tuple[F32, F32]] = {}
             for name, (module, halves) in zip(names, pairs.items(), strict=True):
@@ -252,14 +257,12 @@ def _module_names(architecture: architectures.Architecture, program: Program) ->
     ]
 
 
-def _read_config(folder: Path) -> JsonFile:
+def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
     """The settings, of which those that change what is computed are known to be off. Raises ModelError."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: there is no {CONFIG_FILE}.", remedy="Name a folder that PEFT's save_pretrained made.")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ModelError(f"{path}: it has more than {_MAX_CONFIG_BYTES} bytes.", remedy="Check that it is PEFT's file.")
-    config = read_json(path)
+    config = json_file(path, files.read(path, _MAX_CONFIG_BYTES))
     kind = config.require("peft_type", str)
     if kind != "LORA":
         raise ModelError(f"{path}: it is an adapter of the type {kind!r}, and LORA alone is computed.", remedy=MERGE)

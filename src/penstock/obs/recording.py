@@ -316,6 +316,8 @@ class _Writer:
         """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
         self._contents: dict[bytes, int] = {}
         """Fingerprint of an adapter -> the first number that had it."""
+        self._content_of: dict[int, int] = {}
+        """Number of an adapter -> the number that was told for its content, which stays."""
         self._tenants = {name: number for number, name in enumerate(tenants)}
         self._next_context: dict[int, int] = {}
         """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
@@ -527,9 +529,13 @@ class _Writer:
         """The first adapter with the same content: one that was unloaded and loaded again shares its prefixes."""
         if adapter is None:
             return BASE
-        if len(self._contents) >= MAX_ADAPTERS:
-            return self._contents.get(adapter.fingerprint, adapter.number)
-        return self._contents.setdefault(adapter.fingerprint, adapter.number)
+        number, content = adapter.number, adapter.fingerprint
+        told = self._content_of.get(number, self._contents.get(content, number))
+        if len(self._content_of) < MAX_ADAPTERS:
+            self._content_of[number] = told
+            if content:  # else it has not been read yet
+                self._contents.setdefault(content, told)
+        return told
 
     def _tenant(self, tenant: str) -> int | str:
         if self._has_tenant_names:

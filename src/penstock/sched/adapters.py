@@ -150,7 +150,7 @@ class Adapters:
             elif num_pages:
                 continue
             elif state.failure:
-                yield request, Rejected(RejectReason.INVALID, state.failure, param="model")
+                yield request, Rejected(state.reason, state.failure, param="model")
             elif now_ns >= awaited.until_ns:
                 detail = f"Its adapter was not loaded in {LOAD_TIMEOUT_NS // 10**9} s; the server's log may say why."
                 yield request, Rejected(RejectReason.UNAVAILABLE, detail)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.types.errors import RejectReason
+
 BASE = 0
 """The number of no adapter: the model as it is."""
 CONFIG_FILE = "adapter_config.json"
@@ -15,14 +17,17 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 """The files of an adapter's folder, as PEFT names them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class AdapterRef:
-    """An adapter that a request asks for."""
+    """An adapter that a request asks for. There is one object of each: as long as anybody has it, its source keeps the adapter
+    rather than others.
+    """
 
     number: int
     """Greater than `BASE`, and never another adapter's in this process, also after it was unloaded."""
-    fingerprint: bytes
-    """16 bytes that name its content, also after a restart; cached prefixes of another fingerprint are not its own."""
+    fingerprint: bytes = b""
+    """16 bytes, the hash of its files; cached prefixes of another fingerprint are not its own. The source writes it when the
+    adapter has been read for the first time; empty before."""
 
 
 class PackedAdapter(Protocol):
@@ -56,6 +61,8 @@ class AdapterState:
     """Its content, in the host's memory, which stays there for as long as anybody has this object."""
     failure: str = ""
     """Why it can't be had, in a sentence for the user: file, tensor, what was found and what was wanted."""
+    reason: RejectReason = RejectReason.INVALID
+    """The same in a word: UNAVAILABLE if whoever asked is not to blame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,9 @@ class AnswerOptions:
     model_name: str
     created_unix_s: int
     system_fingerprint: str
+    """The model's."""
+    adapter: AdapterRef | None = None
+    """Its content is a part of the answer's fingerprint, and known when there is an answer."""
     is_streamed: bool
     includes_usage: bool
     """A stream ends with an event of token counts."""

@@ -20,7 +20,7 @@ from penstock.deploy.arms import Arms
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.errors import ApiError, invalid, model_not_found, shorten
+from penstock.serve.errors import ApiError, invalid, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
 from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Owner, Terms, TextPrompt, TokenPrompt
 from penstock.serve.openai.grammars import asked_grammar
@@ -39,7 +39,7 @@ from penstock.serve.openai.schemas import (
     parse_body,
 )
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import counted
+from penstock.types.errors import ConfigError, counted
 from penstock.types.request import ARM_B
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
@@ -109,15 +109,18 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
 def find_asked(name: str | None, deployment: Deployment) -> tuple[ServedModel, AdapterRef | None]:
     """The model that a request names, loaded or not, and its adapter if the name is one's. Raises 404.
 
-    Models go first, then adapters that are known. A name that nothing has yet is looked up in the folders of adapters, which
-    reads a small file at most.
+    Models go first, then adapters that are known. A name that nothing has yet is looked up in the folders of adapters, where no
+    file is opened. Raises 503 if no name can be added.
     """
     served = deployment.find(name)
     if served is not None:
         return served, None
     owner = deployment.adapters_of(name or "")
     for served in (owner,) if owner is not None else deployment.served if name else ():
-        adapter = None if served.adapters is None else served.adapters.find(name or "")
+        try:
+            adapter = None if served.adapters is None else served.adapters.find(name or "")
+        except ConfigError as error:  # too many names
+            raise unavailable(str(error)) from None
         if adapter is not None:
             return served, adapter
     raise model_not_found(deployment.default.name if name is None else name, deployment.names)
@@ -192,8 +195,8 @@ class Reader:
         served, adapter = find_asked(body.model, self._deployment)
         running = served.answerer()
         if adapter is not None and running.adapters is not None and body.model is not None:
-            if failure := running.adapters.failure(body.model):
-                raise invalid(failure, "model")
+            if (rejected := running.adapters.failure(body.model)) is not None:
+                raise rejected
             running.adapters.want(adapter)
         if running.model.encoder is not None:
             raise invalid(
@@ -300,7 +303,8 @@ def _call(
         answer_id=answer_id,
         model_name=body.model or running.name,
         created_unix_s=running.sources.unix_time_s(),
-        system_fingerprint=running.model.fingerprint + ("" if adapter is None else f"_{adapter.fingerprint.hex()[:8]}"),
+        system_fingerprint=running.model.fingerprint,
+        adapter=adapter,
         is_streamed=bool(body.stream),
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.continuous_usage_stats),

@@ -131,11 +131,13 @@ class AnswerWriter(ABC):
         self.usage = Usage(call)
         self._head = b""
         self._prefixes: list[bytes] = []
-        if call.answer.is_streamed:
-            self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
-            begin = self._head + b',"choices":[{"index":'
-            self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(call.requests))]
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
+
+    def open(self) -> None:
+        """Make the parts of a stream's events, before the first one: an adapter's fingerprint is known by then."""
+        self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
+        begin = self._head + b',"choices":[{"index":'
+        self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -162,13 +164,13 @@ class AnswerWriter(ABC):
 
     def _answer_head(self, kind: str) -> dict[str, object]:
         """The fields that every answer and every event of a stream begins with."""
-        options = self._options
+        options, adapter = self._options, self._options.adapter
         return {
             "id": options.answer_id,
             "object": kind,
             "created": options.created_unix_s,
             "model": options.model_name,
-            "system_fingerprint": options.system_fingerprint,
+            "system_fingerprint": options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter else ""),
         }
 
     def _usage_suffix(self) -> bytes:
@@ -359,6 +361,7 @@ async def _stream(http: HttpRequest, call: RunningCall, writer: AnswerWriter) ->
     try:
         first_chunks = await call.stream.next_chunks()
         _raise_if_over(call, first_chunks)
+        writer.open()
     except BaseException:
         watch.stop()
         raise
