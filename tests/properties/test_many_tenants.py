@@ -76,7 +76,7 @@ def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> Non
     assert (order._waiting, order._serving, order._decoding, order._joined) == ({}, {}, {}, set())
     assert len(predictor._tenants) == MAX_PREDICTED
     assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
-    assert not admission._tenants._entered
+    assert not admission._tenants.entered
     assert 0 < len(kv.prefix._roots) <= 1.125 * MAX_BEGINNINGS
     assert 0 < len(kv.prefix._evicted_ns) <= 1.125 * MAX_EVICTED
     assert not kv.tables

@@ -20,6 +20,18 @@ ROOM_FOR_EXPECTED = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """The use that one tenant may make of a model; None: no such limit."""
+
+    max_concurrent: int | None = None
+    """Requests that may run or wait at once."""
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and answers."""
+    requests_per_minute: int | None = None
+    """Calls that come in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """A call at the door: all that is known of it before its prompt is tokenised. Made by the server."""
 
@@ -34,6 +46,8 @@ class Ask:
     min_new_tokens: int = 1
     """One choice has at least so many, as far as that is known beforehand."""
     tenant: str = ""
+    limits: TenantLimits | None = None
+    """Its tenant's own; None: those of all."""
     priority: int = 0
     """Lower is served first, if the waiting order looks at it."""
     deadline_ns: int | None = None

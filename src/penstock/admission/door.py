@@ -126,6 +126,7 @@ class Admission:
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
+        """For all tenants; a call may bring limits of its own."""
         self._checks = self._make_checks(limits)
         self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)
         targets_ns = [one.slo_ttft_ns for one in (limits, self._limits_b) if one.slo_ttft_ns is not None]
@@ -136,9 +137,7 @@ class Admission:
         self._num_entering_tokens = 0
 
     def _make_checks(self, limits: AdmissionLimits) -> tuple[Check, ...]:
-        checks: list[Check] = [Deadlines()]
-        if self._has_tenant_limits:
-            checks.append(self._tenants)
+        checks: list[Check] = [Deadlines(), self._tenants]
         checks += [QueueLength(limits.max_queue), QueueDelay(self.margin)]
         if limits.kv_headroom:
             checks.append(KvHeadroom(limits.kv_headroom))
@@ -162,7 +161,10 @@ class Admission:
         if promise is None:
             self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
+        is_limited = self._has_tenant_limits or ask.limits is not None
         for check in self._checks_b if ask.arm == ARM_B else self._checks:
+            if check is self._tenants and not is_limited:
+                continue
             refusal = check.refusal(view)
             if refusal is not None:
                 raise self._rejected(refusal, view, promise)
@@ -170,7 +172,7 @@ class Admission:
             self._promises.settle(promise)
         self._num_entering += ask.num_requests
         self._num_entering_tokens += view.num_prompt_tokens
-        return Place(view, self._tenants.hold(view) if self._has_tenant_limits else None)
+        return Place(view, self._tenants.hold(view) if is_limited else None)
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
         """The call's requests are about to be submitted."""
@@ -193,7 +195,7 @@ class Admission:
                 entry.adapter = request.adapter.number
                 entry.num_adapter_blocks = self._outlook(request.adapter).likely_pages
             self._backlog.enter(request.request_id, entry)
-            if self._has_tenant_limits:
+            if place.account is not None:
                 num_tokens = request.num_prompt_tokens + num_new_tokens
                 self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
 
@@ -241,7 +243,7 @@ class Admission:
     def on_finish(self, stats: RequestStats) -> None:
         self.drain.on_finish(stats)
         self._backlog.on_finish(stats.request_id)
-        if self._has_tenant_limits:
+        if self._tenants.entered:
             # What was cut off before it began has cost nothing.
             num_prompt_tokens = 0 if stats.first_scheduled_ns is None else stats.num_prompt_tokens
             num_tokens = num_prompt_tokens + stats.num_generated_tokens

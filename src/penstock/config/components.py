@@ -429,6 +429,11 @@ class ServerConfig(Component):
         (), "Key that clients must send; may be repeated.", key="api_key", default_doc="no key is asked for", is_multiple=True
     )
     api_key_file: str | None = path(None, "File with one key per line; # begins a comment.", default_doc="none")
+    api_keys_file: str | None = path(
+        None,
+        "TOML file of keys with names, and limits of their own; read again when it changes.",
+        default_doc="none",
+    )
     admin_api_keys: tuple[str, ...] = setting(
         (),
         "Key of those who change what is served; may be repeated. It opens everything else, too.",

@@ -1,37 +1,186 @@
-"""The API keys that open the server. `cli serve` reads them before it loads anything, and the app does; checks no request."""
+"""The API keys that open the server, with the names and limits that they have. Read before anything is loaded, and again when
+a file of them changes. Checks no request.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.config.components import ServerConfig
 from penstock.types.errors import ConfigError
 
+MAX_NAMED_KEYS = 1000
+MAX_FILE_BYTES = 1 << 20
+NAME_RULE = "1 to 64 letters, digits or any of . _ : @ / -"
+NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
+"""A tenant's name: that of a key, or of the header X-Tenant."""
+_UNNAMED = "key-"
+_NAME_CHARS = 12
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+_LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute")
+_FIELDS = ("name", "key", "sha256", *_LIMITS, "priority", "models")
+_MAX_COUNT = 10**12
+_MAX_PRIORITY = 2**31 - 1
 
-def api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """All keys that open the server; none: it is open to everyone who can reach it."""
-    return config.api_keys + (read_key_file(Path(config.api_key_file)) if config.api_key_file else ())
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One key, as far as it is kept: its digest, and what it opens."""
+
+    name: str
+    """Safe to log; the tenant of the key's requests."""
+    digest: bytes
+    """SHA-256 of the key."""
+    requests_per_minute: int | None = None
+    max_concurrent: int | None = None
+    """Requests that may run or wait at once."""
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and answers."""
+    priority: int | None = None
+    """Its requests are no more urgent than this (lower is first); None: as they say."""
+    models: tuple[str, ...] | None = None
+    """Names of models that its requests may ask; None: all."""
+
+
+def api_keys(config: ServerConfig) -> tuple[ApiKey, ...]:
+    """All keys that open the server; none: it is open to everyone who can reach it. Raises `ConfigError`."""
+    keys = [unnamed(key) for key in config.api_keys]
+    if config.api_key_file:
+        keys += map(unnamed, read_key_file(Path(config.api_key_file)))
+    if config.api_keys_file:
+        named = read_named_keys(Path(config.api_keys_file))
+        twice = {key.digest for key in keys} & {key.digest for key in named}
+        if twice:
+            name = next(key.name for key in named if key.digest in twice)
+            raise ConfigError(f"The key of {name} is also given without its name and limits.", remedy="Give it once.")
+        keys += named
+    return tuple(keys)
+
+
+def key_paths(config: ServerConfig) -> list[str]:
+    """The files that `api_keys` reads."""
+    return [path for path in (config.api_key_file, config.api_keys_file) if path]
+
+
+def unnamed(key: str) -> ApiKey:
+    """A key that is given by itself: its name says nothing about it. Raises `ConfigError` for one that no client can send.
+
+    A blank key is one that a client would match by sending none.
+    """
+    digest = _digest(key)
+    return ApiKey(name=_UNNAMED + digest.hex()[:_NAME_CHARS], digest=digest)
+
+
+def _digest(key: str) -> bytes:
+    if not key.strip():
+        raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
+    if key != key.strip():
+        raise ConfigError("An API key begins or ends with white space, which no header can carry.", remedy="Leave it out.")
+    return hashlib.sha256(key.encode()).digest()
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
     """One key per line; empty lines and those that begin with # do not count. Raises `ConfigError`."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"The key file {path} cannot be read: {cause}.", remedy="Check --api-key-file.") from error
+    if path.suffix == ".toml":  # each of its lines would be a key that anybody can guess
+        raise ConfigError(f"The key file {path} is TOML, and not one key per line.", remedy="Name it by --api-keys-file.")
+    lines = [line.strip() for line in _text(path, "--api-key-file").splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"The key file {path} contains no key.", remedy="Write one key per line.")
     return keys
 
 
+def read_named_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file of `--api-keys-file`, one or more. Raises `ConfigError`, which tells no key."""
+    try:
+        table = tomllib.loads(_text(path, "--api-keys-file"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"The key file {path} is not TOML: {error}.", remedy="See docs/how-to/deploy.md.") from None
+    entries = table.pop("keys", None)
+    if table or not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"The key file {path} contains no key, or something else.", remedy="Begin each with a line [[keys]].")
+    if len(entries) > MAX_NAMED_KEYS:
+        raise ConfigError(f"The key file {path} has {len(entries)} keys.", remedy=f"Give {MAX_NAMED_KEYS} at most.")
+    keys = [_read_key(entry, f"The key file {path}, key {number}") for number, entry in enumerate(entries, 1)]
+    _refuse_twice([key.name for key in keys], f"The key file {path} has two keys with the name")
+    _refuse_twice([key.digest.hex()[:8] for key in keys], f"The key file {path} has a key twice, whose SHA-256 begins with")
+    return keys
+
+
+def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
+    unknown = [field for field in entry if field not in _FIELDS]
+    if unknown:
+        raise ConfigError(f"{place}: unknown field {unknown[0]!r}.", remedy=f"Fields: {', '.join(_FIELDS)}.")
+    name, models = entry.get("name"), entry.get("models")
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name.startswith(_UNNAMED):
+        raise ConfigError(f"{place} has no name that can be used.", remedy=f"Write {NAME_RULE}, not beginning with {_UNNAMED}.")
+    place += f" ({name})"
+    if models is not None and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+        raise ConfigError(f"{place}: models is no list of names.", remedy='Write models = ["name"], or leave it out for all.')
+    counts = {field: _count(entry[field], f"{place}: {field}") for field in _LIMITS if field in entry}
+    priority = entry.get("priority")
+    if priority is not None and (type(priority) is not int or abs(priority) > _MAX_PRIORITY):
+        raise ConfigError(f"{place}: priority is no integer.", remedy="Write priority = 1; lower is served first.")
+    return ApiKey(
+        name=name,
+        digest=_digest_of(entry, place),
+        priority=priority,
+        models=None if models is None else tuple(models),
+        **counts,
+    )
+
+
+def _digest_of(entry: Mapping[str, Any], place: str) -> bytes:
+    key, sha256 = entry.get("key"), entry.get("sha256")
+    if isinstance(key, str) and sha256 is None:
+        try:
+            return _digest(key)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+    if isinstance(sha256, str) and key is None and _SHA256.fullmatch(sha256):
+        return bytes.fromhex(sha256)
+    remedy = "Write either key, or sha256 with 64 hexadecimal digits (`printf %s KEY | sha256sum`)."
+    raise ConfigError(f"{place} has not one of key and sha256.", remedy=remedy)
+
+
+def _count(value: object, what: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MAX_COUNT:
+        raise ConfigError(f"{what} is no count.", remedy="Write an integer of 1 or more, or leave it out for no limit.")
+    return value
+
+
+def _refuse_twice(names: Sequence[str], words: str) -> None:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ConfigError(f"{words} {name}.", remedy="Keep one of them.")
+
+
+def _text(path: Path, flag: str) -> str:
+    """The text of a key file. Raises `ConfigError`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"The key file {path} is larger than {MAX_FILE_BYTES} bytes.", remedy=f"Check {flag}.")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"The key file {path} cannot be read: {cause}.", remedy=f"Check {flag}.") from error
+
+
 def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
     """True if each tenant shares cached prefixes with itself alone.
 
-    By default that is so where several keys tell tenants apart, or where a gateway behind one key does.
+    By default that is so where several keys tell tenants apart, or where a gateway behind one key does. A file of named keys
+    may have several at any time.
     """
     if prefix_sharing is not None:
         return prefix_sharing == "tenant"
-    num_keys = len(set(api_keys(config)))
-    return num_keys > 1 or (num_keys > 0 and config.trust_tenant_header)
+    num_keys = len({key.digest for key in api_keys(config)})
+    return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(config.api_keys_file)))

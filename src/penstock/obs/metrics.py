@@ -170,6 +170,12 @@ class Metrics(RequestCounts):
         """Size of the weights as the backend keeps them; 0: it does not tell."""
         self.settings_hash = ""
         """The name of the settings of scheduling (`config.saved`)."""
+        self.tenants: frozenset[str] = frozenset()
+        """Names of API keys whose requests are counted apart."""
+        self.tenant_requests: Counter[tuple[str, str]] = Counter()
+        """Requests by tenant and outcome: ended, rejected."""
+        self.tenant_tokens: Counter[tuple[str, str]] = Counter()
+        """Tokens by tenant and kind: prompt, generation."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
@@ -202,12 +208,14 @@ class Metrics(RequestCounts):
         with self.lock:
             self.model_wait_ns.observe(wait_ns)
 
-    def count_rejected(self, reason: str, arm: str = "") -> None:
+    def count_rejected(self, reason: str, arm: str = "", tenant: str = "") -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
         with self.lock:
             self.rejected[reason] += 1
             if arm in self.arms:
                 self.arms[arm].rejected[reason] += 1
+            if tenant in self.tenants:
+                self.tenant_requests[tenant, "rejected"] += 1
 
     def count_restart(self) -> None:
         """The engine was made anew. For any thread."""
@@ -278,8 +286,17 @@ class Metrics(RequestCounts):
 
     def _count_finish(self, stats: RequestStats) -> None:
         self.count_finish(stats)
+        if stats.tenant in self.tenants:
+            self._count_tenant(stats)
         if stats.arm in self.arms:
             self.arms[stats.arm].count_finish(stats)
+
+    def _count_tenant(self, stats: RequestStats) -> None:
+        is_rejected = bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED
+        self.tenant_requests[stats.tenant, "rejected" if is_rejected else "ended"] += 1
+        if stats.first_token_ns is not None:
+            self.tenant_tokens[stats.tenant, "prompt"] += stats.num_prompt_tokens
+            self.tenant_tokens[stats.tenant, "generation"] += stats.num_generated_tokens
 
     def _observe_parts(self, parts_ns: Mapping[str, int]) -> None:
         for part, part_ns in parts_ns.items():

@@ -122,8 +122,17 @@ class _Snapshot:
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+        if metrics.tenants:
+            yield self._of_tenants("requests", "Requests of a named key, by outcome.", "outcome", metrics.tenant_requests)
+            yield self._of_tenants("tokens", "Tokens of a named key's requests.", "kind", metrics.tenant_tokens)
         if metrics.num_shared_texts is not None:
             yield self._counter("shared_texts", "Texts answered without being computed.", metrics.num_shared_texts)
+
+    def _of_tenants(self, name: str, text: str, label: str, counts: Mapping[tuple[str, str], int]) -> Metric:
+        family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", text, labels=["model", "tenant", label])
+        for (tenant, kind), number in counts.items():
+            family.add_metric([self._model, tenant, kind], number)
+        return family
 
     def _ends(self, metrics: Metrics) -> Iterator[Metric]:
         labels = ["model", *self._arm_label]

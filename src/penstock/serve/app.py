@@ -44,7 +44,9 @@ from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, Vllm
 from penstock.types.errors import ModelAway
 
 
-def create_app(deployment: Deployment, config: ServerConfig, access_log: AccessLog | None = None) -> Starlette:
+def create_app(
+    deployment: Deployment, config: ServerConfig, access_log: AccessLog | None = None, keys: KeyRing | None = None
+) -> Starlette:
     """The ASGI application over started models. Raises `ConfigError` for key files and origins that are no use."""
     operations = _operations(deployment, config)
     routes = [
@@ -58,7 +60,7 @@ def create_app(deployment: Deployment, config: ServerConfig, access_log: AccessL
             Middleware(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
-                keys=KeyRing(keys) if (keys := api_keys(config)) else None,
+                keys=keys or key_ring(config),
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 max_body_bytes=config.max_body_bytes,
@@ -68,6 +70,12 @@ def create_app(deployment: Deployment, config: ServerConfig, access_log: AccessL
     )
     app.router.redirect_slashes = False
     return app
+
+
+def key_ring(config: ServerConfig) -> KeyRing | None:
+    """The keys that open the server; None if it asks for none. Raises `ConfigError`."""
+    keys = api_keys(config)
+    return KeyRing(keys) if keys else None
 
 
 def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]:

@@ -187,6 +187,7 @@ def from_rejected(rejected: Rejected) -> ApiError:
             | RejectReason.KV_HEADROOM
             | RejectReason.TENANT_CONCURRENCY
             | RejectReason.TENANT_TOKENS
+            | RejectReason.TENANT_REQUESTS
         ):
             return overloaded(f"Overloaded ({rejected.reason}): {message}", rejected.retry_after_s)
         case RejectReason.DEADLINE | RejectReason.QUEUE_TIMEOUT | RejectReason.FIRST_TOKEN_TIMEOUT:

@@ -5,7 +5,7 @@
 - A second of these ends the process at once, whatever it is doing: `native/stop_signals.cpp`.
 - SIGHUP drains as well where there is a terminal, which was closed, or nothing to read again. It never counts as a second
   signal, because a shell and the kernel may both send it, and systemd with SIGTERM (`SendSIGHUP=`). Under `nohup` it stays
-  ignored. Without a terminal it has the files of TLS read again (`http/watch.py`). The settings are read once.
+  ignored. Without a terminal it has the files of TLS and of keys read again (`http/watch.py`). The settings are read once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -30,12 +30,13 @@ import uvicorn
 
 import penstock
 from penstock.config import AccessLogKind, ServerConfig
-from penstock.config.keys import api_keys
+from penstock.config.keys import ApiKey, api_keys, key_paths
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
-from penstock.serve.app import create_app
+from penstock.serve.app import create_app, key_ring
 from penstock.serve.http.access_log import AccessLog
+from penstock.serve.http.checks import KeyRing
 from penstock.serve.http.connection import Acceptor, HttpConnection
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
@@ -100,7 +101,8 @@ class Server(uvicorn.Server):
             raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
         kind = AccessLogKind(config.access_log)
         access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
-        super().__init__(_uvicorn_config(deployment, config, access_log))
+        self._keys = key_ring(config)
+        super().__init__(_uvicorn_config(deployment, config, access_log, self._keys))
         self._access_log = access_log
         self._max_connections = connection_limit(config)
         self._deployment = deployment
@@ -136,6 +138,7 @@ class Server(uvicorn.Server):
             cors=Cors(origins) if (origins := self._server_config.allowed_origins) else None,
         )
         self._acceptor = Acceptor(self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls)
+        self._tell_of_keys()
         if watched := self._watched(self._acceptor):
             self._watch = FileWatch(watched)
         warn_if_open(self._server_config, self._listener)
@@ -150,11 +153,30 @@ class Server(uvicorn.Server):
 
     def _watched(self, acceptor: Acceptor) -> list[Watched[Any]]:
         """The files that are read again when they change."""
-        certificate, key = self._server_config.ssl_certfile, self._server_config.ssl_keyfile
-        if certificate is None:
-            return []
-        paths = [certificate, key] if key else [certificate]
-        return [Watched("the TLS certificate", paths, read=partial(server_context, certificate, key), use=acceptor.use_tls)]
+        config = self._server_config
+        found: list[Watched[Any]] = []
+        if config.ssl_certfile:
+            paths = [path for path in (config.ssl_certfile, config.ssl_keyfile) if path]
+            read = partial(server_context, config.ssl_certfile, config.ssl_keyfile)
+            found.append(Watched("the TLS certificate", paths, read=read, use=acceptor.use_tls))
+        if paths := key_paths(config):
+            found.append(Watched("the file of API keys", paths, read=partial(api_keys, config), use=self._use_keys))
+        return found
+
+    def _use_keys(self, keys: Sequence[ApiKey]) -> None:
+        assert self._keys is not None  # a server without keys has no file of them
+        self._keys.use(keys)
+        self._tell_of_keys()
+
+    def _tell_of_keys(self) -> None:
+        """Have the metrics count by the names that a file gives, and warn of what has no effect."""
+        if not self._server_config.api_keys_file or self._keys is None:
+            return
+        for served in self._deployment.served:
+            served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
+        models = [running.model for running in self._deployment.running]
+        if any(key.priority for key in self._keys.keys) and not any(model.is_priority_scheduled for model in models):
+            _log.warning("the priority of API keys has no effect: that needs --policy priority")
 
     def reload(self) -> None:
         """Read files again that may have changed. For any thread."""
@@ -283,9 +305,11 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
 
 
-def _uvicorn_config(deployment: Deployment, config: ServerConfig, access_log: AccessLog | None) -> uvicorn.Config:
+def _uvicorn_config(
+    deployment: Deployment, config: ServerConfig, access_log: AccessLog | None, keys: KeyRing | None
+) -> uvicorn.Config:
     settings = uvicorn.Config(
-        create_app(deployment, config, access_log),
+        create_app(deployment, config, access_log, keys),
         loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
         http=HttpConnection,
         ws="none",

@@ -50,6 +50,7 @@ class RejectReason(StrEnum):
     KV_HEADROOM = "kv_headroom"
     TENANT_CONCURRENCY = "tenant_concurrency"
     TENANT_TOKENS = "tenant_tokens"
+    TENANT_REQUESTS = "tenant_requests"
     DEADLINE = "deadline"
     QUEUE_TIMEOUT = "queue_timeout"
     FIRST_TOKEN_TIMEOUT = "first_token_timeout"  # noqa: S105  # no secret

@@ -15,7 +15,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.config.keys import ApiKey, unnamed
 from penstock.serve.errors import (
     ApiError,
     from_rejected,
@@ -36,7 +37,7 @@ from penstock.serve.errors import (
     shorten,
 )
 from penstock.serve.http.cors import Cors, Headers
-from penstock.types.errors import ConfigError, Rejected
+from penstock.types.errors import Rejected
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +52,12 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
 
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
-_KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key_name", "penstock.is_admin"
+_KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 """Keys of a request's scope, under which the checks leave their findings."""
 ENTRY_KEY = "penstock.access_entry"
 """The same for what the access log tells of it, where there is one."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_RULE = "1 to 128 printable ASCII characters without spaces"
-_KEY_NAME_CHARS = 12
 _OWN_SITES = frozenset({b"same-origin", b"none"})
 """Values of `Sec-Fetch-Site` (W3C Fetch Metadata) for our own pages, and for what the user did without a page."""
 
@@ -226,13 +226,14 @@ class RequestChecks:
         else:
             self._look_for_admin(scope, self._admin_keys)
         if self._keys is not None and scope["path"] not in OPEN_PATHS and not scope[_IS_ADMIN_KEY]:
-            scope[_KEY_NAME_KEY] = _name_of_key(scope, self._keys)
+            key = scope[_KEY_KEY] = _sent_key(scope, self._keys)
+            scope[_KEY_NAME_KEY] = key.name
 
     def _look_for_admin(self, scope: Scope, admin_keys: KeyRing) -> None:
         """Take note of whether the key is an admin's. A malformed one is told by the check of all keys, if there is one."""
         scope[_IS_ADMIN_KEY] = False
         with suppress(ApiError):
-            scope[_KEY_NAME_KEY] = _name_of_key(scope, admin_keys)
+            scope[_KEY_NAME_KEY] = _sent_key(scope, admin_keys).name
             scope[_IS_ADMIN_KEY] = True
 
 
@@ -299,35 +300,43 @@ class _Exchange:
 class KeyRing:
     """Compares a key with all known ones in constant time."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        """Raises `ConfigError` for a blank key, which a client would match by sending none, and for one that none can send."""
-        if not all(key.strip() for key in keys):
-            raise ConfigError("An API key is empty.", remedy="Give --api-key a value.")
-        if any(key != key.strip() for key in keys):
-            raise ConfigError("An API key begins or ends with white space, which no header can carry.", remedy="Leave it out.")
+    def __init__(self, keys: Sequence[ApiKey | str]) -> None:
+        """Raises `ConfigError` for a key that no client can send."""
         # Digests under a secret of this process have equal lengths, so the comparison tells nothing about the keys.
         self._secret = secrets.token_bytes(32)
-        self._names = {self._digest(key.encode()): _public_name(key) for key in keys}
+        self._keys: dict[bytes, ApiKey] = {}
+        self.use([unnamed(key) if isinstance(key, str) else key for key in keys])
 
-    def name_of(self, key: bytes) -> str | None:
-        """The name of a known key; looks at every key, whichever matches."""
-        digest = self._digest(key)
-        found: str | None = None
-        for known, name in self._names.items():
+    def use(self, keys: Sequence[ApiKey]) -> None:
+        """Know these keys from now on, and no others."""
+        self._keys = {self._seal(key.digest): key for key in keys}
+
+    @property
+    def keys(self) -> Collection[ApiKey]:
+        """The keys that are known now."""
+        return self._keys.values()
+
+    def find(self, key: bytes) -> ApiKey | None:
+        """A known key; looks at every key, whichever matches."""
+        digest = self._seal(hashlib.sha256(key).digest())
+        found: ApiKey | None = None
+        for known, one in self._keys.items():
             if hmac.compare_digest(known, digest):
-                found = name
+                found = one
         return found
 
-    def _digest(self, key: bytes) -> bytes:
-        return hmac.digest(self._secret, key, "sha256")
+    def _seal(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
 
 
-def _public_name(key: str) -> str:
-    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:_KEY_NAME_CHARS]
+def key_of(scope: Scope) -> ApiKey | None:
+    """The key that was sent, with its limits; None if the server asks for none, or an admin's was sent."""
+    key: ApiKey | None = scope.get(_KEY_KEY)
+    return key
 
 
-def _name_of_key(scope: Scope, keys: KeyRing) -> str:
-    """The name of the key that was sent. Raises `ApiError`."""
+def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
+    """The known key that was sent. Raises `ApiError`."""
     given = values_of(scope, b"authorization")
     if not given:
         raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
@@ -336,10 +345,10 @@ def _name_of_key(scope: Scope, keys: KeyRing) -> str:
     scheme, _, key = given[0].partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
         raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
-    name = keys.name_of(key.strip())
-    if name is None:
+    found = keys.find(key.strip())
+    if found is None:
         raise invalid_api_key("The API key is wrong.")
-    return name
+    return found
 
 
 def _keep_other_sites_out(scope: Scope) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.admission.checks import TenantLimits
 from penstock.deploy.running import RunningModel
 from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
@@ -45,6 +46,8 @@ class Terms:
     """Arm of the A/B test; empty where there is none."""
     model_wait_ns: int
     """The time after the arrival in which it waited for its model to be loaded."""
+    limits: TenantLimits | None = None
+    """The tenant's own."""
 
 
 @dataclass(frozen=True, slots=True)

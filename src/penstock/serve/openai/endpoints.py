@@ -21,7 +21,7 @@ from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.loading import FolderWatch
-from penstock.serve.openai.read import Reader, find_asked
+from penstock.serve.openai.read import Reader, find_allowed, may_ask
 from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
 from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWriter, respond
@@ -61,20 +61,24 @@ class ModelsEndpoint:
         self._deployment = deployment
         self._folder = folder
 
-    async def list(self, _http: HttpRequest) -> dict[str, Any]:
-        """The names under which models are served, and those of adapters that were named or asked for."""
+    async def list(self, http: HttpRequest) -> dict[str, Any]:
+        """The names under which models are served, and those of adapters that were named or asked for.
+
+        A key that opens some models alone sees those.
+        """
         await self._folder.look()
         cards: list[dict[str, Any]] = []
         for served in [one for one in self._deployment.served if one.is_there]:
-            cards += [_card(name, served) for name in served.names]
             adapters = () if served.adapters is None else served.adapters.registered()
-            cards += [_adapter_card(one.name, served, one.path) for one in adapters]
+            found = [(name, _card(name, served)) for name in served.names]
+            found += [(one.name, _adapter_card(one.name, served, one.path)) for one in adapters]
+            cards += [card for name, card in found if may_ask(http.scope, served, name, self._deployment)]
         return {"object": "list", "data": cards}
 
     async def get(self, http: HttpRequest) -> dict[str, Any]:
         """The model with this name."""
         model_id = http.path_params["model_id"]
-        served, adapter = find_asked(model_id, self._deployment)
+        served, adapter = find_allowed(model_id, self._deployment, http.scope)
         if adapter is None or served.adapters is None:
             return _card(model_id, served)
         return _adapter_card(model_id, served, served.adapters.path(adapter))

@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 from starlette.types import Scope
 
+from penstock.admission.checks import TenantLimits
 from penstock.config import ServerConfig
+from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.arms import Arms
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.errors import ApiError, invalid, model_not_found, shorten, unavailable
-from penstock.serve.http.checks import headers_of, identity_of, key_name, values_of
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
+from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
 from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Owner, Terms, TextPrompt, TokenPrompt
 from penstock.serve.openai.grammars import asked_grammar
 from penstock.serve.openai.schemas import (
@@ -82,7 +84,7 @@ _ONLY_WITH_BEAMS: Mapping[str, object] = MappingProxyType({"length_penalty": 1.0
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_TENANT = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
+_NO_LIMITS = TenantLimits()
 _RETRY_COUNT = b"x-stainless-retry-count"
 """OpenAI's and Anthropic's clients number their attempts in it."""
 ARRIVAL_KEY = "penstock.arrival_ns"
@@ -95,8 +97,13 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 """All headers that say how urgent a request is; most clients send none."""
 
 
-def find_model(name: str | None, deployment: Deployment) -> RunningModel:
-    """The model that a request names; without a name the default one. Raises 404, and `ModelAway` if it is not loaded."""
+def find_model(name: str | None, deployment: Deployment, scope: Scope | None = None) -> RunningModel:
+    """The model that a request names; without a name the default one. Raises 404, and `ModelAway` if it is not loaded.
+
+    `scope`: of a request that asks the model something, whose key has to open it.
+    """
+    if scope is not None:
+        return find_allowed(name, deployment, scope)[0].answerer()
     return find_served(name, deployment).answerer()
 
 
@@ -104,6 +111,29 @@ def find_served(name: str | None, deployment: Deployment) -> ServedModel:
     """The same, loaded or not. Raises 404."""
     served, _ = find_asked(name, deployment)
     return served
+
+
+def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
+    """Whether the request's key opens this model, or this adapter of it, by `name`."""
+    key = key_of(scope)
+    if key is None or key.models is None:
+        return True
+    return name in key.models or any(deployment.find(one) is served for one in key.models)
+
+
+def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
+    """As `find_asked`, among the models that the request's key opens: another one is a 404 like one that is not there."""
+    try:
+        served, adapter = find_asked(name, deployment)
+    except ApiError as error:
+        if error.code != MODEL_NOT_FOUND:
+            raise
+    else:
+        if may_ask(scope, served, name, deployment):
+            return served, adapter
+    known = [(one, deployment.find(one)) for one in deployment.names]
+    names = [one for one, served in known if served is None or may_ask(scope, served, one, deployment)]
+    raise model_not_found(deployment.default.name if name is None else name, names)
 
 
 def find_asked(name: str | None, deployment: Deployment) -> tuple[ServedModel, AdapterRef | None]:
@@ -192,7 +222,7 @@ class Reader:
         """The model that is asked, the adapter, which begins to be loaded, and the terms."""
         if body.request_id is not None:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
-        served, adapter = find_asked(body.model, self._deployment)
+        served, adapter = find_allowed(body.model, self._deployment, scope)
         running = served.answerer()
         if adapter is not None and running.adapters is not None and body.model is not None:
             if (rejected := running.adapters.failure(body.model)) is not None:
@@ -552,7 +582,7 @@ def read_terms(
     if arms is not None:
         arm = arms.arm_of(owner.tenant, user)
         config = arms.b.server if arm == ARM_B else config
-    headers = headers_of(scope)
+    headers, key = headers_of(scope), key_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
     priority_of_header = None
     if not _URGENCY.isdisjoint(headers):
@@ -569,7 +599,10 @@ def read_terms(
         slo_ttft_ns=slo_ttft_ns,
         slo_itl_ns=slo_itl_ns,
         is_retry=headers.get(_RETRY_COUNT, b"0") != b"0",
-        priority=_priority(priority_of_header, priority, can_prioritise=is_priority_scheduled),
+        priority=_priority(
+            priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
+        ),
+        limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         arm=arm,
         model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
@@ -579,15 +612,28 @@ def read_terms(
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
     """The header names the tenant if there are no keys or it is trusted, else the key does. Raises 400 if it is malformed."""
     tenant = _value(scope, "X-Tenant")
-    if tenant is not None and not _TENANT.fullmatch(tenant):
-        raise _bad_header("X-Tenant", "must be 1 to 64 letters, digits or any of . _ : @ / -")
-    key = key_name(scope)
-    if tenant is None or (key and not config.trust_tenant_header):
+    if tenant is not None and not NAME.fullmatch(tenant):
+        raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
+    key, found = key_name(scope), key_of(scope)
+    if tenant is None or (key and (not config.trust_tenant_header or _limits_of(found) is not None)):
         tenant = key  # else a client would escape its key's limits by naming a new tenant with each call
     return Owner(key=key, tenant=tenant)
 
 
-def _priority(from_header: int | None, from_body: int | None, *, can_prioritise: bool) -> int:
+def _limits_of(key: ApiKey | None) -> TenantLimits | None:
+    """The limits of a key that has any."""
+    if key is None:
+        return None
+    limits = TenantLimits(
+        max_concurrent=key.max_concurrent,
+        tokens_per_minute=key.tokens_per_minute,
+        requests_per_minute=key.requests_per_minute,
+    )
+    return None if limits == _NO_LIMITS else limits
+
+
+def _priority(from_header: int | None, from_body: int | None, least: int | None, *, can_prioritise: bool) -> int:
+    """The request's priority, and no lower number than its key may have, which is what it has if it says nothing."""
     if None not in (from_header, from_body) and from_header != from_body:
         raise invalid("'priority' and the header X-Priority differ; give one of them.", "priority")
     priority = from_header or from_body or 0
@@ -598,7 +644,9 @@ def _priority(from_header: int | None, from_body: int | None, *, can_prioritise:
             "`penstock serve --policy priority`.",
             param,
         )
-    return priority
+    if least is None or not can_prioritise:
+        return priority
+    return least if from_header is None and from_body is None else max(least, priority)
 
 
 def _limit_ns(arrival_ns: int, asked_ns: int | None, server_s: float | None) -> int | None:

@@ -70,7 +70,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
         try:
             place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
         except Rejected as rejected:
-            running.metrics.count_rejected(rejected.reason, ask.arm)
+            running.metrics.count_rejected(rejected.reason, ask.arm, ask.tenant)
             running.on_refused(ask.tenant, ask.arm, rejected.reason)
             raise
         try:
@@ -98,6 +98,7 @@ def ask_of(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         tenant=terms.owner.tenant,
+        limits=terms.limits,
         priority=terms.priority,
         deadline_ns=terms.deadline_ns,
         queue_deadline_ns=terms.queue_deadline_ns,

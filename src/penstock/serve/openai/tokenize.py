@@ -9,6 +9,7 @@ import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
@@ -61,7 +62,7 @@ class TokenizeEndpoint:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
-        running, prompt, body = await self._off_loop(data, lambda: self._read(data))
+        running, prompt, body = await self._off_loop(data, lambda: self._read(data, http.scope))
         with running.using():
             if isinstance(prompt, Conversation):
                 tenant = read_owner(http.scope, self._config).tenant
@@ -71,15 +72,14 @@ class TokenizeEndpoint:
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
         """The text of token ids, special tokens included."""
-        del http
         body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
-        running = find_model(body.model, self._deployment)
+        running = find_model(body.model, self._deployment, http.scope)
         with running.using():
             return await _answer(running, len(data), lambda: _text(body, running))
 
-    def _read(self, data: bytes) -> tuple[RunningModel, str | Conversation, TokenizeBody]:
+    def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, str | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._ignored)
-        running = find_model(body.model, self._deployment)
+        running = find_model(body.model, self._deployment, scope)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is None:

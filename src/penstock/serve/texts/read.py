@@ -135,7 +135,7 @@ class TextsReader:
         """The model that is asked, and the terms. Raises 400 if the model is no encoder."""
         if request_id is not None:
             identity_of(scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
-        running = self.find(model)
+        running = self.find(model, scope)
         encoder = running.model.encoder
         if encoder is None:
             raise invalid(
@@ -154,9 +154,9 @@ class TextsReader:
         )
         return Asked(running, encoder, terms, claim_of(terms.owner.tenant, data), model or running.name)
 
-    def find(self, model: str | None) -> RunningModel:
+    def find(self, model: str | None, scope: Scope) -> RunningModel:
         """The model that a request names. Raises 404."""
-        return find_model(model, self._deployment)
+        return find_model(model, self._deployment, scope)
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:

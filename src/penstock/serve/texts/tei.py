@@ -107,12 +107,11 @@ class TeiFace:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Tokens of one or more texts."""
-        del http
-        return await in_own_words(self._tokenize(data))
+        return await in_own_words(self._tokenize(data, http.scope))
 
-    async def info(self, _http: HttpRequest) -> dict[str, Any]:
+    async def info(self, http: HttpRequest) -> dict[str, Any]:
         """The default model, as text-embeddings-inference tells it."""
-        running = self._reader.find(None)
+        running = self._reader.find(None, http.scope)
         model, encoder = running.model, running.model.encoder
         return {
             "model_id": model.root,
@@ -186,14 +185,14 @@ class TeiFace:
 
         return Answer(call, write)
 
-    async def _tokenize(self, data: bytes) -> Response:
-        running = self._reader.find(None)
-        content = await running.off_loop.run(len(data), lambda: self._tokens(data))
+    async def _tokenize(self, data: bytes, scope: Scope) -> Response:
+        running = self._reader.find(None, scope)
+        content = await running.off_loop.run(len(data), lambda: self._tokens(data, scope))
         return Response(content, media_type="application/json")
 
-    def _tokens(self, data: bytes) -> bytes:
+    def _tokens(self, data: bytes, scope: Scope) -> bytes:
         body = self._reader.body(load_json(data), TeiTokenizeBody)
-        running = self._reader.find(None)
+        running = self._reader.find(None, scope)
         encoder, tokenizer = running.model.encoder, running.tokenizer
         if encoder is not None:
             prompt = prompt_text(encoder, body.prompt_name)

@@ -1,0 +1,271 @@
+"""Keys with names and limits of their own: what their file may say, what they open, and that a new file counts at once."""
+
+import asyncio
+import hashlib
+import signal
+import textwrap
+
+import httpx
+import pytest
+from harness import GatedExecutor, make_client, make_runtime, running, until, wait_until
+from test_errors import check
+
+from penstock.config import ServerConfig
+from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
+from penstock.serve.http import watch
+from penstock.serve.http.checks import KeyRing
+from penstock.types.errors import ConfigError
+
+COMPLETIONS = "/v1/completions"
+ASK = {"prompt": "a", "max_tokens": 2}
+SHA = hashlib.sha256(b"bobs-secret").hexdigest()
+FILE = f"""
+[[keys]]
+name = "alice"
+key = "alices-secret"
+
+[[keys]]
+name = "bob"
+sha256 = "{SHA}"
+"""
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer {name}s-secret"}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return path
+
+
+def config(path, **fields):
+    return ServerConfig(port=0, api_keys_file=str(path), shutdown_timeout_s=0.0, **fields)
+
+
+def write(path, **settings):
+    """A file in which alice has these settings."""
+    lines = [f"{name} = {value}" for name, value in settings.items()]
+    path.write_text("\n".join(['[[keys]]\nname = "alice"\nkey = "alices-secret"', *lines]))
+    return path
+
+
+async def test_a_key_and_the_digest_of_one_open_the_server(runtime, file):
+    async with make_client(runtime, api_keys_file=str(file), api_keys=("spare",)) as client:
+        for name in ("alice", "bob"):
+            assert (await client.post(COMPLETIONS, json=ASK, headers=bearer(name))).status_code == 200
+        assert (await client.post(COMPLETIONS, json=ASK, headers={"Authorization": "Bearer spare"})).status_code == 200
+        for wrong in (SHA, "alice", "alices-secre", "alices-secret2"):
+            refused = await client.post(COMPLETIONS, json=ASK, headers={"Authorization": f"Bearer {wrong}"})
+            check(refused, 401, "invalid_api_key")
+
+
+def test_every_key_is_compared_whichever_was_sent(file, monkeypatch):
+    from penstock.serve.http import checks
+
+    compared = []
+    ring = KeyRing(read_named_keys(file))
+    monkeypatch.setattr(checks.hmac, "compare_digest", lambda known, sent: compared.append(known) or known == sent)
+    assert ring.find(b"alices-secret").name == "alice"
+    assert ring.find(b"nobody") is None
+    assert len(compared) == 4
+    assert all(len(one) == 32 for one in compared)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", "contains no key"),
+        ("keys = []", "contains no key"),
+        ("keys = 1", "contains no key"),
+        ("[[keys]", "is not TOML"),
+        ("other = 1\n" + FILE, "something else"),
+        ('[[keys]]\nname = "a"', "one of key and sha256"),
+        (f'[[keys]]\nname = "a"\nkey = "hidden"\nsha256 = "{SHA}"', "one of key and sha256"),
+        ('[[keys]]\nname = "a"\nsha256 = "hidden"', "one of key and sha256"),
+        ('[[keys]]\nname = "a"\nkey = ""', "is empty"),
+        ('[[keys]]\nname = "a"\nkey = " hidden"', "white space"),
+        ('[[keys]]\nkey = "hidden"', "no name"),
+        ('[[keys]]\nname = "a b"\nkey = "hidden"', "no name"),
+        ('[[keys]]\nname = "key-a"\nkey = "hidden"', "no name"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\nrate = 3', "unknown field 'rate'"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\nmax_concurrent = 0', "max_concurrent is no count"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\ntokens_per_minute = true', "tokens_per_minute is no count"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\npriority = 1.5', "priority is no integer"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\nmodels = []', "no list of names"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\n[[keys]]\nname = "a"\nkey = "other"', "two keys with the name a"),
+        ('[[keys]]\nname = "a"\nkey = "hidden"\n[[keys]]\nname = "b"\nkey = "hidden"', "a key twice"),
+        ("#" * (1 << 20) + "\n", "larger than"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_without_its_keys(tmp_path, text, cause):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=cause) as error:
+        read_named_keys(path)
+    assert "hidden" not in str(error.value)
+
+
+def test_a_table_is_not_taken_for_keys_one_per_line(file):
+    with pytest.raises(ConfigError, match="--api-keys-file"):
+        read_key_file(file)
+
+
+def test_a_key_is_not_given_twice(file):
+    with pytest.raises(ConfigError, match="The key of alice is also given"):
+        api_keys(config(file, api_keys=("alices-secret",)))
+
+
+def test_tenants_of_a_file_share_no_prefixes(file):
+    assert isolates_tenants(config(write(file)), None)
+    assert not isolates_tenants(config(file), "all")
+
+
+async def refusals(client, number, body=ASK, headers=None):
+    """The answers to calls one after another."""
+    return [await client.post(COMPLETIONS, json=body, headers=headers or bearer("alice")) for _ in range(number)]
+
+
+async def test_requests_per_minute_are_those_of_the_key(runtime, file):
+    write(file, requests_per_minute=2)
+    file.write_text(file.read_text() + FILE[FILE.rindex("\n[[keys]]") :])
+    async with make_client(runtime, api_keys_file=str(file)) as client:
+        *good, refused = await refusals(client, 3)
+        assert [answer.status_code for answer in good] == [200, 200]
+        check(refused, 429, "overloaded")
+        assert "tenant_requests" in refused.text
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert [answer.status_code for answer in await refusals(client, 3, headers=bearer("bob"))] == [200] * 3
+
+
+async def test_tokens_per_minute_are_those_of_the_key(runtime, file):
+    write(file, tokens_per_minute=40)
+    async with make_client(runtime, api_keys_file=str(file)) as client:
+        answers = await refusals(client, 3, {"prompt": [5] * 20, "max_tokens": 10, "ignore_eos": True})
+        assert answers[0].status_code == 200
+        check(answers[2], 429, "overloaded")
+        assert "tenant_tokens" in answers[2].text
+
+
+async def test_concurrency_is_that_of_the_key_also_where_a_gateway_names_tenants(file):
+    gate = GatedExecutor()
+    with running(gate, config=config(write(file, max_concurrent=1), trust_tenant_header=True)) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(client.post(COMPLETIONS, json=ASK, headers=bearer("alice") | {"X-Tenant": "one"}))
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            refused = await client.post(COMPLETIONS, json=ASK, headers=bearer("alice") | {"X-Tenant": "two"})
+            check(refused, 429, "overloaded")
+            assert "tenant_concurrency" in refused.text
+            gate.open()
+            assert (await ask).status_code == 200
+
+
+async def test_a_key_opens_the_models_that_it_names(file):
+    toy, other = make_runtime(), make_runtime(served_names=("other",), aliases=("second",))
+    try:
+        write(file, models='["second"]')
+        async with make_client(toy, other, api_keys_file=str(file)) as client:
+            for name, status in (("other", 200), ("second", 200), ("toy", 404), (None, 404), ("none", 404)):
+                answer = await client.post(COMPLETIONS, json=ASK | {"model": name}, headers=bearer("alice"))
+                assert answer.status_code == status, name
+                if status == 404:
+                    check(answer, 404, "model_not_found", "model")
+                    assert "Served: 'other'" in answer.text
+            listed = (await client.get("/v1/models", headers=bearer("alice"))).json()
+            assert [card["id"] for card in listed["data"]] == ["other"]
+            for method, path, body in (
+                ("GET", "/v1/models/toy", None),
+                ("POST", "/tokenize", {"model": "toy", "prompt": "a"}),
+                ("POST", "/detokenize", {"model": "toy", "tokens": [5]}),
+                ("POST", "/v1/embeddings", {"model": "toy", "input": "a"}),
+                ("POST", "/tokenize", {"inputs": "a"}),
+                ("GET", "/info", None),
+            ):
+                assert (await client.request(method, path, json=body, headers=bearer("alice"))).status_code == 404, path
+    finally:
+        toy.close()
+        other.close()
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 3), (-5, 3), (0, 3), (3, 3), (7, 7)])
+async def test_requests_are_no_more_urgent_than_their_key(file, asked, expected):
+    seen = []
+    runtime = make_runtime(is_priority_scheduled=True)
+    decide = runtime.admission.decide
+    runtime.admission.decide = lambda ask, *rest, **options: seen.append(ask.priority) or decide(ask, *rest, **options)
+    try:
+        async with make_client(runtime, api_keys_file=str(write(file, priority=3))) as client:
+            body = ASK if asked is None else ASK | {"priority": asked}
+            assert (await client.post(COMPLETIONS, json=body, headers=bearer("alice"))).status_code == 200
+    finally:
+        runtime.close()
+    assert seen == [expected]
+
+
+def status(server, name):
+    return httpx.post(server.url + COMPLETIONS, json=ASK, headers=bearer(name), timeout=20).status_code
+
+
+def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, caplog):
+    monkeypatch.setattr(watch, "EVERY_S", 0.02)
+    with running(config=config(write(file))) as server:
+        assert (status(server, "alice"), status(server, "bob")) == (200, 401)
+        file.write_text(FILE)
+        wait_until(lambda: status(server, "bob") == 200)
+        file.write_text("[[keys]]\n")
+        wait_until(lambda: "stays in force" in caplog.text)
+        assert (status(server, "alice"), status(server, "bob")) == (200, 200)
+        file.write_text(FILE[FILE.rindex("\n[[keys]]") :])
+        wait_until(lambda: status(server, "alice") == 401)
+        assert status(server, "bob") == 200
+        file.unlink()
+        wait_until(lambda: caplog.text.count("stays in force") == 2)
+        assert status(server, "bob") == 200
+    assert "secret" not in caplog.text
+
+
+def test_a_hangup_reads_keys_and_limits_again(file, monkeypatch):
+    monkeypatch.setattr(watch, "EVERY_S", 3600.0)
+    with running(config=config(write(file))) as server:
+        assert status(server, "alice") == 200
+        write(file, requests_per_minute=1)
+        server.server._has_terminal = False
+        server.server.handle_exit(signal.SIGHUP, None)
+        wait_until(lambda: status(server, "alice") == 429)
+
+
+def test_metrics_and_the_access_log_tell_names_and_only_those(file, monkeypatch):
+    from penstock.serve.http import access_log
+
+    written = []
+    monkeypatch.setattr(access_log, "_to_stdout", written.append)
+    write(file, requests_per_minute=1)
+    with running(config=config(file, access_log="json")) as server:
+        assert [status(server, "alice") for _ in range(2)] == [200, 429]
+        shown = httpx.get(server.url + "/metrics", headers=bearer("alice")).text
+    for line in (
+        'penstock_tenant_requests_total{model="toy",outcome="ended",tenant="alice"} 1.0',
+        'penstock_tenant_requests_total{model="toy",outcome="rejected",tenant="alice"} 1.0',
+        'penstock_tenant_tokens_total{kind="generation",model="toy",tenant="alice"} 2.0',
+    ):
+        assert line in shown
+    text = "".join(written)
+    assert text.count('"key": "alice"') == 3
+    assert "secret" not in text + shown
+
+
+def test_a_priority_that_nobody_looks_at_is_told(file, caplog):
+    with running(config=config(write(file, priority=1))):
+        pass
+    assert "that needs --policy priority" in caplog.text
+
+
+def test_the_page_s_file_is_read(tmp_path):
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "deploy.md").read_text()
+    path = tmp_path / "keys.toml"
+    path.write_text(textwrap.dedent(page.split("```toml\n")[1].split("```")[0]))
+    assert [key.name for key in read_named_keys(path)] == ["alice", "batch"]
