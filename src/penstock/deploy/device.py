@@ -85,8 +85,6 @@ def _cpu_setting(config: Config) -> str | None:
     """A setting that only the CPU has, in words; None if there is none."""
     if config.backend.threads is not None:
         return "--threads is a setting of the CPU"
-    if config.lora.is_on:
-        return "adapters are computed on the CPU alone"
     return "--experts-on-disk is a setting of the CPU" if config.model.experts_on_disk else None
 
 
@@ -106,11 +104,6 @@ def _check_gpu_settings(config: Config) -> None:
         raise ConfigError(
             "threads is how many compute on the CPU, and a GPU is to be used.",
             remedy="Leave out --threads, or set --device cpu.",
-        )
-    if config.lora.is_on:
-        raise ConfigError(
-            "Adapters (lora_modules, lora_dir) are computed on the CPU alone, and a GPU is to be used.",
-            remedy="Leave them out, or set --device cpu.",
         )
     if config.model.experts_on_disk:
         raise ConfigError(

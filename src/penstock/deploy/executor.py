@@ -18,7 +18,7 @@ from penstock.config.units import format_size
 from penstock.deploy.device import is_on_gpu, kv_dtype, kv_window, max_rows, max_step_tokens, num_threads
 from penstock.deploy.encoders import block_size_of
 from penstock.deploy.experts import disk_bytes, expert_file
-from penstock.deploy.sizing import AdapterRoom, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import AdapterRoom, KvPlan, check_adapter_room, plan_gpu_kv, plan_kv
 from penstock.types.errors import ConfigError
 from penstock.types.plan import Capacity
 
@@ -92,6 +92,7 @@ def plan_memory(
     `available_bytes`: of the machine's memory, for so many models. Raises ConfigError where what was asked for does not fit.
     """
     if is_on_gpu(config):
+        check_adapter_room(adapter_room(config, model), available_bytes)
         return _measure(config, model)
     plan = plan_kv(
         model.spec,
@@ -214,6 +215,7 @@ def _measure(config: Config, model: LoadedModel) -> tuple[KvPlan, CudaExecutor]:
             max_step_tokens=max_step_tokens(config),
             block_bytes=executor.block_bytes,
             memory=usage,
+            adapters=adapter_room(config, model),
         )
         _make_ready(executor, plan)
     except MemoryError as error:

@@ -48,6 +48,7 @@ from penstock.types.request import ARM_A, ARM_B
 
 if TYPE_CHECKING:
     from penstock.admission.tenants import Tenants
+    from penstock.backends.cuda.executor import CudaExecutor
     from penstock.backends.native._native import Account, Team
     from penstock.backends.native.executor import NativeExecutor
     from penstock.backends.reference.executor import ReferenceExecutor
@@ -264,7 +265,7 @@ def _load(config: Config, source: ModelSource, resources: Resources, lasting: La
 
 def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:
     if device.is_on_gpu(config):  # which has memory of its own, measured anew for each model
-        return MemoryShare()
+        return MemoryShare(num_adapter_bytes=kv.num_adapter_bytes)
     return MemoryShare(
         num_weight_bytes=_num_weight_bytes(config, model),
         num_kv_bytes=kv.num_bytes,
@@ -683,7 +684,7 @@ def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Ex
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 
-    packer = cast("NativeExecutor | ReferenceExecutor", executor).adapter_packer
+    packer = cast("NativeExecutor | ReferenceExecutor | CudaExecutor", executor).adapter_packer
     spec, program = model.spec, describe(model.spec)
 
     def read(path: Path, files: AdapterFiles) -> AdapterFactors:

@@ -41,6 +41,11 @@ class AdapterRoom:
     num_in_pool: int = 0
     num_in_memory: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside the KV cache."""
+        return self.num_in_memory * self.image_bytes + self.read_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
@@ -108,7 +113,7 @@ def plan_kv(
             f"{format_size(step_bytes)}, leave no KV cache of the {format_size(available_bytes)} that are free.",
             remedy="Lower --max-num-batched-tokens, keep the experts in a file (--experts-on-disk), or free some memory.",
         )
-    adapter_bytes = adapters.num_in_memory * adapters.image_bytes + adapters.read_bytes
+    adapter_bytes = adapters.num_bytes
     if adapter_bytes and free_bytes - adapter_bytes < 2 * block_bytes:
         raise NotEnoughMemory(
             f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
@@ -141,8 +146,12 @@ def plan_gpu_kv(
     max_step_tokens: int,
     block_bytes: int,
     memory: Usage,
+    adapters: AdapterRoom = AdapterRoom(),
 ) -> KvPlan:
-    """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does."""
+    """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does.
+
+    Adapters that are in memory lie in the machine's.
+    """
     wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, _wanted_len(spec, max_model_len), spec.has_state)
     share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
@@ -159,7 +168,8 @@ def plan_gpu_kv(
     )
     budget_bytes = kv.kv_cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = min(left_bytes, _useful_bytes(wanted, block_bytes))
+        useful_bytes = _useful_bytes(wanted, block_bytes) + adapters.num_in_pool * adapters.image_bytes
+        budget_bytes = min(left_bytes, useful_bytes)
     elif budget_bytes > left_bytes:
         raise ConfigError(
             f"{left_words}, and kv_cache_memory is {format_size(budget_bytes)}.",
@@ -171,7 +181,20 @@ def plan_gpu_kv(
             remedy="Raise --gpu-memory-utilization, lower --max-num-batched-tokens, or take a smaller model.",
         )
     growth = "--kv-cache-memory" if kv.kv_cache_memory_bytes else "--gpu-memory-utilization"
-    return _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None, growth=growth)
+    found = _plan(wanted, block_bytes, budget_bytes, is_exact=max_model_len is not None, growth=growth)
+    return replace(found, num_adapter_bytes=adapters.num_bytes)
+
+
+def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
+    """Before a GPU's model is loaded: its adapters wait in the machine's memory. Raises NotEnoughMemory."""
+    free_bytes = available_bytes - RESERVE_BYTES
+    if adapters.num_bytes > max(0, free_bytes):
+        raise NotEnoughMemory(
+            f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
+            f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the machine's "
+            "memory that are free.",
+            remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
+        )
 
 
 def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> int:

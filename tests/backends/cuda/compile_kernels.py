@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from absent_gpu import SHARED_BYTES, AbsentGpu
 
+from penstock.backends.cuda.adapters import AdapterFormat
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.kernels import activation, dequantise, norm, texts
 from penstock.backends.cuda.kernels.page_indices import page_indices
 from penstock.backends.cuda.kv_cache import PagedKvCache
 from penstock.backends.cuda.lowering import CompiledProgram
-from penstock.backends.cuda.step import StepTensors
+from penstock.backends.cuda.step import AdaptedRows, StepTensors
 from penstock.backends.cuda.weights import DenseMatrix
 from penstock.models import architectures
 from penstock.models.formats import BLOCKS, WeightFormat
@@ -152,6 +153,7 @@ def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, dete
         dtype=torch.bfloat16,
         device="cpu",
     )
+    adapter_format = AdapterFormat(program, cache, torch.bfloat16, 64)
     compiled = CompiledProgram(
         program,
         weights(spec, fmt),
@@ -162,10 +164,13 @@ def compile_steps(spec: ModelSpec, fmt: WeightFormat, kv_dtype: KvDtype, *, dete
         max_samples=MAX_ROWS,
         num_positions=MAX_LEN,
         deterministic=deterministic,
+        adapter_format=adapter_format,
     )
     for rows in STEPS:
         step = step_of(rows)
         compiled.run(step)
+        adapted = AdaptedRows(torch.zeros(5, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int64), 64)
+        compiled.run(replace(step, adapted_tokens=adapted, adapted_samples=adapted))
         page_indices(torch.zeros_like(step.block_tables), step.block_tables, step.query_start_loc, step.num_rows)
 
 

@@ -13,13 +13,16 @@ import pytest
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
 KERNELS = {
     "_add_splits_kernel",
+    "_expand_kernel",
     "_layer_norm_kernel",
+    "_look_up_factors_kernel",
     "_look_up_kernel",
     "_mean_rows_kernel",
     "_matmul_kernel",
     "_multiply_kernel",
     "_rms_norm_kernel",
     "_route_kernel",
+    "_shrink_kernel",
     "_sort_kernel",
     "_sum_kernel",
     "_text_attention_kernel",

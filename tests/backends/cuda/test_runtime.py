@@ -23,7 +23,7 @@ from penstock.backends.cuda import attention_trial, flashinfer_attention, memory
 from penstock.backends.cuda.executor import CudaExecutor
 from penstock.backends.cuda.graphs import Captured
 from penstock.backends.native._native import Team
-from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig
+from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig
 from penstock.deploy import executor as executor_part
 from penstock.deploy.device import settled
 from penstock.deploy.factory import start_model
@@ -33,8 +33,10 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request, make_text
+from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError
 from reading import chunks_of
+from tiny_adapters import factors_of_llama, write_adapter
 from tiny_models import TinyLlama, write_gguf
 
 SMALL = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40)
@@ -60,6 +62,7 @@ def build(
     deterministic: bool = True,
     weight_dtype: str | None = None,
     attention: str | None = None,
+    lora: LoraConfig | None = None,
     **kv: Any,
 ) -> RunningModel:
     config = Config(
@@ -72,15 +75,18 @@ def build(
         ),
         kv=KvConfig(kv_cache_dtype="bf16", **kv),
         scheduler=SMALL,
+        lora=lora or LoraConfig(),
     )
     return start_model(config, resolve(str(gguf), gguf.parent))
 
 
-def ask(runtime: RunningModel, name: str, prompt: list[int], max_tokens: int = 2) -> tuple[list[int], int]:
+def ask(
+    runtime: RunningModel, name: str, prompt: list[int], max_tokens: int = 2, adapter: AdapterRef | None = None
+) -> tuple[list[int], int]:
     """Its answer, and how many tokens of its prompt were found."""
 
     async def answer() -> tuple[list[int], int]:
-        request = make_request(name, prompt, max_tokens=max_tokens)
+        request = make_request(name, prompt, max_tokens=max_tokens, adapter=adapter)
         chunks = [chunk async for chunk in chunks_of(runtime.bridge, request)]
         assert not chunks[-1].detail, chunks[-1].detail
         return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].num_cached_tokens
@@ -101,6 +107,32 @@ def test_it_answers_as_the_reference_does(gguf: Path, caplog: pytest.LogCaptureF
     assert answers[0] == answers[1]
     if not HAS_DEVICE:
         assert "backend cuda, Emulated, 10 GiB, compute capability 9.0, deterministic" in caplog.text
+
+
+def test_adapters_answer_as_the_references(gguf: Path, tmp_path: Path) -> None:
+    """By their folder's files, which are read while the request waits."""
+    model = TinyLlama(num_layers=1)
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, factors_of_llama(model, rank=5, seed=seed))
+    answers = []
+    for device in ("cpu", "cuda"):
+        lora = LoraConfig(lora_dir=str(tmp_path), max_lora_rank=8, max_cpu_loras=2)
+        room = {"kv_cache_memory_bytes": 1 << 20} if device == "cpu" else {}
+        runtime = build(gguf, device=device, lora=lora, **room)
+        try:
+            assert runtime.adapters is not None
+            refs = [None, *map(runtime.adapters.find, ("one", "two"))]
+            answers.append([ask(runtime, f"r{i}", SESSION, adapter=ref)[0] for i, ref in enumerate(refs)])
+        finally:
+            assert runtime.close(30.0)
+    assert answers[0] == answers[1]
+    assert len(set(map(tuple, answers[0]))) == 3
+
+
+def test_adapters_that_the_machine_has_no_memory_for_are_refused(gguf: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(lora_dir=str(tmp_path), max_lora_rank=256, max_cpu_loras=100_000)
+    with pytest.raises(ConfigError, match=r"100000 adapters .* do not fit the .* memory that are free.*--max-cpu-loras"):
+        build(gguf, lora=lora)
 
 
 def test_an_encoder_answers_as_the_reference_does(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from triton.errors import TritonError
 
 from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder
+from penstock.backends.cuda.adapters import AdapterFormat, PlacedAdapters
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
 from penstock.backends.cuda.flight import Flight, TextFlight, UnsampledStep
@@ -33,22 +34,24 @@ from penstock.backends.cuda.tables import num_mask_words
 from penstock.backends.cuda.text_launcher import TextLauncher
 from penstock.backends.cuda.text_logits import text_logits
 from penstock.engine.ports import Ready
+from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.program import Program
 from penstock.models.weights import LoadedModel
-from penstock.types.adapter import NoAdapters
-from penstock.types.errors import ExecutorFailure
+from penstock.types.adapter import BASE, PackedAdapter
+from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.result import StepResult
 
 
-class CudaExecutor(NoAdapters):
+class CudaExecutor:
     """See `engine.ports.Executor` for the contract.
 
     On a `device` that is no GPU kernels run in Triton's interpreter, if it was asked for before triton was imported: for tests.
     `dtype` is that of weights, activations and a KV cache that is not quantised: bf16 on a GPU, float32 elsewhere, unless
     given; with `round_to_fp8`, weights of linear operations that are floats become fp8. With `deterministic` a row's bits do
     not depend on the batch. `attention` is a `Wanted`; until `choose_attention` was called, it is that of our own kernels.
+    Rows may have adapters of a rank up to `max_adapter_rank`; steps with one are no graphs.
     Raises `ModelError` for what the backend can't compute, ConfigError for an attention that it can't, MemoryError if there is
     no room. `poison` is for tests: stale KV becomes NaN.
 
@@ -74,9 +77,12 @@ class CudaExecutor(NoAdapters):
         depth: int = 2,
         use_graphs: bool = True,
         poison: bool = False,
+        max_adapter_rank: int = 0,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
+        if program.is_one_pass and max_adapter_rank:
+            raise ModelError("the model reads texts and writes none.", remedy="Use adapters with models that write text.")
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
         self._capacity = Capacity(*sizes, is_one_pass=program.is_one_pass)
         self._num_positions = max_model_len
@@ -88,7 +94,9 @@ class CudaExecutor(NoAdapters):
         self._moved: dict[int, Mark] = {}
         """Marks of blocks whose content a copy or a write put there, and not a step, and which nobody has read since."""
         self._vocab_size = program.vocab_size
-        self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
+        self._max_adapter_rank = max_adapter_rank
+        self._adapters: PlacedAdapters | None = None
+        """None: no adapter may come."""
         self._flights: deque[Flight | UnsampledStep | TextFlight] = deque()
         """Steps in flight, the oldest first. Only the last one may wait for masks."""
         self._is_closed = False
@@ -107,10 +115,25 @@ class CudaExecutor(NoAdapters):
                     attention=Wanted(attention),
                     poison=poison,
                 )
+                self._batches = self._make_batches()
+                if self._adapters is not None:
+                    self._run_without_factors(self._adapters)
                 if is_gpu:
                     torch.cuda.empty_cache()  # what loading took beside the weights is nothing that steps take
             except torch.OutOfMemoryError as error:
                 raise MemoryError(f"the GPU has no room for the model and {num_blocks} KV blocks: {error}") from error
+
+    def _run_without_factors(self, adapters: PlacedAdapters) -> None:
+        """A step of padding whose adapter changes nothing: no request waits for a compiler."""
+        number = BASE + 1
+        adapters.place(number, adapters.format.pack(AdapterFactors({})), [NULL_BLOCK + 1])
+        assert isinstance(self._launcher, StepLauncher), "texts have no adapters"
+        self._launcher.run_adapted_padding(number)
+        adapters.drop(number)
+
+    def _make_batches(self) -> BatchBuilder:
+        placed = () if self._adapters is None else self._adapters
+        return BatchBuilder(self._capacity, vocab_size=self._vocab_size, placed=placed)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """None is captured yet."""
@@ -152,6 +175,10 @@ class CudaExecutor(NoAdapters):
             device=device,
             poison=poison,
         )
+        adapter_format = None
+        if self._max_adapter_rank:
+            adapter_format = AdapterFormat(program, self._cache, dtype, self._max_adapter_rank)
+            self._adapters = PlacedAdapters(adapter_format, self._cache, device)
         self._program = CompiledProgram(
             program,
             model.weights,
@@ -163,6 +190,7 @@ class CudaExecutor(NoAdapters):
             num_positions=capacity.max_model_len,
             round_to_fp8=round_to_fp8,
             deterministic=deterministic,
+            adapter_format=adapter_format,
         )
         self._attention = AttentionChoice(
             attention,
@@ -187,6 +215,7 @@ class CudaExecutor(NoAdapters):
             self._cache,
             vocab_size=program.vocab_size,
             max_tokens=max_tokens,
+            adapters=self._adapters,
             depth=self._depth,
             stream=self._stream,
             device=device,
@@ -227,7 +256,9 @@ class CudaExecutor(NoAdapters):
         if self._flights or max_model_len > self._capacity.max_model_len:
             raise ValueError(f"can't go from {self._capacity} to {num_blocks} blocks and lengths of {max_model_len}")
         self._capacity = replace(self._capacity, num_blocks=num_blocks, max_model_len=max_model_len)
-        self._batches = BatchBuilder(self._capacity, vocab_size=self._vocab_size)
+        if self._adapters is not None:
+            self._adapters.clear()
+        self._batches = self._make_batches()
         self._graphs = self._make_graphs()
         with self._stream.entered():
             try:
@@ -307,6 +338,35 @@ class CudaExecutor(NoAdapters):
         if not NULL_BLOCK < block_id < self._capacity.num_blocks:
             raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
+    # Adapters.
+
+    @property
+    def max_adapter_rank(self) -> int:
+        return self._max_adapter_rank
+
+    @property
+    def adapter_packer(self) -> AdapterPacker:
+        """The packer of adapters for this executor and others of its model and settings; it outlives this one."""
+        return self._adapters_on.format.pack
+
+    @property
+    def _adapters_on(self) -> PlacedAdapters:
+        if self._adapters is None:
+            raise ValueError("the executor computes no adapters: max_adapter_rank is 0")
+        return self._adapters
+
+    def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
+        """Raises ValueError as `PlacedAdapters.place`, and for a block that is not in the pool."""
+        for block_id in block_ids:
+            self._check_block_id(block_id)
+        with self._working():
+            self._adapters_on.place(number, packed, block_ids)
+
+    def drop_adapter(self, number: int) -> None:
+        if self._adapters is not None:
+            with self._working():
+                self._adapters.drop(number)
+
     # Steps.
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -356,20 +416,25 @@ class CudaExecutor(NoAdapters):
             self._stream.mark().wait()
         self._flights.clear()
         self._graphs = None
+        self._adapters = None
         del self._attention, self._program, self._cache, self._launcher
         with suppress(RuntimeError):
             torch.cuda.empty_cache()  # nothing is done without a GPU
 
-    def forward_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after each token of a text, [len(token_ids), vocab_size]; for tests. Overwrites KV: only when idle.
+    def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
+        """Logits after each token of a text with an adapter that is placed, [len(token_ids), vocab_size]; for tests.
 
-        Raises ValueError for a program that reads texts.
+        Overwrites KV in the blocks from 1 on: only when idle, and with adapters placed elsewhere. Raises ValueError for a
+        program that reads texts.
         """
         if not isinstance(self._launcher, StepLauncher):
             raise ValueError("a program that reads texts has no logits")
         with self._working():
             max_blocks = self._launcher.tables.block_tables.shape[1]
-            return text_logits(self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device)
+            adapted = None if adapter == BASE else (self._adapters_on, adapter)
+            return text_logits(
+                self._program, self._capacity, token_ids, max_blocks=max_blocks, device=self._device, adapted=adapted
+            )
 
     @contextmanager
     def _working(self, stream: Stream | None = None) -> Iterator[None]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.attention_choice import AttentionChoice
     from penstock.backends.cuda.graphs import DecodeGraphs
     from penstock.backends.cuda.lowering import CompiledProgram
+    from penstock.backends.cuda.step import AdaptedRows
     from penstock.backends.cuda.tables import RowTables
 
 
@@ -46,12 +47,18 @@ class ForwardPass:
         self._block_tables = torch.zeros((max_rows, tables.block_tables.shape[1]), dtype=torch.int32, device=device)
 
     def run(
-        self, batch: StepBatch, parts: Sequence[torch.Tensor], graphs: DecodeGraphs | None, *, least_seq_len: int = 0
+        self,
+        batch: StepBatch,
+        parts: Sequence[torch.Tensor],
+        graphs: DecodeGraphs | None,
+        *,
+        least_seq_len: int = 0,
+        adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None),
     ) -> torch.Tensor | None:
         """The step's logits [S or more, vocab_size]; None if it computes nothing.
 
         `parts` are what `staging.step_arrays` made, on the device. `graphs` are given for a decode that was padded for them;
-        `least_seq_len` makes it one of the graph for such lengths.
+        `least_seq_len` makes it one of the graph for such lengths. `adapted` are the tokens and samples with an adapter.
         """
         if not batch.num_tokens:
             return None
@@ -72,6 +79,8 @@ class ForwardPass:
             max_query_len=int(np.diff(batch.query_start_loc).max()),
             max_seq_len=max(least_seq_len, int(rows.seq_lens.max())),
             attention=self._attention.planned(rows, is_captured=graphs is not None),
+            adapted_tokens=adapted[0],
+            adapted_samples=adapted[1],
         )
 
         def forward(step: StepTensors) -> torch.Tensor:

@@ -112,8 +112,8 @@ class PagedKvCache:
 
     def _allocate(self, num_layers: int, num_blocks: int) -> None:
         shape = (num_layers, num_blocks, self._block_size, self._num_kv_heads)
-        self._k = torch.zeros((*shape, self._head_dim), dtype=self._dtype, device=self._device)
-        self._v = torch.zeros_like(self._k)
+        self._content = torch.zeros((2, *shape, self._head_dim), dtype=self._dtype, device=self._device)
+        self._k, self._v = self._content
         if self.kv_dtype is KvDtype.INT8:
             k_scale = torch.zeros((*shape, key_groups(self._head_dim)), dtype=KEY_SCALE_DTYPE, device=self._device)
             self._scales = k_scale, torch.zeros(shape, dtype=VALUE_SCALE_DTYPE, device=self._device)
@@ -125,7 +125,7 @@ class PagedKvCache:
         The blocks that it had are freed first. After an error of the device the cache can't be used.
         """
         empty = self._k.new_empty(0)
-        self._k = self._v = empty
+        self._content = self._k = self._v = empty
         self._scales = ()
         for layer in self._layers:
             layer.k, layer.v, layer.k_scale, layer.v_scale = empty, empty, None, None
@@ -139,6 +139,20 @@ class PagedKvCache:
     def _parts(self) -> tuple[torch.Tensor, ...]:
         """All that a block consists of. Each [num_layers, num_blocks, ...]"""
         return (self._k, self._v, *self._scales)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a block without gaps: one for each layer's keys, then for each layer's values. Scales are none."""
+        return 2 * len(self._layers)
+
+    @property
+    def piece_bytes(self) -> int:
+        """In the form of `write_blocks` the pieces of a block lie one after the other."""
+        return self._block_size * self._num_kv_heads * self._head_dim * int(self._dtype.itemsize)
+
+    def pieces_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """The pieces of all blocks as numbers of another type, flat: piece p of block b is the one at p * num_blocks + b."""
+        return self._content.view(-1).view(dtype)
 
     def layer(self, index: int) -> KvLayer:
         """The same object each time."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.backends.batch import BatchBuilder, StepBatch
+    from penstock.backends.cuda.adapters import PlacedAdapters
     from penstock.backends.cuda.attention_choice import AttentionChoice
     from penstock.backends.cuda.graphs import DecodeGraphs
     from penstock.backends.cuda.kv_cache import PagedKvCache
@@ -44,15 +45,17 @@ class StepLauncher:
         *,
         vocab_size: int,
         max_tokens: int,
+        adapters: PlacedAdapters | None,
         depth: int,
         stream: Stream,
         device: torch.device,
     ) -> None:
         """`max_tokens`: of a step, padding among them."""
-        self._cache, self._stream = cache, stream
+        self._cache, self._adapters, self._stream = cache, adapters, stream
         self.tables = RowTables(capacity, vocab_size=vocab_size, device=device)
         self._sampler = Sampler(self.tables, vocab_size=vocab_size)
-        self._upload = Upload(message_words(capacity), depth=depth, stream=stream, device=device)
+        num_words = message_words(capacity, has_adapters=adapters is not None)
+        self._upload = Upload(num_words, depth=depth, stream=stream, device=device)
         # Of its own, since a buffer of the other may be written to again `depth` messages later, and now a step may have two.
         # Made at once: to get pinned memory can hold up the device, and the profile run is to count the rest.
         mask_words = mask_message_words(capacity, vocab_size)
@@ -77,16 +80,20 @@ class StepLauncher:
         sample_plan = self._sampler.prepare(slots, host.num_tokens[slots])
         waits = len(sample_plan.followers) > 0
         sampling = {} if waits else sample_plan.arrays()
-        graphs = graphs if is_decode(batch) else None
+        grouped = None if self._adapters is None else self._adapters.arrays(batch, host)
+        # A graph would have launches for adapters in it, or none: those with adapters are launched one by one.
+        graphs = graphs if grouped is None and is_decode(batch) else None
         num_rows = batch.num_rows if graphs is None else graphs.padded_rows(batch.num_rows)
         arrays = step_arrays(batch, self.tables, num_rows=num_rows)
-        sent = self._upload.send([*arrays, *sampling.values(), *patches.arrays()])
+        of_adapters = () if grouped is None else grouped.arrays
+        sent = self._upload.send([*arrays, *of_adapters, *sampling.values(), *patches.arrays()])
         # Not before the message: an idle device would come past the mark at once, and the host's work would be called its own.
         begun = self._stream.mark()
         if len(sent[-1]):
             self.tables.apply(sent[-2], sent[-1])
-        num_parts = len(arrays)
-        logits = self._forward.run(batch, sent[:num_parts], graphs)
+        num_arrays, num_parts = len(arrays), len(arrays) + len(of_adapters)
+        adapted = (None, None) if grouped is None else grouped.on_device(sent[num_arrays:num_parts])
+        logits = self._forward.run(batch, sent[:num_arrays], graphs, adapted=adapted)
         computed = self._stream.mark()
         names = [batch.request_ids[row] for row in batch.sample_rows.tolist()]
         logits = None if logits is None else logits[: len(slots)]
@@ -134,6 +141,16 @@ class StepLauncher:
         sent = self._upload.send(step_arrays(batch, self.tables, num_rows=num_rows))
         self._forward.run(batch, sent, graphs, least_seq_len=limit)
         self._stream.mark().wait()  # so that the pinned memory may be written to again
+
+    def run_adapted_padding(self, number: int) -> None:
+        """The forward pass of a decode of one row of padding that has an adapter; waits for it."""
+        assert self._adapters is not None, "adapters may come"
+        batch = padding(self.tables)
+        arrays, numbers = step_arrays(batch, self.tables, num_rows=1), np.array([number], np.int64)
+        grouped = self._adapters.grouped(numbers, numbers)
+        sent = self._upload.send([*arrays, *grouped.arrays])
+        self._forward.run(batch, sent[: len(arrays)], None, adapted=grouped.on_device(sent[len(arrays) :]))
+        self._stream.mark().wait()  # as above
 
     def _patches(self, plan: StepPlan, batch: StepBatch, host: BatchBuilder) -> Patches:
         """Changes of the device's tables before the step: admitted rows in full, and new blocks."""

@@ -2,7 +2,8 @@
 
 Everything is allocated and decided when it is made; a step only launches, and waits for nothing, so that it can be captured in
 a CUDA graph. Linear operations that read the same value become one product, of which each has its columns; rotations
-and the write to the cache become one kernel. Never knows of requests or of sampling.
+and the write to the cache become one kernel. Where adapters may come, each product is followed by what they add to it, and
+computed as without them in a step that has none. Never knows of requests or of sampling.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.backends.cuda.adapters import AdaptedProduct, AdapterFormat, AdapterScratch
 from penstock.backends.cuda.attention import AttentionShape
 from penstock.backends.cuda.buffers import Buffers, lie_side_by_side, together
 from penstock.backends.cuda.experts import Mixture, Scratch
@@ -25,6 +27,7 @@ from penstock.backends.cuda.patterns import Gather, gated_at, linear_run, normed
 from penstock.backends.cuda.step import StepTensors
 from penstock.backends.cuda.triton_attention import TritonAttention
 from penstock.backends.cuda.weights import Matrix, load_matrices, load_vector
+from penstock.models.adapter import site_of
 from penstock.models.program import (
     Act,
     Add,
@@ -91,7 +94,8 @@ class CompiledProgram:
 
     A step has at most `max_tokens` tokens and `max_samples` rows, and no position from `num_positions` on. With
     `deterministic`, a row's logits do not depend on what it is computed with, to the bit. With `round_to_fp8`, the weights of
-    linear operations that are floats are rounded; those of embeddings and logits are not.
+    linear operations that are floats are rounded; those of embeddings and logits are not. With an `adapter_format`, rows may
+    have adapters; without, no launch knows of them.
     """
 
     def __init__(
@@ -107,9 +111,10 @@ class CompiledProgram:
         num_positions: int,
         round_to_fp8: bool = False,
         deterministic: bool = False,
+        adapter_format: AdapterFormat | None = None,
     ) -> None:
         parts = (program, weights, cache, dtype, torch.device(device), _Limits(max_tokens, max_samples, num_positions))
-        lowering = _Lowering(*parts, round_to_fp8=round_to_fp8, deterministic=deterministic)
+        lowering = _Lowering(*parts, adapter_format, round_to_fp8=round_to_fp8, deterministic=deterministic)
         lowering.run()
         self._on_tokens = lowering.on_tokens
         self._on_samples = lowering.on_samples
@@ -158,6 +163,7 @@ class _Lowering:
         dtype: torch.dtype,
         device: torch.device,
         limits: _Limits,
+        adapter_format: AdapterFormat | None,
         *,
         round_to_fp8: bool,
         deterministic: bool,
@@ -172,6 +178,7 @@ class _Lowering:
         self._round_to_fp8 = round_to_fp8
         self._deterministic = deterministic
         self._workspace = Workspace(device, dtype)
+        self._adapters = None if adapter_format is None else AdapterScratch(adapter_format, cache, device)
         self.attention: TritonAttention | None = None
         self.attention_shapes: list[AttentionShape] = []
         self._products: list[LinearProduct] = []
@@ -192,7 +199,8 @@ class _Lowering:
     @property
     def buffer_bytes(self) -> int:
         scratch_bytes = sum(scratch.num_bytes for scratch in self._scratches.values())
-        return self._buffers.num_bytes + self._workspace.num_bytes + scratch_bytes
+        adapter_bytes = 0 if self._adapters is None else self._adapters.num_bytes
+        return self._buffers.num_bytes + self._workspace.num_bytes + scratch_bytes + adapter_bytes
 
     def run(self) -> None:
         for feature in (feature for op in self._ops for feature in features(op)):
@@ -210,6 +218,8 @@ class _Lowering:
         for product in self._products:
             product.reserve(self._limits.max_tokens)
         self._workspace.allocate()
+        if self._adapters is not None:
+            self._adapters.allocate()
 
     def _emit(self, at: int) -> int:
         """Translate the operation at `at`, and those that go with it; how many that were."""
@@ -261,6 +271,8 @@ class _Lowering:
     def _emit_embed(self, op: Embed) -> None:
         out, matrix, scale = self._buffer(op.out), self._table_of_rows(op.weight), op.scale
         self._launch(lambda step: dequantise.look_up(out[: step.num_tokens], matrix, step.token_ids, scale))
+        if (adapted := self._adapted([op], self._program.vocab_size)) is not None:
+            self._launch(lambda step: adapted.look_up(step, out, scale))
 
     def _emit_positions(self, op: EmbedPositions) -> None:
         if (most := self._limits.num_positions) > op.num_positions:
@@ -344,6 +356,8 @@ class _Lowering:
         self._launch(
             lambda step: product(out[: count(step)], x[: count(step)], None if residual is None else residual[: count(step)])
         )
+        if (adapted := self._adapted(run, x.shape[1])) is not None:
+            self._launch(lambda step: adapted.add(step, out, x))
         return len(run)
 
     def _emit_gated(self, at: int) -> int:
@@ -355,7 +369,18 @@ class _Lowering:
         if not lie_side_by_side([gate, up]) or gate.shape != up.shape:
             return 0
         product, both, count, kind = self._product(run), together([gate, up]), self._count(), act.activation
-        self._launch(lambda step: product.and_gate(out[: count(step)], both[: count(step)], x[: count(step)], kind))
+        adapted = self._adapted(run, x.shape[1])
+
+        def launch(step: StepTensors) -> None:
+            n = count(step)
+            if adapted is None or adapted.rows_of(step) is None:
+                product.and_gate(out[:n], both[:n], x[:n], kind)
+            else:
+                product(both[:n], x[:n])
+                adapted.add(step, both, x)
+                activation.gated(out[:n], gate[:n], up[:n], kind)
+
+        self._launch(launch)
         return 3
 
     def _emit_normed_sum(self, at: int) -> int:
@@ -365,13 +390,33 @@ class _Lowering:
         op, norm_op = found
         out, normed, x, residual = (self._buffer(name) for name in (op.out, norm_op.out, op.x, found[0].residual))
         product, weight, eps, count = self._product([op]), self._vector(norm_op.weight), norm_op.eps, self._count()
+        adapted = self._adapted([op], x.shape[1])
 
         def launch(step: StepTensors) -> None:
             n = count(step)
-            product.and_norm(out[:n], normed[:n], x[:n], residual[:n], weight, eps)
+            if adapted is None or adapted.rows_of(step) is None:
+                product.and_norm(out[:n], normed[:n], x[:n], residual[:n], weight, eps)
+            else:
+                product(out[:n], x[:n], residual[:n])
+                adapted.add(step, out, x)
+                norm.rms_norm(normed[:n], out[:n], weight, eps)
 
         self._launch(launch)
         return 2
+
+    def _adapted(self, ops: Sequence[Linear | Embed | Logits], num_cols: int) -> AdaptedProduct | None:
+        """The change of operations whose results lie side by side by adapters; None where no adapter may come."""
+        if self._adapters is None:
+            return None
+        widths = [self._program.vocab_size if isinstance(op, Logits) else self._buffers.width(op.out) for op in ops]
+        return AdaptedProduct(
+            self._adapters,
+            [(site_of(op), width) for op, width in zip(ops, widths, strict=True)],
+            num_cols,
+            max_rows=self._limits.max_samples if self.is_on_samples else self._limits.max_tokens,
+            of_samples=self.is_on_samples,
+            is_embedding=isinstance(ops[0], Embed),
+        )
 
     def _product(self, run: Sequence[Linear]) -> LinearProduct:
         bias = None
@@ -410,6 +455,8 @@ class _Lowering:
         product = self._new_product([op.weight], None)
         self.result = out = self._buffers.make_result(op.out, product.num_rows, of_samples=True)
         self._launch(lambda step: product(out[: step.num_samples], x[: step.num_samples]))
+        if (adapted := self._adapted([op], x.shape[1])) is not None:
+            self._launch(lambda step: adapted.add(step, out, x))
         if (scale := op.scale) != 1.0:
             self._launch(lambda step: out[: step.num_samples].mul_(scale))
 

@@ -143,10 +143,12 @@ def _padded(array: NDArray[Any], fill: int | None, num_padding: int) -> NDArray[
     return np.concatenate([array, more])
 
 
-def message_words(capacity: Capacity) -> int:
+def message_words(capacity: Capacity, *, has_adapters: bool = False) -> int:
     """Words of an upload that has room for any step, and for what a step usually brings besides."""
     num_tokens = max(capacity.max_step_tokens, capacity.max_rows)
     step_words = 5 * num_tokens + 6 * capacity.max_rows + 64 * ALIGN_WORDS
+    if has_adapters:  # the order of tokens and samples, and their groups
+        step_words += 2 * num_tokens + 14 * capacity.max_rows
     # An admitted row brings its tokens and blocks, a word for the place of each.
     patch_words = 2 * (4 * capacity.max_step_tokens + capacity.max_model_len + 64 * capacity.max_rows)
     return step_words + patch_words

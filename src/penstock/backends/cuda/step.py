@@ -52,6 +52,22 @@ class StepTensors:
     """1 for tokens of a pair's second text, else 0; given to programs that read texts. [T]"""
     attention: StepAttention | None = None
     """The attention that was planned for the step; None: the program's own kernels."""
+    adapted_tokens: AdaptedRows | None = None
+    """Tokens whose row has an adapter; None: there is none."""
+    adapted_samples: AdaptedRows | None = None
+    """The same of samples."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedRows:
+    """Tokens or samples whose row has an adapter, in groups of one adapter each: `kernels.lora` has their form."""
+
+    order: torch.Tensor
+    """Indices of them, by adapter. int32 [places]"""
+    groups: torch.Tensor
+    """int64 [groups, GROUP_WORDS]"""
+    max_rank: int
+    """The greatest of the step's adapters."""
 
 
 class StepAttention(Protocol):

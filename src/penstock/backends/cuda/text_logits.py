@@ -11,15 +11,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.backends.cuda.adapters import PlacedAdapters
 from penstock.backends.cuda.lowering import CompiledProgram
 from penstock.backends.cuda.step import StepTensors
 from penstock.types.plan import Capacity
 
 
 def text_logits(
-    program: CompiledProgram, capacity: Capacity, token_ids: Sequence[int], *, max_blocks: int, device: torch.device
+    program: CompiledProgram,
+    capacity: Capacity,
+    token_ids: Sequence[int],
+    *,
+    max_blocks: int,
+    device: torch.device,
+    adapted: tuple[PlacedAdapters, int] | None = None,
 ) -> NDArray[np.float32]:
-    """[len(token_ids), vocab_size], in chunks of what a step may sample. `max_blocks`: the width of block tables.
+    """[len(token_ids), vocab_size], in chunks of what a step may sample.
+
+    `max_blocks`: the width of block tables. `adapted`: where the text's adapter is, and its number.
 
     Raises ValueError if the text does not fit into the KV cache.
     """
@@ -34,6 +43,13 @@ def text_logits(
     for begin in range(0, len(token_ids), chunk):
         tokens = np.array(token_ids[begin : begin + chunk], np.int32)
         step = _step(tokens, begin, table, block_size=size, device=device)
+        if adapted is not None:
+            placed, number = adapted
+            numbers = np.full(len(tokens), number, np.int64)
+            grouped = placed.grouped(numbers, numbers)
+            step.adapted_tokens, step.adapted_samples = grouped.on_device(
+                [torch.from_numpy(array).to(device) for array in grouped.arrays]
+            )
         parts.append(program.run(step).cpu().numpy().copy())
     return np.concatenate(parts)
 

@@ -1,0 +1,282 @@
+"""Adds what adapters change to products, in Triton: x A^T of some rows, then that times B^T. Called by `cuda.adapters`.
+
+Rows of a step that have an adapter are in groups of at most `GROUP_ROWS` that have the same one. The host sends, for each
+group, where the adapter's table lies, so one launch computes any adapters of any ranks. Factors are read where they lie, in
+blocks of the KV cache: `adapters` has their layout. A group's rows are gathered, and need not lie side by side.
+
+Tiles have one shape, whatever the ranks and the number of rows, and sums are made in one order. So the bits of what is added to
+a row follow from its values and its adapter alone. Sources: Punica, arXiv 2310.18547; S-LoRA, arXiv 2311.03285.
+"""
+# ruff: noqa: ANN001, ANN202, N803  # kernels, which Triton reads: constants have capitals
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP_ROWS = tl.constexpr(16)
+"""As few as the matrix unit takes."""
+RANK_TILE = tl.constexpr(16)
+"""Ranks that a program takes at a time."""
+GROUP_WORDS = tl.constexpr(3)
+"""int64 of a group: the address of its adapter's table, its first place in the order of rows, and its number of rows."""
+TABLE_HEAD = tl.constexpr(2)
+"""int32 at the beginning of an adapter's table: rows of a tile, and tiles of a piece."""
+SITE_WORDS = tl.constexpr(3)
+"""int32 of each site in it, behind these: its rank, the first tile of A, and that of B. Behind them are the blocks."""
+TILE_WORDS = tl.constexpr(5)
+"""int32 that describe a tile of a product's columns: the site among those of the product, the tile's number and the number of
+tiles of that site, its first column, and how many there are from there to the end of the site."""
+
+
+def shrink(
+    hidden: torch.Tensor,
+    x: torch.Tensor,
+    order: torch.Tensor,
+    groups: torch.Tensor,
+    site_ids: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    num_splits: int,
+    max_rank: int,
+    layout: Mapping[str, int],
+) -> None:
+    """hidden[split, site, place] = x[order[place]] A^T over the split's columns, for each site of a product.
+
+    x [rows, cols]; order int32 [places]; groups int64 [groups, GROUP_WORDS]; site_ids int32 [sites]; pages are those of the KV
+    cache as factors, flat; `layout` is `AdapterFormat.layout`. hidden is float32 [splits, sites, places, ranks], flat.
+    """
+    num_tiles = triton.cdiv(x.shape[1], layout["TILE_COLS"])
+    rank_tiles = _rank_tiles(max_rank)
+    _shrink_kernel[(len(groups), num_splits * rank_tiles, len(site_ids))](
+        hidden,
+        x,
+        order,
+        groups,
+        site_ids,
+        pages,
+        x.shape[1],
+        x.stride(0),
+        num_tiles,
+        triton.cdiv(num_tiles, num_splits),
+        num_splits,
+        len(site_ids),
+        len(order),
+        pages.numel() // (layout["PIECES"] * layout["PIECE"]),
+        **layout,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def look_up(
+    hidden: torch.Tensor,
+    token_ids: torch.Tensor,
+    order: torch.Tensor,
+    groups: torch.Tensor,
+    site_ids: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    vocab_size: int,
+    scale: float,
+    max_rank: int,
+    layout: Mapping[str, int],
+) -> None:
+    """hidden[place] = scale * A[:, token_ids[order[place]]], of an embedding: as `shrink` of one split and one site."""
+    _look_up_factors_kernel[(len(groups), _rank_tiles(max_rank))](
+        hidden,
+        token_ids,
+        order,
+        groups,
+        site_ids,
+        pages,
+        triton.cdiv(vocab_size, layout["TILE_COLS"]),
+        pages.numel() // (layout["PIECES"] * layout["PIECE"]),
+        scale,
+        **layout,
+        num_warps=1,
+    )
+
+
+def expand(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    order: torch.Tensor,
+    groups: torch.Tensor,
+    site_ids: torch.Tensor,
+    tiles: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    num_splits: int,
+    layout: Mapping[str, int],
+) -> None:
+    """out[order[place]] += (the sum of hidden's splits) B^T, for all sites of a product, whose columns are in out [rows, cols].
+
+    tiles int32 [tiles, TILE_WORDS]; the others as those of `shrink`.
+    """
+    _expand_kernel[(len(groups), len(tiles))](
+        out,
+        hidden,
+        order,
+        groups,
+        site_ids,
+        tiles,
+        pages,
+        out.stride(0),
+        num_splits,
+        len(site_ids),
+        len(order),
+        pages.numel() // (layout["PIECES"] * layout["PIECE"]),
+        **layout,
+        num_warps=4,
+    )
+
+
+def _rank_tiles(max_rank: int) -> int:
+    """At least 1, of adapters that change nothing: no grid may be empty."""
+    return max(1, triton.cdiv(max_rank, RANK_TILE.value))
+
+
+@triton.jit
+def _place(table, tile, num_blocks, SITES: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, TILE_COLS: tl.constexpr):
+    """Where an adapter's tile begins among the numbers of all pages; `tile` is one or many."""
+    tile_ranks, per_piece = tl.load(table), tl.load(table + 1)
+    piece = tile // per_piece
+    block = tl.load(table + (TABLE_HEAD + SITES * SITE_WORDS) + piece // PIECES)
+    return ((piece % PIECES).to(tl.int64) * num_blocks + block) * PIECE + (tile % per_piece) * (tile_ranks * TILE_COLS)
+
+
+@triton.jit(do_not_specialize=["num_cols", "num_tiles", "split_tiles", "num_splits", "num_sites", "num_places", "num_blocks"])
+def _shrink_kernel(
+    hidden_ptr,
+    x_ptr,
+    order_ptr,
+    groups_ptr,
+    site_ids_ptr,
+    pages_ptr,
+    num_cols,
+    x_stride,
+    num_tiles,
+    split_tiles,
+    num_splits,
+    num_sites,
+    num_places,
+    num_blocks,
+    SITES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HIDDEN_RANKS: tl.constexpr,
+):
+    group, site = tl.program_id(0), tl.program_id(2)
+    split, rank_tile = tl.program_id(1) % num_splits, tl.program_id(1) // num_splits
+    table = tl.load(groups_ptr + group * GROUP_WORDS).to(tl.pointer_type(tl.int32))
+    entry = table + TABLE_HEAD + tl.load(site_ids_ptr + site) * SITE_WORDS
+    if tl.load(entry) <= rank_tile * RANK_TILE:
+        return
+    first, count = tl.load(groups_ptr + group * GROUP_WORDS + 1), tl.load(groups_ptr + group * GROUP_WORDS + 2)
+    lanes = tl.arange(0, GROUP_ROWS)
+    mask = lanes < count
+    rows = tl.load(order_ptr + first + lanes, mask=mask, other=0)
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride
+    ranks, cols = tl.arange(0, RANK_TILE), tl.arange(0, TILE_COLS)
+    a_mask = (ranks < tl.load(table))[:, None]
+    first_tile = tl.load(entry + 1) + rank_tile * num_tiles
+    acc = tl.zeros((RANK_TILE, GROUP_ROWS), tl.float32)
+    for tile in range(split * split_tiles, tl.minimum(num_tiles, (split + 1) * split_tiles)):
+        at = _place(table, first_tile + tile, num_blocks, SITES, PIECES, PIECE, TILE_COLS)
+        a = tl.load(pages_ptr + at + ranks[:, None] * TILE_COLS + cols[None, :], mask=a_mask, other=0.0)
+        col = tile * TILE_COLS + cols
+        x = tl.load(x_ptrs + col[None, :], mask=mask[:, None] & (col < num_cols)[None, :], other=0.0)
+        acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
+    at = ((split * num_sites + site) * num_places + first + lanes) * HIDDEN_RANKS + rank_tile * RANK_TILE
+    tl.store(hidden_ptr + at[None, :] + ranks[:, None], acc, mask=mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks"])
+def _look_up_factors_kernel(
+    hidden_ptr,
+    token_ids_ptr,
+    order_ptr,
+    groups_ptr,
+    site_ids_ptr,
+    pages_ptr,
+    num_tiles,
+    num_blocks,
+    scale,
+    SITES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HIDDEN_RANKS: tl.constexpr,
+):
+    group, rank_tile = tl.program_id(0), tl.program_id(1)
+    table = tl.load(groups_ptr + group * GROUP_WORDS).to(tl.pointer_type(tl.int32))
+    entry = table + TABLE_HEAD + tl.load(site_ids_ptr) * SITE_WORDS
+    if tl.load(entry) <= rank_tile * RANK_TILE:
+        return
+    first, count = tl.load(groups_ptr + group * GROUP_WORDS + 1), tl.load(groups_ptr + group * GROUP_WORDS + 2)
+    lanes = tl.arange(0, GROUP_ROWS)
+    mask = lanes < count
+    tokens = tl.load(token_ids_ptr + tl.load(order_ptr + first + lanes, mask=mask, other=0), mask=mask, other=0)
+    tile = tl.load(entry + 1) + rank_tile * num_tiles + tokens // TILE_COLS
+    ranks = tl.arange(0, RANK_TILE)
+    at = _place(table, tile, num_blocks, SITES, PIECES, PIECE, TILE_COLS) + tokens % TILE_COLS
+    a_mask = (ranks < tl.load(table))[:, None] & mask[None, :]
+    a = tl.load(pages_ptr + at[None, :] + ranks[:, None] * TILE_COLS, mask=a_mask, other=0.0).to(tl.float32)
+    at = (first + lanes) * HIDDEN_RANKS + rank_tile * RANK_TILE
+    tl.store(hidden_ptr + at[None, :] + ranks[:, None], a * scale, mask=mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_sites", "num_places", "num_blocks"])
+def _expand_kernel(
+    out_ptr,
+    hidden_ptr,
+    order_ptr,
+    groups_ptr,
+    site_ids_ptr,
+    tiles_ptr,
+    pages_ptr,
+    out_stride,
+    num_splits,
+    num_sites,
+    num_places,
+    num_blocks,
+    SITES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    HIDDEN_RANKS: tl.constexpr,
+):
+    group = tl.program_id(0)
+    words = tiles_ptr + tl.program_id(1) * TILE_WORDS
+    site = tl.load(words)
+    table = tl.load(groups_ptr + group * GROUP_WORDS).to(tl.pointer_type(tl.int32))
+    entry = table + TABLE_HEAD + tl.load(site_ids_ptr + site) * SITE_WORDS
+    rank = tl.load(entry)
+    if rank == 0:
+        return
+    first, count = tl.load(groups_ptr + group * GROUP_WORDS + 1), tl.load(groups_ptr + group * GROUP_WORDS + 2)
+    lanes = tl.arange(0, GROUP_ROWS)
+    mask = lanes < count
+    rows = tl.load(order_ptr + first + lanes, mask=mask, other=0)
+    ranks, cols = tl.arange(0, RANK_TILE), tl.arange(0, TILE_COLS)
+    b_mask = (ranks < tl.load(table))[:, None]
+    tile, num_tiles = tl.load(words + 1), tl.load(words + 2)
+    first_tile = tl.load(entry + 2) + tile
+    total = tl.zeros((TILE_COLS, GROUP_ROWS), tl.float32)
+    for rank_tile in range(0, tl.cdiv(rank, RANK_TILE)):
+        hidden = tl.zeros((RANK_TILE, GROUP_ROWS), tl.float32)
+        for split in range(0, num_splits):
+            at = ((split * num_sites + site) * num_places + first + lanes) * HIDDEN_RANKS + rank_tile * RANK_TILE
+            hidden += tl.load(hidden_ptr + at[None, :] + ranks[:, None], mask=mask[None, :], other=0.0)
+        at = _place(table, first_tile + rank_tile * num_tiles, num_blocks, SITES, PIECES, PIECE, TILE_COLS)
+        b = tl.load(pages_ptr + at + ranks[:, None] * TILE_COLS + cols[None, :], mask=b_mask, other=0.0)
+        total = tl.dot(tl.trans(b), hidden.to(b.dtype), total, input_precision="ieee")
+    out_mask = (cols < tl.load(words + 4))[:, None] & mask[None, :]
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_stride + (tl.load(words + 3) + cols)[:, None]
+    out = tl.load(out_ptrs, mask=out_mask, other=0.0).to(tl.float32) + total
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
