@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
 from interpreted import DEVICE, HAS_DEVICE, MISSING
@@ -17,7 +18,10 @@ from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
 from penstock.testing import HashExecutor, HashModel, sizes_of
+from penstock.testing.hash_executor import HashAdapter
+from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity
+from random_adapters import random_factors
 from tiny_models import TinyLlama, write_gguf
 
 
@@ -34,7 +38,11 @@ class Factory:
     block_size: int = 4
     """Any that the backend supports; the suite measures everything else in blocks."""
     tests: tuple[str, ...] = ()
-    """The names of those that are run; empty: all."""
+    """The names of those that are run; empty: all. Tests of adapters are all run where there is `make_adapted`."""
+    make_adapted: Callable[[Capacity], Executor] | None = None
+    """As `make`, but rows may have adapters."""
+    pack: Callable[[Executor, int], PackedAdapter] = lambda _, number: HashAdapter(number * 7919, num_pages=number)
+    """An adapter for such an executor, another for each number from 1 on, and of another size."""
 
 
 UNTIED = TinyLlama(is_tied=False)
@@ -55,21 +63,29 @@ def tiny_model(shape: TinyLlama = UNTIED) -> LoadedModel:
         return load_gguf(write_gguf(Path(directory) / "tiny.gguf", shape, matrix_type="Q8_0"))
 
 
-def make_reference(capacity: Capacity) -> Executor:
+def pack_random(executor: Executor, number: int, *, shape: TinyLlama = UNTIED) -> PackedAdapter:
+    """Ranks are 1, 8, 15 and so on; the first changes v and the MLP's last matrix alone, the second q, others most."""
+    program = architectures.describe(tiny_model(shape).spec)
+    parts = {1: (".v", ".down"), 2: (".q",)}.get(number, (".q", ".v", ".o", ".up", "output"))
+    factors = random_factors(program, 7 * number - 6, seed=number, strength=2.0, wanted=lambda site: site.endswith(parts))
+    return cast("ReferenceExecutor", executor).adapter_packer(factors)
+
+
+def make_reference(capacity: Capacity, **more: Any) -> Executor:
     model = tiny_model()
-    return ReferenceExecutor(model, architectures.describe(model.spec), poison=True, **sizes_of(capacity))
+    return ReferenceExecutor(model, architectures.describe(model.spec), poison=True, **sizes_of(capacity), **more)
 
 
-def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED) -> Executor:
+def make_native(capacity: Capacity, *, variant: str, shape: TinyLlama = UNTIED, **more: Any) -> Executor:
     from penstock.backends.native.executor import NativeExecutor
 
     model = tiny_model(shape)
     return NativeExecutor(
-        model, architectures.describe(model.spec), poison=True, variant=variant, num_threads=2, **sizes_of(capacity)
+        model, architectures.describe(model.spec), poison=True, variant=variant, num_threads=2, **sizes_of(capacity), **more
     )
 
 
-def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> Executor:
+def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2, **more: Any) -> Executor:
     import torch
 
     from backends.cuda import hash_program
@@ -88,9 +104,11 @@ def make_cuda(capacity: Capacity, *, is_hash: bool = False, depth: int = 2) -> E
         with patch.object(executor, "CompiledProgram", hash_program.HashProgram):
             return executor.CudaExecutor(hash_program.HASH_MODEL, hash_program.HASH_PROGRAM, **kind, **sizes_of(capacity))
     model = tiny_model(SMALL)
-    return executor.CudaExecutor(model, architectures.describe(model.spec), **kind, **sizes_of(capacity))
+    return executor.CudaExecutor(model, architectures.describe(model.spec), **kind, **sizes_of(capacity), **more)
 
 
+ADAPTED = {"max_adapter_rank": 16}
+MAKE_HASH_AHEAD = functools.partial(make_hash, depth=2)
 CUDA_TESTS = (
     "test_chunked_is_whole",
     "test_batch_of_one_is_batch_of_many",
@@ -122,6 +140,8 @@ def native_factories() -> list[Factory]:
             functools.partial(make_native, variant=variant, shape=shape),
             shape.vocab_size,
             block_size=16,
+            make_adapted=functools.partial(make_native, variant=variant, shape=shape, **ADAPTED),
+            pack=functools.partial(pack_random, shape=shape),
         )
         for variant in info()["variants"]
         for words, shape in shapes.items()
@@ -134,14 +154,28 @@ def cuda_factories() -> list[Factory]:
     return [
         Factory("cuda-hash", functools.partial(make_cuda, is_hash=True, depth=1), vocab_size=60),
         Factory("cuda-hash-ahead", functools.partial(make_cuda, is_hash=True), vocab_size=60),
-        Factory("cuda", make_cuda, SMALL.vocab_size, block_size=16, tests=() if HAS_DEVICE else CUDA_TESTS),
+        Factory(
+            "cuda",
+            make_cuda,
+            SMALL.vocab_size,
+            block_size=16,
+            tests=() if HAS_DEVICE else CUDA_TESTS,
+            make_adapted=functools.partial(make_cuda, **ADAPTED),
+            pack=functools.partial(pack_random, shape=SMALL),
+        ),
     ]
 
 
 FACTORIES = [
-    Factory("hash", make_hash, vocab_size=200, computes_logits=False),
-    Factory("hash-ahead", functools.partial(make_hash, depth=2), vocab_size=200, computes_logits=False),
-    Factory("reference", make_reference, vocab_size=TinyLlama().vocab_size),
+    Factory("hash", make_hash, vocab_size=200, computes_logits=False, make_adapted=make_hash),
+    Factory("hash-ahead", MAKE_HASH_AHEAD, vocab_size=200, computes_logits=False, make_adapted=MAKE_HASH_AHEAD),
+    Factory(
+        "reference",
+        make_reference,
+        vocab_size=TinyLlama().vocab_size,
+        make_adapted=functools.partial(make_reference, **ADAPTED),
+        pack=pack_random,
+    ),
     *native_factories(),
     *cuda_factories(),
 ]

@@ -13,6 +13,7 @@ from penstock.sched.policies.gates import Dynamic
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import Outcome, make_core, make_request, run_to_completion
+from penstock.types.adapter import BASE
 from penstock.types.events import Add
 from penstock.types.plan import AdmitRow, Capacity, RowPlan, StepPlan
 from penstock.types.request import Request
@@ -28,6 +29,8 @@ PADDED = make_policies(
 """Batches of three, padded to nine tokens or the longest, whose rows run until the last has ended."""
 MAX_ROWS = 6
 MAX_BLOCKS_PER_ROW = 8
+FIRST_PAGE = 1 + 3 * MAX_BLOCKS_PER_ROW
+MAX_PAGES = 300
 
 
 class Harness:
@@ -38,7 +41,7 @@ class Harness:
         self.block_size = factory.block_size
         self.computes_logits = factory.computes_logits
         self.capacity = Capacity(
-            num_blocks=1 + 3 * MAX_BLOCKS_PER_ROW,
+            num_blocks=FIRST_PAGE,
             block_size=self.block_size,
             max_rows=MAX_ROWS,
             max_step_tokens=MAX_BLOCKS_PER_ROW * self.block_size,
@@ -51,6 +54,20 @@ class Harness:
         executor = self._factory.make(self.capacity)
         self._made.append(executor)
         return executor
+
+    def make_adapted(self) -> Executor:
+        """One whose rows may have adapters, and with blocks for these from `FIRST_PAGE` on."""
+        assert self._factory.make_adapted is not None, "the factory says how"
+        executor = self._factory.make_adapted(replace(self.capacity, num_blocks=FIRST_PAGE + MAX_PAGES))
+        self._made.append(executor)
+        return executor
+
+    def place(self, executor: Executor, number: int, first_block: int = FIRST_PAGE, *, content: int = 0) -> int:
+        """Place an adapter of a number, with that content or its own, in blocks that lie backwards. The block behind them."""
+        packed = self._factory.pack(executor, content or number)
+        end = first_block + packed.num_pages
+        executor.place_adapter(number, packed, range(first_block, end)[::-1])
+        return end
 
     def close(self) -> None:
         for executor in self._made:
@@ -135,6 +152,8 @@ def admit(
     *,
     num_computed_tokens: int = 0,
     sampling: SamplingParams = GREEDY,
+    adapter: int = BASE,
 ) -> AdmitRow:
     """A row of which all tokens are prompt."""
-    return AdmitRow(request_id, tuple(token_ids), len(token_ids), tuple(block_ids), num_computed_tokens, sampling)
+    sizes = len(token_ids), tuple(block_ids), num_computed_tokens
+    return AdmitRow(request_id, tuple(token_ids), *sizes, sampling, adapter=adapter)

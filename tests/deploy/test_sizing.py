@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from penstock.backends.cuda.memory import Usage
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.device import kv_window
-from penstock.deploy.sizing import DEFAULT_CAP_BYTES, RESERVE_BYTES, SLOT_BOOKS_BYTES, KvPlan, plan_gpu_kv, plan_kv
+from penstock.deploy.sizing import (
+    DEFAULT_CAP_BYTES,
+    RESERVE_BYTES,
+    SLOT_BOOKS_BYTES,
+    AdapterRoom,
+    KvPlan,
+    check_adapter_room,
+    plan_gpu_kv,
+    plan_kv,
+)
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
@@ -233,6 +242,16 @@ def test_a_gpu_gives_what_weights_and_the_largest_step_leave() -> None:
 
 def test_but_no_more_than_all_rows_can_use() -> None:
     assert gpu_plan(max_num_seqs=2).num_tokens == 2 * 8192
+
+
+def test_a_gpu_has_adapters_in_its_blocks_and_in_the_machines_memory() -> None:
+    room = AdapterRoom(image_bytes=32 << 20, num_in_pool=4, num_in_memory=10)
+    plan = gpu_plan(max_num_seqs=2, adapters=room)
+    assert plan.num_bytes == gpu_plan(max_num_seqs=2).num_bytes + 4 * room.image_bytes
+    assert plan.num_adapter_bytes == 10 * room.image_bytes
+    check_adapter_room(room, RESERVE_BYTES + 10 * room.image_bytes)
+    with pytest.raises(NotEnoughMemory, match=r"10 adapters of up to 32 MiB each do not fit the 319 MiB .* --max-lora-rank"):
+        check_adapter_room(room, RESERVE_BYTES + 10 * room.image_bytes - (1 << 20))
 
 
 def test_an_asked_for_size_is_what_a_gpu_gives() -> None:
