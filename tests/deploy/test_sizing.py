@@ -245,13 +245,13 @@ def test_but_no_more_than_all_rows_can_use() -> None:
 
 
 def test_a_gpu_has_adapters_in_its_blocks_and_in_the_machines_memory() -> None:
-    room = AdapterRoom(image_bytes=32 << 20, num_in_pool=4, num_in_memory=10)
+    room = AdapterRoom(image_bytes=32 << 20, read_bytes=3 << 20, num_in_pool=4, num_in_memory=10)
     plan = gpu_plan(max_num_seqs=2, adapters=room)
     assert plan.num_bytes == gpu_plan(max_num_seqs=2).num_bytes + 4 * room.image_bytes
-    assert plan.num_adapter_bytes == 10 * room.image_bytes
-    check_adapter_room(room, RESERVE_BYTES + 10 * room.image_bytes)
-    with pytest.raises(NotEnoughMemory, match=r"10 adapters of up to 32 MiB each do not fit the 319 MiB .* --max-lora-rank"):
-        check_adapter_room(room, RESERVE_BYTES + 10 * room.image_bytes - (1 << 20))
+    assert plan.num_adapter_bytes == 323 << 20
+    check_adapter_room(room, RESERVE_BYTES + (323 << 20))
+    with pytest.raises(NotEnoughMemory, match=r"10 adapters of up to 32 MiB each, and 3 MiB .* the 322 MiB .* --max-lora-rank"):
+        check_adapter_room(room, RESERVE_BYTES + (322 << 20))
 
 
 def test_an_asked_for_size_is_what_a_gpu_gives() -> None:

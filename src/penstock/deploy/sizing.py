@@ -191,8 +191,8 @@ def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
     if adapters.num_bytes > max(0, free_bytes):
         raise NotEnoughMemory(
             f"{adapters.num_in_memory} adapters of up to {format_size(adapters.image_bytes)} each, and "
-            f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the machine's "
-            "memory that are free.",
+            f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the "
+            "machine's memory that are free.",
             remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
         )
 

@@ -25,6 +25,7 @@ from penstock.backends.cuda.graphs import Captured
 from penstock.backends.native._native import Team
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig
 from penstock.deploy import executor as executor_part
+from penstock.deploy import resources
 from penstock.deploy.device import settled
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
@@ -116,7 +117,7 @@ def test_adapters_answer_as_the_references(gguf: Path, tmp_path: Path) -> None:
         write_adapter(tmp_path / name, factors_of_llama(model, rank=5, seed=seed))
     answers = []
     for device in ("cpu", "cuda"):
-        lora = LoraConfig(lora_dir=str(tmp_path), max_lora_rank=8, max_cpu_loras=2)
+        lora = LoraConfig(lora_dir=str(tmp_path), max_lora_rank=8, max_cpu_loras=8)
         room = {"kv_cache_memory_bytes": 1 << 20} if device == "cpu" else {}
         runtime = build(gguf, device=device, lora=lora, **room)
         try:
@@ -129,7 +130,10 @@ def test_adapters_answer_as_the_references(gguf: Path, tmp_path: Path) -> None:
     assert len(set(map(tuple, answers[0]))) == 3
 
 
-def test_adapters_that_the_machine_has_no_memory_for_are_refused(gguf: Path, tmp_path: Path) -> None:
+def test_adapters_that_the_machine_has_no_memory_for_are_refused(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "available_memory_bytes", lambda: 4 * GIB)
     lora = LoraConfig(lora_dir=str(tmp_path), max_lora_rank=256, max_cpu_loras=100_000)
     with pytest.raises(ConfigError, match=r"100000 adapters .* do not fit the .* memory that are free.*--max-cpu-loras"):
         build(gguf, lora=lora)
