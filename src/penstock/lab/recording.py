@@ -8,6 +8,7 @@ Parts that belong together are read as one, the oldest first. Events come in the
     AtDoor     a call was refused before it was any request; told in an A/B test alone
     Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
     Seen       the scheduler found an adapter in memory, away, or not to be had
+    Aside      a request stood aside for its adapter
     Lost       the writer did not keep up: so many reports are missing here
     Restart    the engine was made anew: no request is left, and steps are counted from 0
 """
@@ -186,6 +187,13 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """A request stood aside for its adapter, whether there was a step to plan or not."""
+
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     count: int
 
@@ -195,7 +203,7 @@ class Restart:
     pass
 
 
-Event = Arrival | AtDoor | Departure | StepDone | Seen | Lost | Restart
+Event = Arrival | AtDoor | Departure | StepDone | Seen | Aside | Lost | Restart
 
 
 @dataclass(slots=True)
@@ -346,6 +354,8 @@ class _Part:
             case "adapter":
                 planned = line.get("planned", False)
                 return Seen(int(line["at"]), int(line["id"]), int(line.get("pages", 0)), line.get("failed", False), planned)
+            case "aside":
+                return Aside(int(line["at"]))
             case "lost":
                 return Lost(int(line["count"]))
             case "restart":

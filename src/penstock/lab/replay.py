@@ -15,7 +15,19 @@ from itertools import count, islice
 from penstock.clock import Clock, VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.stepper import Stepper
-from penstock.lab.recording import Arrival, BlockId, Departure, Lost, Recording, RecordingError, Restart, Row, Seen, StepDone
+from penstock.lab.recording import (
+    Arrival,
+    Aside,
+    BlockId,
+    Departure,
+    Lost,
+    Recording,
+    RecordingError,
+    Restart,
+    Row,
+    Seen,
+    StepDone,
+)
 from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
@@ -124,7 +136,7 @@ def _read(recording: Recording) -> _Story:
     begins: set[int] = set()
     seen: defaultdict[int, deque[Seen]] = defaultdict(deque)
     looks: set[int] = set()
-    """Instants since the last step at which an adapter was found otherwise than before."""
+    """Instants since the last step at which an adapter was found otherwise than before, or somebody stood aside for one."""
     contents = _Contents(recording.header.block_size)
     requests: dict[int, Request] = {}
     outputs: dict[str, deque[int]] = {}
@@ -158,8 +170,9 @@ def _read(recording: Recording) -> _Story:
                 begins.update(looks - {last_ns})
                 ends.clear()
                 looks.clear()
-            case Seen():
-                seen[event.number].append(event)
+            case Seen() | Aside():
+                if isinstance(event, Seen):
+                    seen[event.number].append(event)
                 if event.at_ns != last_ns:  # else at the end of a step, when its tokens were told
                     looks.add(event.at_ns)
             case Lost():

@@ -29,7 +29,7 @@ from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.errors import ConfigError
 from penstock.types.plan import PaddingId
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import AdapterChange, PlanNews, RequestStats, StepStats
+from penstock.types.stats import AdapterChange, PlanNews, RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)
 
@@ -207,7 +207,9 @@ class Recorder:
         self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        """A plan says the same by its rows."""
+        """A plan says the same by its rows. A turn without one is told if somebody stood aside for an adapter."""
+        if any(reason is WaitReason.ADAPTER for _, reason in news.set_aside):
+            self._tell(1, _Writer.aside, news.planned_ns)
 
     def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
         self._tell(len(changes), _Writer.adapters, changes, now_ns, is_planned)
@@ -410,6 +412,9 @@ class _Writer:
             if is_planned:
                 line["planned"] = True
             self._say(line)
+
+    def aside(self, now_ns: int) -> None:
+        self._say({"kind": "aside", "at": now_ns - self._start_ns})
 
     def step(self, stats: StepStats) -> None:
         self._end_step({})
