@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from click.exceptions import NoArgsIsHelpError
+from click.shell_completion import CompletionItem
 
 from penstock import __version__
 from penstock.types.errors import PenstockError
@@ -32,6 +33,7 @@ _COMMANDS = {
     "top": ("penstock.cli.top:top", "Watch a running server: rates, queue, KV cache, requests."),
     "profile": ("penstock.cli.profile:profile", "Say what steps take, here or in a recording; fit the simulator's costs."),
     "bench": ("penstock.cli.bench:bench", "Measure a server, or a model here, under a workload."),
+    "completion": ("penstock.cli.completion:completion", "Print a script by which a shell completes all this."),
     "env": ("penstock.cli.env:env", "Show the machine, the instruction set chosen, versions, what is missing."),
 }
 
@@ -55,6 +57,11 @@ class LazyGroup(click.Group):
         if args and args[0] not in _COMMANDS and (alike := get_close_matches(args[0], _COMMANDS, n=1)):
             raise click.UsageError(f"No such command '{args[0]}'. Did you mean '{alike[0]}'?", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands' names, without importing any of them, and the group's own options."""
+        names = [CompletionItem(name, help=doc) for name, (_, doc) in _COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from penstock.config.components import COMPONENTS, ModelConfig
 from penstock.config.setting import Kind, Setting, settings_of
@@ -85,7 +86,9 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
             values["model"] = model_word
         return command(**values)
 
-    return click.argument("model_word", required=False, metavar="[MODEL]")(model_option(with_model))
+    return click.argument("model_word", required=False, metavar="[MODEL]", shell_complete=complete_model)(
+        model_option(with_model)
+    )
 
 
 def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +106,9 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
         words = model_words or (() if source is ParameterSource.DEFAULT else (model,))
         return command(words=words, tables=context.meta.get(_TABLES_KEY, ()), **values)
 
-    return click.argument("model_words", nargs=-1, metavar="[MODEL]...")(model_option(with_models))
+    return click.argument("model_words", nargs=-1, metavar="[MODEL]...", shell_complete=complete_model)(
+        model_option(with_models)
+    )
 
 
 def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
@@ -124,12 +129,34 @@ def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
         type=click.UNPROCESSED,
         callback=_parser(item),
         metavar=_metavar(item),
+        shell_complete=complete_model if item.key == "model" else _values_of(item),
         default=item.default if item.default_doc else item.shown_default,  # in words, as it is shown
         envvar=item.env,
         multiple=item.is_multiple,
         show_default=item.default_doc or True,
         help=item.doc,
     )
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """For a shell: the catalogue's names that begin so, or else files."""
+    del ctx, param
+    from penstock.models.catalog import CATALOG
+
+    names = [CompletionItem(entry.name) for entry in CATALOG if entry.name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
+
+
+def _values_of(item: Setting) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """For a shell: a function that says which values of a setting begin as what was typed."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del ctx, param
+        if item.kind is Kind.PATH:
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(choice) for choice in item.choices if choice.startswith(incomplete)]
+
+    return complete
 
 
 def _metavar(item: Setting) -> str:
