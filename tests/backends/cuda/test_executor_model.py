@@ -165,7 +165,7 @@ def small_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return send(self, array)
 
     monkeypatch.setattr(Upload, "_sent_alone", noted)
-    monkeypatch.setattr(launcher, "message_words", lambda _: SMALL_MESSAGE_WORDS)
+    monkeypatch.setattr(launcher, "message_words", lambda _, *, has_adapters: SMALL_MESSAGE_WORDS)
     return sizes
 
 
