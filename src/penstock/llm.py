@@ -752,18 +752,14 @@ class _Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.serve.openai.read import read_conversation
+        from penstock.serve.openai.run import render_here
         from penstock.serve.openai.schemas import ChatTemplateFields
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}
         with _own_errors():
             conversation = read_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
-        return running.chat_template.render(
-            conversation.messages,
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            **conversation.variables,
-        )
+        return render_here(conversation, running)
 
 
 def _adapter(running: RunningModel, name: str) -> AdapterRef:

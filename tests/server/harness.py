@@ -31,6 +31,7 @@ from penstock.serve.server import Server
 from penstock.testing import HashExecutor, HashModel, make_core, text_capacity
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.text.chat import ChatTemplate
+from penstock.text.dialects import find_dialect
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer, detokenizer_factory, load_tokenizer
 from penstock.text.vocabulary import byte_level_alphabet
@@ -174,6 +175,7 @@ def make_runtime(
         tokenizer=tokenizer,
         chat_template=chat_template and make_chat_template(chat_template),
         grammars=Grammars(tokenizer, vocab_size=VOCAB_SIZE),
+        dialect=find_dialect(chat_template),
         admission=admission,
         metrics=metrics,
         model=replace(info, **model_fields),

@@ -145,7 +145,7 @@ async def test_messages_that_ask_for_more_are_refused_by_name(client, message, p
     ("name", "value"),
     [
         ("guided_decoding_backend", "outlines"),
-        ("include_reasoning", False),
+        ("return_mm_kwargs", False),
         ("truncation_side", "right"),
         ("stream_interval", 8),
         ("cache_control", {"type": "ephemeral", "ttl": "9h"}),
@@ -228,7 +228,7 @@ async def test_unknown_names_and_hints_are_ignored_and_logged_once(tolerant, cap
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"guided_json": {}}, "guided_json"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"documents": [{"text": "x"}]}, "documents"),

@@ -295,17 +295,17 @@ class Compiling:
         self.may_go_on = threading.Event()
         self._grammars = grammars
 
-    def known(self, grammar):
-        return self._grammars.known(grammar)
+    def known(self, grammar, plan):
+        return self._grammars.known(grammar, plan)
 
     def prepare(self, grammar):
         self.matcher(grammar)
 
-    def matcher(self, grammar):
+    def matcher(self, grammar, plan=None):
         self.asked.append(grammar)
         self.threads.append(threading.current_thread().name)
         assert not self._holds(grammar) or self.may_go_on.wait(20)
-        return self._grammars.matcher(grammar)
+        return self._grammars.matcher(grammar, plan)
 
 
 @pytest.fixture
@@ -438,7 +438,7 @@ def may_fail(runtime, monkeypatch):
     may_fail, grammars = threading.Event(), runtime.grammars
     monkeypatch.setattr(runtime, "grammars", Compiling(grammars))
     runtime.grammars.may_go_on.set()
-    monkeypatch.setattr(runtime.grammars, "known", lambda grammar: FailingMatcher(grammars.matcher(grammar), may_fail))
+    monkeypatch.setattr(runtime.grammars, "known", lambda grammar, _plan: FailingMatcher(grammars.matcher(grammar), may_fail))
     yield may_fail
     may_fail.set()
 

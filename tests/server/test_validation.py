@@ -18,6 +18,7 @@ from penstock.serve.openai.call import TokenPrompt
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.run import tokenise
+from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingDefaults
@@ -44,6 +45,7 @@ RUNNING = SimpleNamespace(
     sources=Sources(),
     chat_template=None,
     arms=None,
+    dialect=PLAIN,
     adapters=None,
     metrics=Metrics("toy"),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_ENTERED, MAX_READ = 57, 20
+MAX_ENTERED, MAX_READ = 58, 20
 NOT_TRACED = {"backends/native/executor.py", "native/engine.cpp"}
 """The trace has a fake executor in their place."""
 

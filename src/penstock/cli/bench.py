@@ -52,7 +52,7 @@ DEFAULT_CONCURRENCY = 8
 _STOP_TOKEN_ID = 0
 """Any token does."""
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
-_NOT_HERE = ("model", "served_model_name")
+_NOT_HERE = ("model", "served_model_name", "tool_call_parser", "reasoning_parser")
 _TOLD = ("stream", "extra_body", "tokenizer", "max_concurrency", "returns", "timeout")
 """Options that a result names, as it does the settings of a model in this process, if they were given."""
 _MAX_CACHED_SHARE = 0.3

@@ -31,7 +31,15 @@ AT_ONCE = 2048
 """Texts between two writes: what is lost at most."""
 COPIED_ROWS = 1024
 _COMPONENTS = ("model", "backend")
-_NOT_HERE = ("model", "served_model_name", "chat_template", "generation_config", "experts_on_disk")
+_NOT_HERE = (
+    "model",
+    "served_model_name",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "generation_config",
+    "experts_on_disk",
+)
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)

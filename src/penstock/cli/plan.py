@@ -51,7 +51,17 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the numbers there, too.")
 @config_options(
-    "model", "kv", "scheduler", without=("served_model_name", "chat_template", "generation_config", "experts_on_disk")
+    "model",
+    "kv",
+    "scheduler",
+    without=(
+        "served_model_name",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+        "generation_config",
+        "experts_on_disk",
+    ),
 )
 def plan(choice: WorkloadChoice, **values: Any) -> None:
     """Size a deployment: the highest rate that holds the SLOs, what binds, replicas and cost.

@@ -33,7 +33,13 @@ _FILE = click.Path(path_type=Path)
 @click.option("--trace", type=_FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
 @click.option("--plot", "plot_file", type=_FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
-@config_options("model", "kv", "scheduler", "backend", without=("served_model_name", "chat_template", "generation_config"))
+@config_options(
+    "model",
+    "kv",
+    "scheduler",
+    "backend",
+    without=("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config"),
+)
 def profile(
     fit_file: Path | None,
     source: Path | None,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 JSON_VERSION = 1
 _WITHOUT = (
     "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
     "prefix_caching",
     "prefix_sharing",
     "kv_eviction",

@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 
 _TIMEOUTS = ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s")
 _NO_EFFECT = (
-    *("served_model_name", "chat_template", "generation_config", "kv_disk_path", "gpu_memory_utilization"),
+    *(
+        "served_model_name",
+        "chat_template",
+        "tool_call_parser",
+        "reasoning_parser",
+        "generation_config",
+        "kv_disk_path",
+        "gpu_memory_utilization",
+    ),
     *(item.key for item in settings_of(BackendConfig) if item.key not in ("device", "steps_in_flight")),
     *(
         item.key

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.lab.workload import Workload
 
 _COMPONENTS = ("model", "kv", "scheduler", "backend")
-_WITHOUT = ("served_model_name", "chat_template", "generation_config")
+_WITHOUT = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "generation_config")
 
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)

@@ -33,6 +33,21 @@ def _arguments_of(policy: str) -> Any:
     return table(None, f"Arguments for the {policy}, by name.", default_doc="its own defaults")
 
 
+TOOL_PARSERS = (
+    "auto",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "phi4_mini_json",
+    "granite",
+    "openai",
+    "generic",
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "openai")
+"""Names of `text.dialects`, which adds none without a word here: a test compares them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Component):
     """Which model, and how it is presented."""
@@ -57,6 +72,16 @@ class ModelConfig(Component):
         None,
         "Name of one of the model's chat templates, a file with one (Jinja2), or the template itself.",
         default_doc="the model's own",
+    )
+    tool_call_parser: str = choice(
+        "auto",
+        "Form in which the model writes calls of tools. auto: as its chat template shows.",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = choice(
+        "auto",
+        "Form of the block in which the model reasons first. auto: as its chat template shows. none: it is content.",
+        choices=REASONING_PARSERS,
     )
     generation_config: str = setting(
         "auto",

@@ -90,6 +90,8 @@ def _check_settings(config: Config, model: LoadedModel) -> None:
             )
     for key, is_given in (
         ("chat_template", config.model.chat_template is not None),
+        ("tool_call_parser", config.model.tool_call_parser != "auto"),
+        ("reasoning_parser", config.model.reasoning_parser != "auto"),
         ("experts_on_disk", config.model.experts_on_disk),
         ("record", config.server.record is not None),
         ("cuda_graphs", config.backend.cuda_graphs is not None),

@@ -604,6 +604,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
     """The supervisor, which has the first engine made, and everything around it; started."""
     from penstock.deploy.running import RunningModel
     from penstock.engine.supervisor import Supervisor
+    from penstock.text.dialects import find_dialect
     from penstock.text.grammar import Grammars
 
     config, tokenizer, metrics = maker.config, maker.tokenizer, maker.metrics
@@ -639,6 +640,9 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             tokenizer=tokenizer,
             chat_template=chat_template,
             grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
+            dialect=find_dialect(
+                template, tool_parser=config.model.tool_call_parser, reasoning_parser=config.model.reasoning_parser
+            ),
             admission=maker.admission,
             metrics=metrics,
             model=info,

@@ -26,6 +26,7 @@ from penstock.engine.thread import Engine, EngineState
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.text.chat import ChatTemplate
+from penstock.text.dialects import PLAIN, Dialect
 from penstock.text.grammar import Grammars
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.encoder import EncoderInfo
@@ -95,6 +96,8 @@ class RunningModel:
     model: ModelInfo
     clock: Clock = field(default_factory=WallClock)
     """The engine's clock, for `arrival_ns` and deadlines."""
+    dialect: Dialect = PLAIN
+    """How the model writes calls of tools and reasoning."""
     slo_itl_ns: int | None = None
     """The server's own target of the inter-token latency."""
     prefix_sharing: str | None = None
@@ -120,12 +123,24 @@ class RunningModel:
     num_uses: int = field(default=0, init=False)
     """How often somebody has begun to use it."""
     _num_users: int = field(default=0, init=False)
+    _has_special_marks: bool | None = field(default=None, init=False)
     _is_leaving: bool = field(default=False, init=False)
     _users_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self.off_loop = OffLoop(self.metrics.count_rejected)
         self.used_ns = self.clock.now_ns()
+
+    @property
+    def has_special_marks(self) -> bool:
+        """True if marks of the dialect are special tokens, which have to be in an answer's text to be read."""
+        if self._has_special_marks is None:
+            self._has_special_marks = any(self._is_special(mark) for mark in self.dialect.marks)
+        return self._has_special_marks
+
+    def _is_special(self, mark: str) -> bool:
+        token_ids = self.tokenizer.encode(mark, add_special_tokens=False)
+        return len(token_ids) == 1 and self.tokenizer.is_special(token_ids[0])
 
     @property
     def name(self) -> str:

@@ -388,10 +388,10 @@ class Following:
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan) -> dict[str, bytes]:
-        """Masks of the requests that sample in a step and have not ended."""
+        """Masks of the requests that sample in a step, have not ended, and may not have any token."""
         matchers = self._matchers
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
-        return {name: matchers[name].mask() for name in names}
+        return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
 
     def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, str, str]]:
         """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, with the

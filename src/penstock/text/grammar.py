@@ -7,6 +7,7 @@ is sampled: that is the business of the matchers that it hands out.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,13 +16,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.text import grammar_source
+from penstock.text import grammar_source, tool_grammar
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
+    from penstock.text.answer_matcher import AnswerPlan
     from penstock.text.grammar_matcher import CompiledGrammar
     from penstock.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 MAX_SOURCE_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
@@ -48,6 +52,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "grammar"
+    TOOLS = "tools"
 
 
 _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
@@ -63,12 +68,34 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS, GrammarKind.LARK: MAX_LARK_CHA
 
 
 @dataclass(frozen=True, slots=True)
+class Lead:
+    """A block that an answer may begin with, and a text before the rest of it. Marks may be special tokens."""
+
+    open: str
+    close: str
+    text: str = ""
+
+    def lark(self, spell: Callable[[str], str]) -> str:
+        """In which `@main` is the rest. The block holds any text without its end."""
+        opened, closed = spell(self.open), spell(self.close)
+        if closed.startswith("<["):  # a special token, which no text holds
+            block = f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
+        else:
+            block = f"block[lazy]: /{tool_grammar.escaped(self.open)}(.|\\n)*{tool_grammar.escaped(self.close)}/\n"
+        text = f"{spell(self.text)} " if self.text else ""
+        return f"{grammar_source.OPTIONS}start: (block LINES?)? {text}@main\n{block}LINES: /\\n{{1,2}}/\n"
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """The form that an answer has to follow, as the client asked for it."""
 
     kind: GrammarKind
     source: str = ""
-    """JSON text of a schema; a regex; Lark; a JSON array of strings for CHOICE; empty for JSON_OBJECT."""
+    """JSON text of a schema; a regex; Lark; a JSON array of strings for CHOICE; empty for JSON_OBJECT; for TOOLS the text of
+    `tool_grammar.tool_source`."""
+    lead: Lead | None = None
+    """Text that stands before; None: the answer begins with what the grammar describes."""
 
 
 class Grammars:
@@ -87,25 +114,37 @@ class Grammars:
         """Why, by the hash of a grammar."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher:
         """A new one at the beginning of an answer. May take up to a second, and microseconds if the grammar is known.
 
-        Raises `Rejected` if the grammar is wrong, too large, or has parts that can't be followed.
+        `plan` says what comes before the grammar. Raises `Rejected` if the grammar is wrong, too large, or has parts that can't
+        be followed.
         """
-        return self._ready(grammar).matcher()
+        return self._begin(self._ready(grammar), plan)
+
+    def free_matcher(self, plan: AnswerPlan) -> Matcher:
+        """A new one of an answer that follows no grammar, for the limit of its reasoning."""
+        from penstock.text.answer_matcher import AnswerMatcher
+
+        return AnswerMatcher(plan, self._tokens, None)
 
     def prepare(self, grammar: Grammar) -> None:
         """Compile it for those who will ask `known`. One that is refused is so when they do."""
         with contextlib.suppress(Rejected):
             self._ready(grammar)
 
-    def known(self, grammar: Grammar) -> Matcher | None:
+    def known(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher | None:
         """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None.
 
         Raises `Rejected` for one that was refused before.
         """
         compiled = self._find(grammar)
-        return None if compiled is None else compiled.matcher()
+        return None if compiled is None else self._begin(compiled, plan)
+
+    def _begin(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
+        from penstock.text.answer_matcher import AnswerMatcher
+
+        return compiled.matcher() if plan is None else AnswerMatcher(plan, self._tokens, compiled)
 
     def _ready(self, grammar: Grammar) -> CompiledGrammar:
         return self._find(grammar) or self._compile(grammar)
@@ -133,16 +172,32 @@ class Grammars:
         return compiled
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        _check_source(grammar)
+        if grammar.kind is not GrammarKind.TOOLS:
+            return self._of_lark(grammar, _TO_LARK[grammar.kind](grammar.source))
+        try:
+            return self._of_lark(grammar, tool_grammar.of_tools(grammar.source, self._tokens.spell)[0])
+        except Rejected as rejected:
+            # Tools that are not strict ask for no more than what can be had: find those that can't be followed.
+            def check(schema: str) -> None:
+                self._of_lark(Grammar(GrammarKind.TOOLS), f"{grammar_source.OPTIONS}start: %json {schema}\n")
+
+            lark, are_followed = tool_grammar.of_tools(grammar.source, self._tokens.spell, check)
+            if are_followed:
+                raise
+            _log.info("a tool's arguments follow no schema: %s", rejected.detail)
+            return self._of_lark(grammar, lark)
+
+    def _of_lark(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, compile_grammar
 
-        _check_source(grammar)
-        lark = _TO_LARK[grammar.kind](grammar.source)
+        lead = "" if grammar.lead is None else grammar.lead.lark(self._tokens.spell)
         limits = LARK_LIMITS if grammar.kind is GrammarKind.LARK else JSON_LIMITS
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
             with self._starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)
                 try:
-                    compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits)
+                    compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits, lead)
                 finally:
                     threading.stack_size(usual_bytes)
             try:

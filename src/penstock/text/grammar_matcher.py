@@ -8,6 +8,7 @@ can allow them. Never logs, as grammars and answers are users' own.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.text.dialects import SPELLED_PARTS
 from penstock.text.grammar_source import failure, refusal
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
@@ -61,6 +63,54 @@ class GrammarTokens:
         # General slices: what strings of JSON are made of is walked once, not for each mask.
         vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, self._end_ids[0])), eos_token=list(self._end_ids))
         return vocabulary, np.packbits(usable, bitorder="little")
+
+    def spell(self, text: str) -> str:
+        """A text as Lark, in which special tokens of the model stand by their ids."""
+        parts = [part for part in re.split(SPELLED_PARTS, text) if part]
+        ids = [self._special_id(part) for part in parts]
+        return " ".join(
+            json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in zip(parts, ids, strict=True)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, special ones included."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Special tokens spell their name."""
+        return self._tokenizer.token_bytes(token_id)
+
+    def only(self, token_id: int) -> bytes:
+        """The mask of one token."""
+        mask = bytearray((self._vocab_size + 31) // 32 * 4)
+        mask[token_id // 8] = 1 << token_id % 8
+        return bytes(mask)
+
+    def all_but_ends(self) -> bytes:
+        """The mask of all tokens that do not end an answer."""
+        _, usable = self.ready()
+        mask = usable | self._unspelled(usable)
+        for token_id in self._end_ids:
+            mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        return mask.tobytes()
+
+    def with_unspelled(self, mask: bytes) -> bytes:
+        """A mask with all special tokens besides."""
+        _, usable = self.ready()
+        others = _with_ids(self._unspelled(usable), self._end_ids)
+        return (np.frombuffer(mask, np.uint8) | others).tobytes()
+
+    def _unspelled(self, usable: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The tokens that no grammar allows by their text."""
+        return _with_ids(np.zeros_like(usable), range(self._vocab_size)) & ~usable
+
+    def _special_id(self, text: str) -> int | None:
+        """The special token that is spelled so; None if there is none."""
+        if not SPELLED_PARTS.fullmatch(text):
+            return None
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        is_one = len(token_ids) == 1 and self._tokenizer.is_special(token_ids[0]) and token_ids[0] < self._vocab_size
+        return token_ids[0] if is_one else None
 
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id >= self._tokenizer.vocab_size or self._tokenizer.is_special(token_id):
@@ -124,6 +174,10 @@ class CompiledGrammar:
     def matcher(self) -> GrammarMatcher:
         """A new one."""
         self._num_answers += 1  # a lost count does no harm
+        return self.copy()
+
+    def copy(self) -> GrammarMatcher:
+        """A new one for an answer that has one already."""
         return GrammarMatcher(self._start.deep_copy(), self)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
@@ -142,23 +196,34 @@ class CompiledGrammar:
         return failure(matcher.get_error())
 
 
-def compile_grammar(lark: str, name: str, tokens: GrammarTokens, limits: Limits) -> CompiledGrammar:
+def compile_grammar(lark: str, name: str, tokens: GrammarTokens, limits: Limits, lead: str = "") -> CompiledGrammar:
     """From llguidance's Lark. `name` is what an error calls it. Raises `Rejected`.
 
-    Recurses as deep as the grammar says.
+    `lead` is Lark for what stands before, in which `@main` is the grammar. Recurses as deep as the grammar says.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     vocabulary, usable = tokens.ready()
     all_limits = LLParserLimits(verbose_errors=False, **asdict(limits))
-    wrapped = json.dumps({"grammars": [{"lark_grammar": lark}]})  # a text that begins with a brace would be taken for that
+    # A text that begins with a brace would be taken for what it is wrapped in here.
+    grammars = [{"lark_grammar": lead}, {"name": "main", "lark_grammar": lark}] if lead else [{"lark_grammar": lark}]
+    wrapped = json.dumps({"grammars": grammars})
     start = LLMatcher(vocabulary, wrapped, log_level=0, limits=all_limits)
     if start.is_error():
         raise refusal(name, failure(start.get_error()))
     try:
-        return CompiledGrammar(start, usable)
+        return CompiledGrammar(start, _with_ids(usable, [int(name) for name in re.findall(r"<\[(\d+)\]>", lead + lark)]))
     except GrammarFailure as error:
         raise refusal(name, error) from error
+
+
+def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.uint8]:
+    """A mask that has these tokens, too."""
+    changed = mask.copy()
+    for token_id in token_ids:
+        if token_id < 8 * len(mask):
+            changed[token_id // 8] |= 1 << token_id % 8
+    return changed
 
 
 class GrammarMatcher:

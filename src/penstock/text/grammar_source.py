@@ -221,8 +221,8 @@ _SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", 
 """They ask for nothing either; llguidance would put them together with a $ref beside them, which it can't where that recurs."""
 
 
-def prepare_schema(schema: dict[str, Any]) -> None:
-    """Takes what asks for nothing out of it. Raises `Rejected`."""
+def prepare_schema(schema: dict[str, Any], count: SchemaCount | None = None) -> None:
+    """Takes what asks for nothing out of it. `count` has the schemas before it in the same grammar. Raises `Rejected`."""
     check_numbers(schema)
     name_patterns: set[str] = set()
     for node in _nodes(schema):
@@ -233,7 +233,7 @@ def prepare_schema(schema: dict[str, Any]) -> None:
     if len(name_patterns) > MAX_NAME_PATTERNS:
         what = f"has {len(name_patterns)} different patterns in patternProperties, and at most {MAX_NAME_PATTERNS} are taken"
         raise refused_schema(f"{what}. Put some together as one pattern.")
-    count = _Count()
+    count = count or SchemaCount()
     does_merge = False
     for node, merges, num_patterns in _made(schema, count):
         does_merge |= merges
@@ -245,7 +245,7 @@ def prepare_schema(schema: dict[str, Any]) -> None:
     check_multiples(schema, are_put_together=does_merge)
 
 
-class _Count:
+class SchemaCount:
     """Count of the schemas that llguidance makes: those that `_made` has yielded, and those that it is still to yield."""
 
     def __init__(self) -> None:
@@ -312,7 +312,7 @@ class _Way:
     """Those of them that have schemas inside. Each way looks at these again, and makes what is inside anew."""
 
 
-def _made(schema: dict[str, Any], count: _Count) -> Iterator[tuple[dict[str, Any], bool, int]]:
+def _made(schema: dict[str, Any], count: SchemaCount) -> Iterator[tuple[dict[str, Any], bool, int]]:
     """Every schema that llguidance makes, for each place and each choice anew; whether it is put together with others, and
     how many of those that came before it have a pattern or a format.
 
@@ -361,7 +361,7 @@ def _made(schema: dict[str, Any], count: _Count) -> Iterator[tuple[dict[str, Any
                 places += _inside(with_places, count)
 
 
-def _inside(together: Sequence[dict[str, Any]], count: _Count) -> list[list[Any]]:
+def _inside(together: Sequence[dict[str, Any]], count: SchemaCount) -> list[list[Any]]:
     """The places in schemas that are put together, each with what they say of it."""
     count.add(sum(map(_num_places, together)))
     places: dict[Any, list[Any]] = {}
@@ -447,7 +447,7 @@ def _named(schema: dict[str, Any], ref: str) -> Any:
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 """Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
 
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+OPTIONS = '%llguidance {"no_forcing": true}\n'
 """The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
@@ -484,6 +484,12 @@ def of_schema(source: str) -> str:
     if not isinstance(schema, dict):
         raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
     prepare_schema(schema)
+    return f"{OPTIONS}start: %json {_json(schema)}\n"
+
+
+def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
+    """A schema as it stands behind `%json` in Lark. Raises `Rejected`."""
+    prepare_schema(schema, count)
     return _json(schema)
 
 
@@ -491,14 +497,14 @@ def of_json_object(source: str) -> str:
     """Any JSON object; `source` is empty. Raises `Rejected`."""
     if source:
         raise _rejected("A json_object takes no description. Use json_schema to describe it.")
-    return _json({"type": "object"})
+    return f"{OPTIONS}start: %json {_json({'type': 'object'})}\n"
 
 
 def of_regex(source: str) -> str:
     """From a regex that the whole answer matches."""
     from llguidance import regex_to_lark
 
-    return f"{_OPTIONS}start: /{regex_to_lark(source, '')}/\n"
+    return f"{OPTIONS}start: /{regex_to_lark(source, '')}/\n"
 
 
 def of_choices(source: str) -> str:
@@ -518,11 +524,11 @@ def of_lark(source: str) -> str:
     if (num_operators := len(_OF_SETS.findall(rules))) > MAX_SET_OPERATORS:
         what = f"has {num_operators} operators & and ~, and at most {MAX_SET_OPERATORS} are taken"
         raise _rejected(f"The grammar {what}. Say the same with alternatives.")
-    return f"{source}\n{_OPTIONS}"
+    return f"{source}\n{OPTIONS}"
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"{_OPTIONS}start: %json {json.dumps(schema | {'x-guidance': _JSON_OPTIONS})}\n"
+    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
 
 
 def _parsed(source: str, name: str) -> Any:

@@ -30,9 +30,9 @@ class Matcher(Protocol):
         """The next tokens of the answer, as they were sampled."""
         ...
 
-    def mask(self) -> bytes:
+    def mask(self) -> bytes | None:
         """The tokens that may be sampled next: bit i % 8 of byte i // 8 is token i; a whole number of 32-bit words,
-        little-endian.
+        little-endian. None: any.
 
         Never without any token: an answer that is complete may be followed by the model's end tokens. [ceil(vocab / 32) * 4]
         """

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.admission.checks import TenantLimits
 from penstock.deploy.running import RunningModel
+from penstock.text.dialects import Message
 from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
 from penstock.types.sampling import SamplingParams
@@ -67,12 +68,21 @@ class TokenPrompt:
 class Conversation:
     """Messages that the model's chat template turns into one prompt."""
 
-    messages: Sequence[Mapping[str, str]]
-    """Each with `role` and `content`, and maybe a `name`."""
+    messages: Sequence[Message]
     add_generation_prompt: bool
     continue_final_message: bool
     variables: Mapping[str, Any]
     """Further variables of the template: plain JSON data."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model is told of, as Hugging Face gives them to templates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The answer may call tools. Which, and how, `Call.grammar` says."""
+
+    is_required: bool
+    """It begins with a call, and has nothing else; else the model decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,13 @@ class Call:
     """Parameters that all answers have in common: without `max_tokens`, `seed` and `banned_token_sequences`."""
     bad_words: tuple[str, ...]
     grammar: AskedGrammar | None
-    """If and only if `sampling.follows_grammar`."""
+    """The grammar that the answer follows, or its calls of tools do."""
+    tools: ToolUse | None = None
+    """None: it calls none."""
+    max_reasoning_tokens: int | None = None
+    """Tokens of the reasoning block, after which its end is forced. With this or a grammar `sampling.follows_grammar`."""
+    has_reasoning: bool = True
+    """The answer shows what the model reasoned."""
     seed: int | None
     max_tokens: int | None
     """None: what the model's files name, or the context leaves."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,6 +19,9 @@ from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, Struct
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
+
+if TYPE_CHECKING:
+    from penstock.text.answer_matcher import AnswerPlan
 
 _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
     {
@@ -58,18 +61,23 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
             raise invalid(message, "structured_outputs")
         asked = _of_outputs(body.structured_outputs)
     if asked is not None:
-        _check_combinations(body, asked.param.split(".")[0])
+        check_combinations(body, asked.param.split(".")[0])
     return asked
 
 
-async def matchers_of(asked: AskedGrammar, number: int, running: RunningModel, tenant: str) -> list[Matcher]:
-    """A matcher for each of so many choices.
+async def matchers_of(
+    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, tenant: str
+) -> list[Matcher]:
+    """A matcher for each of so many choices. `plan` says what comes before the grammar; there is at least one of both.
 
     Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read.
     """
+    if asked is None:
+        assert plan is not None, "else nothing is to be followed"
+        return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
-        matchers = _known(number, asked.grammar, running)
-        return await _compiled(number, asked.grammar, running, tenant) if matchers is None else matchers
+        matchers = _known(number, asked.grammar, plan, running)
+        return await _compiled(number, asked.grammar, plan, running, tenant) if matchers is None else matchers
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
@@ -77,22 +85,24 @@ async def matchers_of(asked: AskedGrammar, number: int, running: RunningModel, t
         raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
 
 
-def _known(number: int, grammar: Grammar, running: RunningModel) -> list[Matcher] | None:
+def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
     """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
     if number * len(grammar.source) > _MAX_INLINE_CHARS:
         return None
-    known = [matcher for matcher in (running.grammars.known(grammar) for _ in range(number)) if matcher is not None]
+    known = [matcher for matcher in (running.grammars.known(grammar, plan) for _ in range(number)) if matcher is not None]
     return known if len(known) == number else None
 
 
-async def _compiled(number: int, grammar: Grammar, running: RunningModel, tenant: str) -> list[Matcher]:
+async def _compiled(
+    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
+) -> list[Matcher]:
     """All calls that ask for the same new grammar, if it is small, wait for one compilation."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):
         await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar), key=grammar)
-        if matchers := _known(number, grammar, running):
+        if matchers := _known(number, grammar, plan, running):
             return matchers
-    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar) for _ in range(number)])
+    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
@@ -139,7 +149,8 @@ def _written(value: dict[str, Any] | list[str], param: str) -> str:
         raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
 
 
-def _check_combinations(body: GenerationBody, asked_by: str) -> None:
+def check_combinations(body: GenerationBody, asked_by: str) -> None:
+    """Raise 400 for a field that the one which asks for a grammar, or a limit of reasoning, excludes."""
     for name, reason in _NOT_WITH.items():
         if getattr(body, name) not in (None, False):
             raise invalid(f"'{name}' and '{asked_by}' exclude each other, as {reason}: leave one of them out.", name)

@@ -21,6 +21,7 @@ from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
 from penstock.obs.explain.journal import Journal
 from penstock.serve.openai.call import Call, Owner, Terms
+from penstock.text.answers import AnswerForm
 from penstock.types.request import Request, RequestStatus
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,13 @@ class RunningCall:
     """
 
     def __init__(
-        self, in_flight: InFlight, call: Call, requests: Sequence[Request], echoes: Sequence[str], stream: Stream
+        self,
+        in_flight: InFlight,
+        call: Call,
+        requests: Sequence[Request],
+        echoes: Sequence[str],
+        form: AnswerForm | None,
+        stream: Stream,
     ) -> None:
         # Not the call itself: its prompts may be large, and need not live as long as the answer.
         self._in_flight = in_flight
@@ -106,6 +113,9 @@ class RunningCall:
         """One for each choice: those of the first prompt, then those of the second. The engine writes to them."""
         self.echoes = echoes
         """Text before the answers to each prompt; maybe empty."""
+        self.form = form
+        """How the answers are read; None: they are nothing but content."""
+        self.has_reasoning = call.has_reasoning
         self.stream = stream
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
@@ -152,7 +162,9 @@ class InFlight:
         """True if each tenant of a model shares cached prefixes with itself alone."""
         return self._isolates[running.prefix_sharing]
 
-    def open(self, call: Call, requests: Sequence[Request], echoes: Sequence[str], place: Place) -> RunningCall:
+    def open(
+        self, call: Call, requests: Sequence[Request], echoes: Sequence[str], form: AnswerForm | None, place: Place
+    ) -> RunningCall:
         """Submit the requests. Close the result, whatever happens."""
         running = call.running
         running.admission.enter(place, requests, running.clock.now_ns())
@@ -161,7 +173,7 @@ class InFlight:
         except BaseException:
             running.admission.forget([request.request_id for request in requests])
             raise
-        opened = RunningCall(self, call, requests, echoes, stream)
+        opened = RunningCall(self, call, requests, echoes, form, stream)
         self.add(opened)
         return opened
 

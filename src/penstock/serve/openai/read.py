@@ -24,8 +24,18 @@ from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
-from penstock.serve.openai.call import AnswerOptions, AskedGrammar, Call, Conversation, Owner, Terms, TextPrompt, TokenPrompt
-from penstock.serve.openai.grammars import asked_grammar
+from penstock.serve.openai.call import (
+    AnswerOptions,
+    AskedGrammar,
+    Call,
+    Conversation,
+    Owner,
+    Terms,
+    TextPrompt,
+    TokenPrompt,
+    ToolUse,
+)
+from penstock.serve.openai.grammars import asked_grammar, check_combinations
 from penstock.serve.openai.schemas import (
     CACHE_CONTROL,
     INT32_MAX,
@@ -40,6 +50,9 @@ from penstock.serve.openai.schemas import (
     NotYet,
     parse_body,
 )
+from penstock.serve.openai.tools import OF_TOOLS, past_calls, read_tool_use, reasoning_variables, told_tools
+from penstock.serve.openai.tools import max_reasoning_tokens as read_budget
+from penstock.text.dialects import Message
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, counted
 from penstock.types.request import ARM_B
@@ -53,8 +66,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16
 """The end of a body is hashed: two long conversations that begin alike differ there."""
-_ROLES = ("system", "developer", "user", "assistant")
-_ROLES_NOT_YET = ("tool", "function")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
 PART_HINTS: Mapping[str, NotYet] = MappingProxyType(
     {"cache_control": NotYet(*CACHE_CONTROL), "prompt_cache_breakpoint": NotYet({"mode": "explicit"})}
@@ -171,7 +183,18 @@ class Reader:
         running, adapter, terms = self._begin(body, scope)
         num_logprobs = _chat_logprobs(body)
         sampling, grammar = read_sampling(body, num_logprobs, running), asked_grammar(body)
-        conversation = read_conversation(body)
+        conversation, dialect = read_conversation(body), running.dialect
+        tool_use, calls, budget = None, None, None
+        if not OF_TOOLS.isdisjoint(body.model_fields_set):
+            tool_use, calls = read_tool_use(body, dialect)
+            budget = read_budget(body, dialect)
+            if calls is not None or budget is not None:
+                check_combinations(body, "tools" if calls is not None else "thinking_token_budget")
+            variables = {**reasoning_variables(body, dialect, self._ignored), **conversation.variables}
+            told = () if tool_use is None else conversation.tools
+            conversation = dataclasses.replace(conversation, variables=variables, tools=told)
+        if (tool_use is not None or dialect.reasoning is not None) and running.has_special_marks:
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)  # the writer leaves out those that are no marks
         max_tokens, max_tokens_param = _chat_max_tokens(body)
         return _call(
             running,
@@ -180,8 +203,11 @@ class Reader:
             data,
             terms,
             sampling,
-            grammar,
+            grammar or calls,
             prompts=conversation,
+            tool_use=tool_use,
+            max_reasoning_tokens=budget,
+            has_reasoning=body.include_reasoning is not False,
             adds_special_tokens=body.add_special_tokens is True,  # the template has written them already
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
@@ -326,6 +352,9 @@ def _call(
     answer_id: str,
     has_logprobs: bool,
     has_prompt: bool = False,
+    tool_use: ToolUse | None = None,
+    max_reasoning_tokens: int | None = None,
+    has_reasoning: bool = True,
 ) -> Call:
     """Puts together what both bodies have alike."""
     options = body.stream_options
@@ -341,7 +370,7 @@ def _call(
         has_logprobs=has_logprobs,
         has_token_ids=bool(body.return_token_ids),
         has_prompt=has_prompt,
-        skips_special_tokens=sampling.skip_special_tokens,
+        skips_special_tokens=body.skip_special_tokens is not False,
         shows_stop=sampling.include_stop_str_in_output,
         end_token_ids=frozenset(running.model.eos_token_ids).difference(body.stop_token_ids or ()),
     )
@@ -353,9 +382,12 @@ def _call(
         adds_special_tokens=adds_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         num_choices=body.num_choices,
-        sampling=sampling if grammar is None else dataclasses.replace(sampling, follows_grammar=True),
+        sampling=dataclasses.replace(sampling, follows_grammar=grammar is not None or max_reasoning_tokens is not None),
         bad_words=tuple(body.bad_words or ()),
         grammar=grammar,
+        tools=tool_use,
+        max_reasoning_tokens=max_reasoning_tokens,
+        has_reasoning=has_reasoning,
         seed=body.seed,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
@@ -502,7 +534,7 @@ def _text_prompt(text: str, param: str) -> TextPrompt:
 
 
 def read_conversation(fields: ChatTemplateFields) -> Conversation:
-    """Messages as templates expect them. Only text so far: other parts and roles are refused by name. Raises 400."""
+    """Messages and tools. Only text so far: other parts are refused by name. Raises 400."""
     messages = [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     continue_final = bool(fields.continue_final_message)
     # Asking to continue the last message means that no new turn is opened, so saying nothing about it is enough.
@@ -513,20 +545,36 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
     for name in _RESERVED_VARIABLES:
         if name in variables:
             raise invalid(f"'chat_template_kwargs' must not set '{name}'; use the field of that name.", "chat_template_kwargs")
-    return Conversation(messages, add_generation_prompt, continue_final, variables)
+    tools = told_tools(fields.tools) if fields.tools else ()
+    return Conversation(messages, add_generation_prompt, continue_final, variables, tools)
 
 
-def _message(message: ChatMessage, param: str) -> dict[str, str]:
-    read = {"role": _role(message.role, f"{param}.role"), "content": _text(message.content, f"{param}.content")}
-    if message.name is not None:
-        read["name"] = message.name
-    return read
+def _message(message: ChatMessage, param: str) -> Message:
+    role = _role(message.role, f"{param}.role")
+    calls = past_calls(message, param) if message.tool_calls else ()
+    reasoning = message.reasoning_content or message.reasoning or ""
+    for name, value in (("tool_calls", calls), ("reasoning_content", reasoning)):
+        if value and role != "assistant":
+            raise invalid(f"'{param}.{name}' is for messages with the role 'assistant', not '{role}'.", f"{param}.{name}")
+    if role == "tool" and message.tool_call_id is None:
+        raise invalid(f"Missing required parameter: '{param}.tool_call_id'.", f"{param}.tool_call_id")
+    if role != "tool" and message.tool_call_id is not None:
+        raise invalid(f"'{param}.tool_call_id' is for messages with the role 'tool'.", f"{param}.tool_call_id")
+    content = "" if calls and message.content in (None, []) else _text(message.content, f"{param}.content")
+    return Message(
+        role=role,
+        content=content,
+        name=message.name,
+        calls=calls,
+        call_id=message.tool_call_id or "",
+        reasoning=reasoning,
+    )
 
 
 def _role(role: Any, param: str) -> str:
     """`developer`, OpenAI's newer word, becomes `system`."""
-    if role in _ROLES_NOT_YET:
-        raise invalid(f"'{param}' {role!r} is not supported yet.", param)
+    if role == "function":
+        raise invalid(f"'{param}' 'function' is not supported: send the role 'tool', which took its place.", param)
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"'{param}' must be one of {', '.join(_ROLES)}.", param)
     return "system" if role == "developer" else role

@@ -10,19 +10,26 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.call import Call, Conversation, Terms, TextPrompt, TokenPrompt
+from penstock.serve.openai.call import AskedGrammar, Call, Conversation, Terms, TextPrompt, TokenPrompt
 from penstock.serve.openai.grammars import matchers_of
 from penstock.serve.openai.in_flight import InFlight, RunningCall
+from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
+from penstock.text.dialects import for_template
+from penstock.text.grammar import Lead
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
 from penstock.types.sampling import Matcher, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.text.answer_matcher import AnswerPlan
 
 MAX_TEXT_CHARS = 2**20
 """Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
@@ -51,12 +58,13 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     # Drawn before the call waits for anything: `--seed` counts calls as they come.
     seed = running.sources.draw_seed() if call.seed is None else call.seed
     with at_the_door(running, _ask(call)) as place:
-        tokenised = await _tokenised(call)
+        tokenised, form = await _tokenised(call)
         matchers = None
-        if call.grammar is not None:
+        if call.sampling.follows_grammar:
             num_requests = len(tokenised.prompts) * call.num_choices
-            matchers = await matchers_of(call.grammar, num_requests, running, call.terms.owner.tenant)
-        return in_flight.open(call, _requests(call, in_flight, tokenised, seed, matchers), tokenised.echoes, place)
+            grammar, plan = _planned(call, form)
+            matchers = await matchers_of(grammar, plan, num_requests, running, call.terms.owner.tenant)
+        return in_flight.open(call, _requests(call, in_flight, tokenised, seed, matchers), tokenised.echoes, form, place)
 
 
 @contextmanager
@@ -115,14 +123,15 @@ def _ask(call: Call) -> Ask:
     """The call's size and urgency, as far as they are known without its tokens."""
     terms, sampling, prompts = call.terms, call.sampling, call.prompts
     if isinstance(prompts, Conversation):
-        num_prompts, num_chars, num_token_ids = 1, sum([len(message["content"]) for message in prompts.messages]), 0
+        num_prompts, num_token_ids = 1, 0
+        num_chars = sum([message.num_chars for message in prompts.messages]) + sum([len(str(tool)) for tool in prompts.tools])
     else:
         num_prompts = len(prompts)
         num_chars = sum([len(prompt.text) for prompt in prompts if isinstance(prompt, TextPrompt)])
         num_token_ids = sum([len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokenPrompt)])
     max_tokens = _asked_tokens(call)
     # An answer that nothing can stop is as long as it may be.
-    is_endless = not (sampling.stop_token_ids or sampling.stop or call.grammar)
+    is_endless = not (sampling.stop_token_ids or sampling.stop or sampling.follows_grammar)
     return ask_of(
         terms,
         call.claim,
@@ -135,12 +144,51 @@ def _ask(call: Call) -> Ask:
     )
 
 
-async def _tokenised(call: Call) -> Tokenised:
-    running, prompts, size = call.running, call.prompts, call.num_bytes
+async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
+    """The tokens, and how the answers are read; None: as they are."""
+    running, prompts, size, form = call.running, call.prompts, call.num_bytes, None
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
+        form = _form(call, prompts, text)
         prompts, size = (TextPrompt(text, "messages"),), len(text) + sum([len(word) for word in call.bad_words])
-    return await running.off_loop.run(size, partial(tokenise, call, prompts, running))
+    return await running.off_loop.run(size, partial(tokenise, call, prompts, running)), form
+
+
+def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
+    """How the answers to a prompt are read. A template may have begun the reasoning block, or have ended it already."""
+    dialect = call.running.dialect
+    tools, reasoning, is_reasoning = None if call.tools is None else dialect.tools, dialect.reasoning, False
+    if reasoning is not None:
+        if conversation.continue_final_message:
+            begun = conversation.messages[-1].content
+            is_reasoning = begun.rfind(reasoning.open) > begun.rfind(reasoning.close)
+            has_ended = not is_reasoning
+        else:
+            end = prompt.rstrip()
+            is_reasoning, has_ended = end.endswith(reasoning.open), end.endswith(reasoning.close) and not reasoning.lead
+        if has_ended:
+            reasoning = None
+    return AnswerForm(tools=tools, reasoning=reasoning, is_reasoning=is_reasoning) if tools or reasoning else None
+
+
+def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
+    """The grammar of the answers, and what comes before it; at least one of them."""
+    from penstock.text.answer_matcher import AnswerPlan
+
+    grammar, reasoning = call.grammar, None if form is None else form.reasoning
+    trigger_of = None if call.tools is None or call.tools.is_required else call.running.dialect.tools
+    if grammar is not None and reasoning is None and trigger_of is None:
+        return grammar, None
+    if grammar is not None and reasoning is not None and trigger_of is None:
+        lead = Lead(reasoning.open, reasoning.close, "" if call.tools is not None else reasoning.lead)
+        grammar = dataclasses.replace(grammar, grammar=dataclasses.replace(grammar.grammar, lead=lead))
+    plan = AnswerPlan(
+        reasoning=reasoning,
+        is_reasoning=form is not None and form.is_reasoning,
+        max_reasoning_tokens=call.max_reasoning_tokens,
+        trigger_of=trigger_of,
+    )
+    return grammar, plan
 
 
 async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:
@@ -148,15 +196,21 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
     `num_bytes`: size of the body that the conversation came in.
     """
-    template = require_chat_template(running.chat_template)
-    work = partial(
-        template.render,
-        conversation.messages,
+    work = partial(render_here, conversation, running)
+    require_chat_template(running.chat_template)
+    return await running.off_loop.render(tenant, num_bytes, work)
+
+
+def render_here(conversation: Conversation, running: RunningModel) -> str:
+    """The same on this thread, which it keeps for as long as the template takes."""
+    messages, variables = for_template(conversation.messages, conversation.tools, running.dialect)
+    return require_chat_template(running.chat_template).render(
+        messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
+        **variables,
         **conversation.variables,
     )
-    return await running.off_loop.render(tenant, num_bytes, work)
 
 
 def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:

@@ -46,6 +46,10 @@ MAX_TOKENS_LIMIT = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
 MAX_MESSAGES = 2**14
 MAX_TEMPLATE_KWARGS = 256
+MAX_TOOLS = 128
+"""OpenAI's limit; also of the calls in one message."""
+MAX_DESCRIPTION_CHARS = 1 << 15
+MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
 """That one can be chosen from."""
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
@@ -196,6 +200,7 @@ Prompt = Annotated[
 ]
 """Checked in `read`, where the messages can name the element."""
 
+ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 LogitBias = Annotated[
@@ -370,6 +375,38 @@ class CompletionBody(GenerationBody):
     prompt_embeds: Annotated[Any, NotYet()] = None
 
 
+class FunctionBody(Body):
+    """A function that an answer may call."""
+
+    name: str
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
+    """JSON schema of the arguments; without it there are none."""
+    strict: bool | None = None
+    """True: a schema that can't be followed is refused. Else its arguments are any object then."""
+
+
+class ToolBody(Body):
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: Any = ""
+    """JSON text of an object; also the object itself."""
+
+
+class ToolCallBody(Body):
+    """A call that an assistant made, in the history."""
+
+    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Without effect: clients that have put an answer together from a stream send it along."""
+
+
 class ChatMessage(Body):
     role: Any
     content: Any = None
@@ -380,11 +417,13 @@ class ChatMessage(Body):
     audio: Annotated[Any, NotYet()] = None
     cache_control: Annotated[Any, NotYet(*CACHE_CONTROL)] = None
     function_call: Annotated[Any, NotYet("none", "auto")] = None
-    reasoning: Annotated[Any, NotYet("")] = None
-    reasoning_content: Annotated[Any, NotYet("")] = None
+    reasoning: str | None = None
+    """vLLM's name for `reasoning_content`."""
+    reasoning_content: str | None = None
+    """An assistant's reasoning: the template shows it or not."""
     refusal: Annotated[Any, NotYet()] = None
-    tool_call_id: Annotated[Any, NotYet()] = None
-    tool_calls: Annotated[Any, NotYet([])] = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -398,6 +437,7 @@ class ChatTemplateFields(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)] | None = None
     chat_template: Annotated[Any, NotYet()] = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
@@ -408,24 +448,30 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     parallel_tool_calls: bool | None = None
-    """Without effect, as there are no tools."""
+    """False: one call at most."""
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
+    """Checked in `tools`, as are the next two."""
+    function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
+    functions: Annotated[Any, WithJsonSchema({"type": "array", "maxItems": 0})] = None
+    include_reasoning: bool | None = None
+    """False: what a model reasons is left out of the answer."""
+    reasoning_effort: str | None = None
+    thinking_token_budget: ReasoningBudget | None = None
+    max_thinking_tokens: ReasoningBudget | None = None
+    thinking_budget: ReasoningBudget | None = None
+    """Tokens of the reasoning block, after which its end is forced; one of these three names. -1: no limit."""
     prediction: Annotated[Any, NotYet(is_hint=True)] = None
-    reasoning_effort: Annotated[Any, NotYet(is_hint=True)] = None
     verbosity: Annotated[Any, NotYet("medium", is_hint=True)] = None
 
     audio: Annotated[Any, NotYet()] = None
     best_of: Annotated[Any, NotYet(1)] = None
     documents: Annotated[Any, NotYet([])] = None
     echo: Annotated[Any, NotYet(False)] = None
-    function_call: Annotated[Any, NotYet("none", "auto")] = None
-    functions: Annotated[Any, NotYet([])] = None
     media_io_kwargs: Annotated[Any, NotYet({})] = None
     mm_processor_kwargs: Annotated[Any, NotYet({})] = None
     modalities: Annotated[Any, NotYet(["text"])] = None
     moderation: Annotated[Any, NotYet()] = None
     return_prompt_text: Annotated[Any, NotYet(False)] = None
-    tool_choice: Annotated[Any, NotYet("none", "auto")] = None
-    tools: Annotated[Any, NotYet([])] = None
     web_search_options: Annotated[Any, NotYet()] = None
 
 

@@ -26,6 +26,19 @@ from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from penstock.text.answers import (
+    Answer,
+    AnswerForm,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    HiddenTokens,
+    Part,
+    Reasoning,
+    gather,
+)
+from penstock.text.dialects import short_id
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import FinishReason
@@ -184,7 +197,7 @@ class AnswerWriter(ABC):
 
 
 class ChatWriter(AnswerWriter):
-    """The events of a streamed message are its role, pieces of content, and the finish reason."""
+    """The events of a streamed message are its role, pieces of reasoning, content and calls, and the finish reason."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
@@ -194,9 +207,14 @@ class ChatWriter(AnswerWriter):
         super().__init__(call, tokenizer)
         self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
+        self._choices: list[ReadChoice] | None = None
+        """None: answers are nothing but content."""
+        if call.form is not None or call.requests[0].sampling.skip_special_tokens != self._options.skips_special_tokens:
+            self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
     def begin(self) -> bytes:
-        role = b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        content = b'""' if self._call.form is None or self._call.form.tools is None else b"null"
+        role = b'"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null' + self._usage_suffix()
         events = b"".join([prefix + role for prefix in self._prefixes])
         if not self._options.has_token_ids:
             return events
@@ -205,10 +223,11 @@ class ChatWriter(AnswerWriter):
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
-        data = self._content(index, chunk)
+        data = self._content(index, chunk) if self._choices is None else self._parts(index, chunk, self._choices[index])
         if chunk.finish_reason is None:
             return data
-        fields = {"finish_reason": FINISH_WORDS[chunk.finish_reason], "stop_reason": self._stop_reason(chunk)}
+        word = FINISH_WORDS[chunk.finish_reason] if self._choices is None else self._choices[index].finish_word(chunk)
+        fields = {"finish_reason": word, "stop_reason": self._stop_reason(chunk)}
         return data + self._prefixes[index] + b'},"logprobs":null,' + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
@@ -217,7 +236,18 @@ class ChatWriter(AnswerWriter):
             answer["prompt_token_ids"] = self._call.requests[0].prompt_token_ids
         return answer
 
-    def _content(self, index: int, chunk: OutputChunk) -> bytes:
+    def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
+        """Events of what a chunk says, taken apart; log-probabilities and tokens, which are of the text as it was sampled, have
+        one of their own."""
+        parts = choice.read(chunk)
+        end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        deltas = [delta for part in parts if (delta := _delta(part)) is not None]
+        events = [self._prefixes[index] + orjson.dumps(delta)[1:] + end for delta in deltas]
+        if not self._is_plain and (said := self._content(index, chunk, shows_text=False)):
+            events.append(said)
+        return b"".join(events)
+
+    def _content(self, index: int, chunk: OutputChunk, *, shows_text: bool = True) -> bytes:
         if self._is_plain:
             if not chunk.text:
                 return b""
@@ -231,19 +261,25 @@ class ChatWriter(AnswerWriter):
         fields: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
-        text = orjson.dumps(chunk.text)
-        return self._prefixes[index] + b'"content":' + text + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        content = b'"content":' + orjson.dumps(chunk.text) if shows_text else b""
+        return self._prefixes[index] + content + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
     def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
         text, logprobs = record.text, None
         if self._options.has_logprobs:
             entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
             logprobs = self._logprob_writer().write(entries, text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        finish_word = _finish_word(record.last)
+        if self._choices is not None:
+            read = self._choices[index]
+            message |= _message(gather([part for chunk in record.chunks for part in read.read(chunk)]))
+            finish_word = read.finish_word(record.last)
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": _finish_word(record.last),
+            "finish_reason": finish_word,
             "stop_reason": self._stop_reason(record.last),
         }
         if self._options.has_token_ids:
@@ -259,6 +295,73 @@ class ChatWriter(AnswerWriter):
 
     def _logprob_writer(self) -> ChatLogprobs:
         return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens)
+
+
+class ReadChoice:
+    """One choice whose text is taken apart. A face with other events makes them of the same parts."""
+
+    def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer) -> None:
+        form = call.form or AnswerForm()
+        self._has_reasoning = call.has_reasoning
+        self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars))
+        skips = call.answer.skips_special_tokens and not call.requests[index].sampling.skip_special_tokens
+        self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
+        self.num_calls = 0
+        self.is_cut = False
+        """A call was cut: by the limit of tokens, or a stop string."""
+
+    def read(self, chunk: OutputChunk) -> list[Part]:
+        """The parts that became certain with a chunk; all that is left, if it is the last."""
+        text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
+        parts = self._reader.push(text)
+        if chunk.finish_reason is not None:
+            parts += self._reader.finish()
+        for part in parts:
+            if isinstance(part, CallEnd):
+                self.num_calls += part.is_whole
+                self.is_cut |= not part.is_whole
+        return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def finish_word(self, chunk: OutputChunk) -> str | None:
+        """OpenAI's word for the end of a choice whose last chunk this is."""
+        if chunk.finish_reason is FinishReason.STOP and self.num_calls and not self.is_cut:
+            return "tool_calls"
+        return _finish_word(chunk)
+
+
+def _call_id(engine_id: str, id_chars: int, index: int) -> str:
+    """The id of a call: another one for each that this process has told of."""
+    name = short_id(f"{engine_id}.{index}", id_chars or 24)
+    return name if id_chars else f"call_{name}"
+
+
+def _delta(part: Part) -> dict[str, Any] | None:
+    """The content of an event about a part; None: there is none."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnd():
+            return None
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """The fields of a message that is not streamed which depend on what the answer says."""
+    fields: dict[str, Any] = {"content": answer.content or (None if answer.calls else "")}
+    if answer.reasoning:
+        fields["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        fields["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return fields
 
 
 class CompletionWriter(AnswerWriter):

@@ -1,0 +1,233 @@
+"""One answer's way through reasoning and free text to a grammar: implements `types.sampling.Matcher`. Made by `text.grammar`.
+
+As long as an answer is free its next token is not restricted, and costs a look at its bytes. From the trigger of a call, or
+from the end of the reasoning block, the grammar says what may come:
+
+    <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
+    `--- free, counted    `--- free   `--- the grammar
+
+A token may have the end of a mark and the beginning of what follows. So while the text ends in what may become a mark, a copy
+of the grammar reads these tokens again, and allows no token that could not go on behind it. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from penstock.text.dialects import ReasoningFormat, ToolFormat
+from penstock.types.errors import GrammarFailure
+
+if TYPE_CHECKING:
+    from penstock.text.grammar_matcher import CompiledGrammar, GrammarMatcher, GrammarTokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """The parts of an answer before its grammar, and where that begins."""
+
+    reasoning: ReasoningFormat | None = None
+    """None: the answer begins at once."""
+    is_reasoning: bool = False
+    """The prompt has begun the block already."""
+    max_reasoning_tokens: int | None = None
+    """Tokens of the block, after which its end is forced; None: as many as it likes."""
+    trigger_of: ToolFormat | None = None
+    """The grammar begins at this format's triggers; None: with the answer, or behind the reasoning block."""
+
+
+class _State(Enum):
+    OPENING = auto()
+    """The answer may begin with a reasoning block."""
+    REASONING = auto()
+    WAITING = auto()
+    """For a trigger."""
+    FOLLOWING = auto()
+    """The grammar."""
+    FREE = auto()
+
+
+class AnswerMatcher:
+    def __init__(self, plan: AnswerPlan, tokens: GrammarTokens, grammar: CompiledGrammar | None) -> None:
+        """`grammar` has a lead for the reasoning block if it does not begin at a trigger. None: nothing is asked for but the
+        limit of the reasoning block."""
+        self._plan = plan
+        self._tokens = tokens
+        self._grammar = grammar
+        self._is_bound = grammar is not None and plan.trigger_of is None
+        """The answer has to follow the grammar, and may not end before."""
+        self._inner: GrammarMatcher | None = None
+        self._mask: bytes | None = None
+        self._num_reasoning = 0
+        self._forced: list[int] = []
+        """Tokens of the end of the reasoning block that are still to come."""
+        self._opened_ids: list[int] = []
+        """Tokens that began the reasoning block."""
+        self._watch = _Watch((), is_at_start=False)
+        if plan.reasoning is None:
+            self._begin_answer()
+        elif plan.is_reasoning:
+            self._opened_ids = tokens.encode(plan.reasoning.open)
+            self._begin_reasoning()
+        else:
+            self._state = _State.OPENING
+            self._watch = _Watch((plan.reasoning.open,), is_at_start=True)
+            if self._is_bound and grammar is not None:
+                self._inner = grammar.matcher()
+        self._mask = self._next_mask()
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See `Matcher.accept`."""
+        for token_id in token_ids:
+            self._accept(token_id)
+        self._mask = self._next_mask()
+
+    def mask(self) -> bytes | None:
+        """See `Matcher.mask`."""
+        if self._state is _State.FOLLOWING and self._inner is not None:
+            return self._inner.mask()
+        return self._mask
+
+    def _accept(self, token_id: int) -> None:
+        if self._forced and token_id == self._forced[0]:
+            del self._forced[0]
+        state = self._state
+        if state is _State.FREE:
+            return
+        if self._inner is not None:
+            self._inner.accept((token_id,))
+            if state is _State.FOLLOWING:
+                return
+        if state is _State.REASONING:
+            self._num_reasoning += 1
+        if self._watch.push(token_id, self._tokens.bytes_of(token_id)):
+            self._go_on()
+        elif self._watch.is_over:
+            if state is _State.OPENING:
+                self._begin_answer(self._watch.ids)
+            else:
+                self._state = _State.FREE
+
+    def _go_on(self) -> None:
+        """A mark is complete."""
+        ids = self._watch.ids
+        if self._state is _State.OPENING:
+            self._opened_ids = ids
+            self._inner = None
+            self._begin_reasoning()
+        elif self._state is _State.REASONING:
+            if self._is_bound:
+                self._follow([*self._opened_ids, *ids])
+            else:
+                self._forced = []
+                tools = self._plan.trigger_of  # one of its triggers may begin within the mark
+                self._begin_answer(() if tools is None or tools.only_at_start else ids)
+        else:
+            try:
+                self._follow(ids)
+            except GrammarFailure:  # the mark and a text that no call has came in one token: it is no call
+                self._state, self._inner = _State.FREE, None
+
+    def _begin_reasoning(self) -> None:
+        assert self._plan.reasoning is not None
+        self._state = _State.REASONING
+        self._watch = _Watch((self._plan.reasoning.close,), is_at_start=False)
+        self._num_reasoning = 0
+
+    def _begin_answer(self, read_ids: Sequence[int] = ()) -> None:
+        """`read_ids`: tokens of the answer that were read already."""
+        if self._grammar is None:
+            self._state = _State.FREE
+        elif self._plan.trigger_of is not None:
+            self._state = _State.WAITING
+            tools = self._plan.trigger_of
+            self._watch = _Watch(tuple(way.trigger for way in tools.ways), is_at_start=tools.only_at_start)
+            for token_id in read_ids:
+                self._accept(token_id)
+        else:
+            self._state = _State.FOLLOWING
+            self._inner = self._inner or self._grammar.matcher()  # it has read what there is
+
+    def _follow(self, ids: Sequence[int]) -> None:
+        """Raises `GrammarFailure`."""
+        assert self._grammar is not None
+        inner = self._grammar.matcher()
+        inner.accept(ids)
+        inner.mask()
+        self._inner, self._state = inner, _State.FOLLOWING
+
+    def _next_mask(self) -> bytes | None:
+        if self._state is _State.OPENING:
+            return None if self._inner is None else self._inner.mask()
+        if self._state is _State.REASONING:
+            limit = self._plan.max_reasoning_tokens
+            if limit is not None and self._num_reasoning >= limit and not self._forced and self._plan.reasoning is not None:
+                self._forced = self._tokens.encode(self._plan.reasoning.forced)
+            if self._forced:
+                return self._tokens.only(self._forced[0])
+            if not self._is_bound:
+                return None
+            return self._behind(self._opened_ids, may_end=False) or self._tokens.all_but_ends()
+        if self._state is _State.WAITING:
+            return self._behind((), may_end=True)
+        return None
+
+    def _behind(self, before: Sequence[int], *, may_end: bool) -> bytes | None:
+        """The tokens that may come where a mark may have begun; None: any."""
+        if self._grammar is None or not self._watch.ids:
+            return None
+        copy = self._grammar.copy()
+        try:
+            copy.accept([*before, *self._watch.ids])
+            mask = copy.mask()
+        except GrammarFailure:  # a token with half a character before the mark
+            return None
+        return self._tokens.with_unspelled(mask) if may_end else mask
+
+
+class _Watch:
+    """Looks for marks in the bytes of tokens."""
+
+    def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
+        """`is_at_start`: a mark counts at the beginning alone, behind white space."""
+        self._marks = tuple(mark.encode() for mark in marks)
+        self._firsts = tuple(mark[:1] for mark in self._marks)
+        self._is_at_start = is_at_start
+        self._sizes: list[int] = []
+        self._tail = b""
+        self.ids: list[int] = []
+        """The tokens in which a mark may have begun, or has."""
+        self.is_over = False
+        """No mark can come any more."""
+
+    def push(self, token_id: int, data: bytes) -> bool:
+        """True if a mark is complete."""
+        self._tail += data
+        self.ids.append(token_id)
+        self._sizes.append(len(data))
+        if self._is_at_start:
+            text = self._tail.lstrip()
+            if text.startswith(self._marks):
+                return True
+            self.is_over = not any(mark.startswith(text) for mark in self._marks)
+            return False
+        if not any(first in self._tail for first in self._firsts):
+            self._forget(0)
+            return False
+        found = [at for mark in self._marks if (at := self._tail.find(mark)) >= 0]
+        self._forget(len(self._tail) - min(found) if found else self._num_held())
+        return bool(found)
+
+    def _num_held(self) -> int:
+        longest = min(len(self._tail), max(map(len, self._marks)) - 1)
+        return next(
+            (num for num in range(longest, 0, -1) if any(mark.startswith(self._tail[-num:]) for mark in self._marks)), 0
+        )
+
+    def _forget(self, num_held: int) -> None:
+        """All tokens but those with the last bytes."""
+        while self._sizes and (not num_held or len(self._tail) - self._sizes[0] >= num_held):
+            self._tail = self._tail[self._sizes[0] :]
+            del self._sizes[0], self.ids[0]

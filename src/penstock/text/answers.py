@@ -1,0 +1,555 @@
+"""The parts of an answer: reasoning, content and calls of tools. Every API's writer makes a form of its own of them.
+
+A reader takes the text of one choice in pieces, as the output stage makes them, and gives parts as soon as it is known what
+they are: text that may begin a mark is held back. The whole does not depend on how the text was cut. Knows no JSON of any API,
+no tokens, and does not judge: arguments are what the model wrote, which a grammar holds to their schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.text.dialects import ReasoningFormat, ToolFormat, Way, marks_of
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
+
+_NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    index: int
+    """Calls of one answer are numbered from 0."""
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments: JSON text, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    index: int
+    is_whole: bool
+    """False: the answer was cut within the arguments."""
+    text: str
+    """All of the call, as the model wrote it."""
+
+
+Part = Reasoning | Content | CallBegin | CallArguments | CallEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All that one choice said."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    """Whole calls. The text of one that was cut is part of `content`."""
+    is_cut: bool = False
+    """A call was cut."""
+
+
+def gather(parts: Iterable[Part]) -> Answer:
+    answer = Answer()
+    content: list[str] = []
+    reasoning: list[str] = []
+    begun: dict[int, CallBegin] = {}
+    arguments: dict[int, list[str]] = {}
+    for part in parts:
+        match part:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegin(index):
+                begun[index], arguments[index] = part, []
+            case CallArguments(index, text):
+                arguments[index].append(text)
+            case CallEnd(index, is_whole, text):
+                if is_whole:
+                    answer.calls.append(ToolCall(begun[index].call_id, begun[index].name, "".join(arguments[index])))
+                else:
+                    content.append(text)
+                    answer.is_cut = True
+    answer.content, answer.reasoning = "".join(content), "".join(reasoning)
+    return answer
+
+
+class AnswerReader(Protocol):
+    def push(self, text: str) -> list[Part]:
+        """The parts that became certain with this text."""
+        ...
+
+    def finish(self) -> list[Part]:
+        """The parts that were held back, at the end of the answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """How the answers of one call are read; there is none for answers that are nothing but content."""
+
+    tools: ToolFormat | None = None
+    """None: no calls are looked for."""
+    reasoning: ReasoningFormat | None = None
+    is_reasoning: bool = False
+    """The prompt has begun the reasoning block already."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Parts of the marks that readers look for which may be special tokens."""
+        return marks_of(self.tools, self.reasoning)
+
+    def reader(self, new_call_id: Callable[[int], str]) -> AnswerReader:
+        """A reader of one choice. `new_call_id` makes the id of the call with a number."""
+        if self.reasoning is not None and self.reasoning.lead:
+            return ChannelReader(self, new_call_id)
+        return MarkReader(self, new_call_id)
+
+
+class MarkReader:
+    """Reads answers whose content is bare, with marks around reasoning and calls."""
+
+    def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
+        self._tools, self._reasoning = form.tools, form.reasoning
+        self._new_call_id = new_call_id
+        self._held = ""
+        self._parts: list[Part] = []
+        self._has_said = False
+        """Content that is no white space was shown."""
+        self._call: _CallReader | None = None
+        if self._reasoning is None:
+            self._step = self._read_content
+        else:
+            self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
+        self._is_fresh = form.is_reasoning
+        """White space is skipped: nothing of a block was shown yet."""
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        if self._step == self._read_reasoning:
+            if not self._is_fresh or self._held.strip():
+                self._parts.append(Reasoning(self._held.rstrip()))
+        elif self._call is not None:
+            self._parts += self._call.finish()
+        else:
+            self._say(self._held)
+        self._held, self._call = "", None
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return [part for part in parts if not isinstance(part, Content | Reasoning) or part.text]
+
+    def _say(self, text: str) -> None:
+        if self._is_fresh:
+            text = text.lstrip()
+        if text:
+            self._is_fresh = False
+            self._parts.append(Content(text))
+
+    def _read_beginning(self) -> bool:
+        assert self._reasoning is not None
+        text = self._held.lstrip()
+        if text.startswith(self._reasoning.open):
+            self._held = text[len(self._reasoning.open) :]
+            self._step, self._is_fresh = self._read_reasoning, True
+            return True
+        if self._reasoning.open.startswith(text):
+            return False
+        self._step = self._read_content
+        return True
+
+    def _read_reasoning(self) -> bool:
+        assert self._reasoning is not None
+        close = self._reasoning.close
+        if self._is_fresh:
+            self._held = self._held.lstrip()
+        before, mark, after = self._held.partition(close)
+        if mark:
+            self._parts.append(Reasoning(before.rstrip()))
+            self._held, self._step, self._is_fresh = after, self._read_content, True
+            return True
+        shown = self._held[: len(self._held) - held_back(self._held, (close,))].rstrip()
+        if shown:
+            self._is_fresh = False
+            self._parts.append(Reasoning(shown))
+            self._held = self._held[len(shown) :]
+        return False
+
+    def _read_content(self) -> bool:
+        if self._tools is None:
+            if self._is_fresh:
+                self._held = self._held.lstrip()
+            self._say(self._held)
+            self._held = ""
+            return False
+        triggers = [way.trigger for way in self._tools.ways]
+        at, nth = self._find(triggers)
+        if at >= 0:
+            self._say(self._held[:at].rstrip())
+            self._call = _CallReader(self._tools.ways[nth], self._new_call_id)
+            self._held = self._held[at:]
+            self._step = self._read_calls
+            return True
+        num_held = self._num_held(triggers)
+        shown = self._held[: len(self._held) - num_held].rstrip()
+        if shown:
+            self._has_said = True
+            self._say(shown)
+            self._held = self._held[len(shown) :]
+        return False
+
+    def _find(self, triggers: Sequence[str]) -> tuple[int, int]:
+        """Where the first trigger stands, and which it is; -1 for nowhere."""
+        assert self._tools is not None
+        found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
+        if self._tools.only_at_start:
+            num_blank = len(self._held) - len(self._held.lstrip())
+            found = [] if self._has_said else [(at, nth) for at, nth in found if at == num_blank]
+        return min(found, default=(-1, 0))
+
+    def _num_held(self, triggers: Sequence[str]) -> int:
+        assert self._tools is not None
+        if not self._tools.only_at_start:
+            return held_back(self._held, triggers)
+        text = self._held.lstrip()
+        return len(text) if not self._has_said and any(trigger.startswith(text) for trigger in triggers) else 0
+
+    def _read_calls(self) -> bool:
+        assert self._call is not None
+        self._parts += self._call.push(self._held)
+        self._held = ""
+        if self._call.is_over:  # what follows is no call: text, as the model wrote it
+            self._held, self._call, self._tools = self._call.rest(), None, None
+            self._step, self._is_fresh = self._read_content, True
+            return True
+        return False
+
+
+class HiddenTokens:
+    """Takes the names of special tokens that are no marks out of a text, as far as its tokens were sampled: what a model spells
+    in other tokens stays."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
+        self._tokenizer = tokenizer
+        self._marks = marks
+        self._names: list[str] = []
+        """Names of tokens that were sampled and not yet seen in the text, which may be held back."""
+
+    def show(self, text: str, token_ids: Sequence[int]) -> str:
+        for token_id in token_ids:
+            if self._tokenizer.is_special(token_id) and (name := self._tokenizer.token_text(token_id)) not in self._marks:
+                self._names.append(name)
+        if self._names:
+            kept = []
+            for name in self._names:
+                if name in text:
+                    text = text.replace(name, "", 1)
+                else:
+                    kept.append(name)
+            self._names = kept
+        return text
+
+
+class _CallReader:
+    """Reads the calls of one answer, from the trigger on."""
+
+    def __init__(self, way: Way, new_call_id: Callable[[int], str]) -> None:
+        self._way = way
+        self._new_call_id = new_call_id
+        self._held = ""
+        self._index = 0
+        before, self._middle, self._after = way.parts
+        self._before = way.begin + before
+        self._name = ""
+        self._text = ""
+        """All of the call that is being read, as far as it was read."""
+        self._arguments: _ObjectScanner | None = None
+        self._step: Callable[[list[Part]], bool] = self._read_before
+        self.is_over = False
+        """No call can follow."""
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._held += text
+        while not self.is_over and self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """A call that was cut. If its name was not told yet, all of it is content."""
+        if self._arguments is not None:
+            return [CallEnd(self._index, False, self._text)]
+        is_behind = self._step in (self._read_after, self._read_between)
+        if is_behind and match_literal(self._held, self._way.end if self._step == self._read_between else self._after) is None:
+            return []
+        rest = self.rest()
+        return [Content(rest), CallEnd(self._index, False, "")] if rest else []
+
+    def rest(self) -> str:
+        """Text that was read of no call, and text that was not read; behind the last call white space is none of it."""
+        rest = self._text + self._held
+        return rest if rest.strip() else ""
+
+    def _match(self, literal: str) -> int | None:
+        """How many characters are the literal; None: more are needed. Text that can't be it ends the calls."""
+        num = match_literal(self._held, literal)
+        if num is not None and num < 0:
+            self.is_over = True
+            return None
+        return num
+
+    def _take(self, num: int) -> None:
+        self._text += self._held[:num]
+        self._held = self._held[num:]
+
+    def _read_before(self, _parts: list[Part]) -> bool:
+        num = self._match(self._before)
+        if num is None:
+            return False
+        self._take(num)
+        self._step, self._name = self._read_name, ""
+        return True
+
+    def _read_name(self, _parts: list[Part]) -> bool:
+        num = next((at for at, char in enumerate(self._held) if char not in _NAME_CHARS), None)
+        if num is None:
+            return False
+        self._name = self._held[:num]
+        self._take(num)
+        self._step = self._read_middle
+        return True
+
+    def _read_middle(self, parts: list[Part]) -> bool:
+        num = self._match(self._middle)
+        if num is None:
+            return False
+        blank = len(self._held[num:]) - len(self._held[num:].lstrip())
+        if len(self._held) == num + blank:
+            return False
+        if self._held[num + blank] != "{":
+            self.is_over = True
+            return False
+        self._take(num + blank)
+        parts.append(CallBegin(self._index, self._new_call_id(self._index), self._name))
+        self._arguments = _ObjectScanner()
+        self._step = self._read_arguments
+        return True
+
+    def _read_arguments(self, parts: list[Part]) -> bool:
+        assert self._arguments is not None
+        if not self._held:
+            return False
+        num = self._arguments.push(self._held)
+        parts.append(CallArguments(self._index, self._held[:num]))
+        self._take(num)
+        if not self._arguments.is_closed:
+            return False
+        parts.append(CallEnd(self._index, True, self._text))
+        self._index, self._text, self._arguments = self._index + 1, "", None
+        self._step = self._read_after
+        return True
+
+    def _read_after(self, _parts: list[Part]) -> bool:
+        num = self._match(self._after)
+        if num is None:
+            return False
+        self._held = self._held[num:]
+        self._step = self._read_between
+        return True
+
+    def _read_between(self, _parts: list[Part]) -> bool:
+        if not self._held.strip():
+            return False
+        before, _, _ = self._way.parts
+        if self._way.between is not None:
+            literal = self._way.between + before
+            num = match_literal(self._held, literal)
+            if num is None:
+                return False
+            if num >= 0:
+                self._before, self._step = literal, self._read_before
+                return True
+        if self._way.end:
+            num = self._match(self._way.end)
+            if num is None:
+                return False
+            self._held = self._held[num:]
+        self.is_over = True
+        return False
+
+
+class ChannelReader:
+    """Reads Harmony: messages, each with a channel and maybe a recipient before its text."""
+
+    _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+    def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
+        self._reads_calls = form.tools is not None
+        self._new_call_id = new_call_id
+        self._held = ""
+        self._header = ""
+        self._is_in_text = False
+        self._channel = ""
+        self._num_calls = 0
+        self._arguments: _ObjectScanner | None = None
+        self._text = ""
+        self._has_said = self._is_first = False
+        if form.is_reasoning:
+            self._is_in_text, self._channel = True, "analysis"
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._held += text
+        while self._held and (self._read_text(parts) if self._is_in_text else self._read_header(parts)):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._is_in_text:
+            self._show(self._held, parts)
+            self._end_message(parts)
+        elif (rest := self._header + self._held) and not "<|start|>assistant".startswith(rest):
+            parts.append(Content(rest))
+        self._held = self._header = ""
+        return parts
+
+    def _read_header(self, parts: list[Part]) -> bool:
+        header, mark, rest = self._held.partition("<|message|>")
+        if not mark:
+            return False
+        self._held, self._is_in_text, self._is_first = rest, True, True
+        self._text = header + mark
+        self._channel = _first_word(header.partition("<|channel|>")[2])
+        _, to, recipient = header.partition("to=functions.")
+        if to and self._reads_calls:
+            parts.append(CallBegin(self._num_calls, self._new_call_id(self._num_calls), _first_word(recipient)))
+            self._arguments = _ObjectScanner()
+        return True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        found = [(at, mark) for mark in self._ENDS if (at := self._held.find(mark)) >= 0]
+        if not found:
+            shown = self._held[: len(self._held) - held_back(self._held, self._ENDS)]
+            self._held = self._held[len(shown) :]
+            self._show(shown, parts)
+            return False
+        at, mark = min(found)
+        self._show(self._held[:at], parts)
+        self._held = self._held[at if mark == "<|start|>" else at + len(mark) :]
+        self._end_message(parts)
+        return True
+
+    def _show(self, text: str, parts: list[Part]) -> None:
+        if not text:
+            return
+        if self._arguments is not None:
+            self._text += text
+            if not self._arguments.is_closed:
+                parts.append(CallArguments(self._num_calls, text[: self._arguments.push(text)]))
+        elif self._channel == "analysis":
+            parts.append(Reasoning(text))
+        else:
+            if self._is_first and self._has_said:
+                text = "\n" + text
+            self._has_said, self._is_first = True, False
+            parts.append(Content(text))
+
+    def _end_message(self, parts: list[Part]) -> None:
+        if self._arguments is not None:
+            parts.append(CallEnd(self._num_calls, self._arguments.is_closed, self._text))
+            self._num_calls += 1
+        self._arguments, self._is_in_text = None, False
+
+
+def _first_word(header: str) -> str:
+    """As far as the next mark or white space."""
+    return "".join(header.partition("<|")[0].split()[:1])
+
+
+class _ObjectScanner:
+    """Finds the end of a JSON object in text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+        self.is_closed = False
+
+    def push(self, text: str) -> int:
+        """How many characters of the text belong to the object."""
+        for at, char in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string:
+                self._is_in_string = char != '"'
+                self._is_escaped = char == "\\"
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.is_closed = True
+                    return at + 1
+        return len(text)
+
+
+def match_literal(text: str, literal: str) -> int | None:
+    """How many characters of the text are the literal, in which white space stands for any and for none.
+
+    None: the text ends before it is known. -1: the text does not begin with it.
+    """
+    at = 0
+    for char in literal:
+        if char.isspace():
+            while at < len(text) and text[at].isspace():
+                at += 1
+        elif at == len(text):
+            return None
+        elif text[at] == char:
+            at += 1
+        else:
+            return -1
+    return at
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text may begin one of the marks."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

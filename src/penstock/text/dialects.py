@@ -1,0 +1,406 @@
+"""How a model writes calls of tools and reasoning, and how its chat template wants to be told of them: a table, and what finds
+a model's lines in it. Made once per model; read by `answers`, `answer_matcher`, `tool_grammar` and `serve`.
+
+A format is known by marks in the chat template, or by the name that a setting gives. A model whose template knows no tools is
+told of them in the system message and answers in the generic form. Knows neither tokens nor OpenAI's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from penstock.types.errors import ConfigError
+
+NAME_CHARS = "A-Za-z0-9_.-"
+"""Characters of a tool's name."""
+SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
+"""Marks in the texts of a format that may be special tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to write calls. White space in these texts stands for any, and for none."""
+
+    trigger: str
+    """The text by which an answer that was free becomes a call: the beginning of `begin` and `call`."""
+    call: str
+    """One call, with NAME and ARGUMENTS in it."""
+    begin: str = ""
+    """Text before the first call."""
+    between: str | None = None
+    """Text between two calls; None: there is only one in an answer."""
+    end: str = ""
+    """Text after the last call."""
+
+    @cached_property
+    def parts(self) -> tuple[str, str, str]:
+        """The text of a call before its name, between name and arguments, and after the arguments."""
+        before, _, rest = self.call.partition("NAME")
+        middle, _, after = rest.partition("ARGUMENTS")
+        return before, middle, after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    name: str
+    """vLLM's name for it, where it has one."""
+    ways: tuple[Way, ...]
+    """The first is the one in which calls are written that have to come."""
+    only_at_start: bool = False
+    """Triggers count at the beginning of an answer alone."""
+    marks: tuple[str, ...] = ()
+    """A chat template that has all of these, and none of `but_not`, is of this format."""
+    but_not: tuple[str, ...] = ()
+    id_chars: int = 0
+    """Letters and digits that make the id of a call, as the model's template wants it; 0: any id will do."""
+    has_channels: bool = False
+    """The whole answer is messages with channels (Harmony), and not only its calls are marked."""
+
+
+_OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+_HERMES = Way(trigger="<tool_call>", call=f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n")
+_LLAMA = Way(trigger='{"name":', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ")
+
+GENERIC = ToolFormat(name="generic", ways=(_HERMES,))
+"""For models whose template knows no tools: they have seen the commonest form elsewhere, or learn it from the prompt."""
+
+# Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    ToolFormat(
+        name="openai",  # gpt-oss
+        has_channels=True,
+        marks=("<|channel|>", "<|message|>", "functions."),
+        ways=(
+            Way(
+                trigger="<|channel|>commentary to=functions.",
+                call="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+            ),
+            Way(
+                trigger="<|start|>assistant to=functions.",
+                call="<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS",
+            ),
+        ),
+    ),
+    ToolFormat(  # Qwen 2.5 and 3, Hermes 2 Pro and 3, SmolLM3; not Qwen3-Coder, which writes XML inside
+        name="hermes", marks=("<tool_call>", "</tool_call>"), but_not=("<function=", "<arg_key>"), ways=(_HERMES,)
+    ),
+    ToolFormat(  # Mistral Small 3.2, Magistral, Devstral
+        name="mistral_args",
+        marks=("[TOOL_CALLS]", "[ARGS]"),
+        id_chars=9,
+        ways=(Way(trigger="[TOOL_CALLS]", call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between=""),),
+    ),
+    ToolFormat(  # Mistral 7B v0.3, Nemo, Mistral Small 3 and 3.1
+        name="mistral",
+        marks=("[TOOL_CALLS]",),
+        id_chars=9,
+        ways=(Way(trigger="[TOOL_CALLS]", begin="[TOOL_CALLS] [", call=_OBJECT, between=", ", end="]"),),
+    ),
+    ToolFormat(  # Phi-4-mini
+        name="phi4_mini_json",
+        marks=("<|tool|>", "<|/tool|>"),
+        ways=(
+            Way(trigger="<|tool_call|>", begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]<|/tool_call|>"),
+            Way(trigger="functools", begin="functools[", call=_OBJECT, between=", ", end="]"),
+        ),
+    ),
+    ToolFormat(  # Granite 3
+        name="granite",
+        marks=("<|tool_call|>",),
+        ways=(Way(trigger="<|tool_call|>", begin="<|tool_call|>[", call=_OBJECT, between=", ", end="]"),),
+    ),
+    ToolFormat(  # Llama 3.1, 3.2 and 3.3
+        name="llama3_json",
+        marks=('"parameters": ', "<|start_header_id|>"),
+        only_at_start=True,
+        ways=(_LLAMA, replace(_LLAMA, trigger='<|python_tag|>{"name":', begin="<|python_tag|>")),
+    ),
+    GENERIC,
+)
+"""In the order in which marks are looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    name: str
+    open: str
+    close: str
+    lead: str = ""
+    """Text that begins the answer proper."""
+    marks: tuple[str, ...]
+    forced: str
+    """Text that ends a block whose budget is used up."""
+
+
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat(
+        name="openai",
+        open="<|channel|>analysis<|message|>",
+        close="<|end|><|start|>assistant",
+        lead="<|channel|>final<|message|>",
+        marks=("<|channel|>", "<|message|>"),
+        forced="<|end|><|start|>assistant",
+    ),
+    ReasoningFormat(name="think", open="<think>", close="</think>", marks=("</think>",), forced="\n</think>"),
+    ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", marks=("[/THINK]",), forced="[/THINK]"),
+)
+
+AUTO, NONE = "auto", "none"
+TOOL_PARSERS = (AUTO, *(one.name for one in TOOL_FORMATS))
+REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Facts of one model, as its chat template shows them."""
+
+    tools: ToolFormat = GENERIC
+    reasoning: ReasoningFormat | None = None
+    tools_variable: str | None = None
+    """The template's variable for tools; None: it knows none, and they are told in a message."""
+    has_tools_in_system: bool = False
+    """The template reads tools from the system message itself, as text."""
+    takes_system: bool = True
+    takes_text_arguments: bool = False
+    """The template joins arguments to other text, so they are JSON text there. Others write JSON of an object."""
+    takes_effort: bool = False
+    """The template has a variable `reasoning_effort`."""
+    takes_enable_thinking: bool = False
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return marks_of(self.tools, self.reasoning)
+
+    @property
+    def has_channels(self) -> bool:
+        return self.reasoning is not None and bool(self.reasoning.lead)
+
+
+def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
+    """Parts of their texts that may be special tokens."""
+    ways = () if tools is None else tools.ways
+    texts = [text for way in ways for text in (way.trigger, way.begin, way.call, way.between or "", way.end)]
+    if reasoning is not None:
+        texts += [reasoning.open, reasoning.close, reasoning.lead]
+    return frozenset(mark for text in texts for mark in SPELLED_PARTS.findall(text))
+
+
+PLAIN = Dialect()
+"""The dialect of a model without a chat template."""
+_TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
+_TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
+_TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"\]]*\s*(?:\+|-?[%}]\})""")
+
+
+def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
+    """The dialect that a chat template shows. `tool_parser` and `reasoning_parser` name formats instead of `auto`.
+
+    Raises `ConfigError` for a name that is none.
+    """
+    _check_name("--tool-call-parser", tool_parser, TOOL_PARSERS)
+    _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    source = template or ""
+    in_expressions = "".join(re.findall(r"\{[%{].*?[%}]\}", source, re.DOTALL))
+    knows_tools = _TOOLS_VARIABLE.search(in_expressions) is not None
+    if tool_parser != AUTO:
+        tools = next(one for one in TOOL_FORMATS if one.name == tool_parser)
+    else:
+        found = [one for one in TOOL_FORMATS if one.marks and _has_marks(source, one)]
+        tools = found[0] if found and knows_tools else GENERIC
+    if reasoning_parser != AUTO:
+        reasoning = next((one for one in REASONING_FORMATS if one.name == reasoning_parser), None)
+    else:
+        reasoning = next((one for one in REASONING_FORMATS if all(mark in source for mark in one.marks)), None)
+    tools_variable = None
+    if knows_tools and tools is not GENERIC:
+        tools_variable = "tools" if re.search(r"\btools\b", in_expressions) else "xml_tools"
+    return Dialect(
+        tools=tools,
+        reasoning=reasoning,
+        tools_variable=tools_variable,
+        has_tools_in_system=tools_variable is not None and _TOOLS_IN_SYSTEM.search(in_expressions) is not None,
+        takes_system="System role not supported" not in source,
+        takes_text_arguments=_TEXT_ARGUMENTS.search(in_expressions) is not None,
+        takes_effort="reasoning_effort" in in_expressions,
+        takes_enable_thinking="enable_thinking" in in_expressions,
+    )
+
+
+def _has_marks(source: str, tools: ToolFormat) -> bool:
+    return all(mark in source for mark in tools.marks) and not any(mark in source for mark in tools.but_not)
+
+
+def _check_name(setting: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"{setting} {name!r} is unknown.", remedy=f"Take one of {', '.join(names)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call in the history of a conversation."""
+
+    call_id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str = ""
+    name: str | None = None
+    calls: tuple[PastCall, ...] = ()
+    """Calls that an assistant made."""
+    call_id: str = ""
+    """The call that a message of the role `tool` answers."""
+    reasoning: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.content) + len(self.reasoning) + sum(len(str(call.arguments)) for call in self.calls)
+
+
+def for_template(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], dialect: Dialect
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The messages as the model's template wants them, and further variables of it.
+
+    `tools` are as Hugging Face gives them to templates: `{"type": "function", "function": {...}}`.
+    """
+    if dialect.tools_variable is not None:
+        names = {call.call_id: call.name for message in messages for call in message.calls}
+        told = [_told(message, names, dialect) for message in messages]
+        if not tools:
+            return told, {}
+        if dialect.has_tools_in_system:
+            return _with_system(told, {"tools": _json([tool["function"] for tool in tools])}), {
+                dialect.tools_variable: list(tools)
+            }
+        return told, {dialect.tools_variable: list(tools)}
+    told = []
+    for message in messages:
+        one = _told_plainly(message, dialect)
+        if message.role == "tool" and told and told[-1].get("role") == "user" and told[-1]["content"].endswith(_RESPONSE_END):
+            told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n{one['content']}"}
+        else:
+            told.append(one)
+    return _with_text(told, _instructions(tools), dialect) if tools else told, {}
+
+
+def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
+    """For a template that knows tools."""
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        told["name"] = message.name
+    if message.calls:
+        told["tool_calls"] = [
+            {
+                "id": _template_id(call.call_id, dialect),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _json(call.arguments) if dialect.takes_text_arguments else dict(call.arguments),
+                },
+            }
+            for call in message.calls
+        ]
+    if message.role == "tool":
+        told["tool_call_id"] = _template_id(message.call_id, dialect)
+        if message.name is None and message.call_id in names:
+            told["name"] = names[message.call_id]
+    return told | _told_reasoning(message, dialect)
+
+
+def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
+    """Under the names that templates read: DeepSeek's and Qwen's, and gpt-oss's."""
+    if not message.reasoning or dialect.reasoning is None:
+        return {}
+    if dialect.has_channels and message.calls:
+        return {"thinking": message.reasoning}
+    return {"reasoning_content": message.reasoning}
+
+
+_RESPONSE_END = "</tool_response>"
+
+
+def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
+    """For a template that knows system, user and assistant alone."""
+    if message.role == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.content}\n{_RESPONSE_END}"}
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        told["name"] = message.name
+    if message.calls:
+        way = dialect.tools.ways[0]
+        calls = [_written(way.call, call) for call in message.calls]
+        text = way.begin + ("\n" if way.between is None else way.between).join(calls) + way.end
+        told["content"] = f"{message.content}\n{text}" if message.content else text
+    return told | _told_reasoning(message, dialect)
+
+
+def _written(pattern: str, call: PastCall) -> str:
+    before, _, rest = pattern.partition("NAME")
+    middle, _, after = rest.partition("ARGUMENTS")
+    return before + call.name + middle + _json(call.arguments) + after
+
+
+def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(_json(tool["function"]) for tool in tools)
+    return (
+        "You can call tools. These are their names, what they do, and the JSON schemas of their arguments:\n"
+        f"<tools>\n{lines}\n</tools>\n"
+        "To call a tool, write nothing but a JSON object with its name and arguments between these tags:\n"
+        '<tool_call>\n{"name": <name of the tool>, "arguments": <object with the arguments>}\n</tool_call>\n'
+        "For several calls write several such blocks. The results come back between <tool_response> and </tool_response>. "
+        "If no tool is needed, answer in words."
+    )
+
+
+def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> list[dict[str, Any]]:
+    """With a text in the system message, or before the first message of the user where the template takes no other."""
+    if dialect.takes_system:
+        return _with_system(messages, {}, text)
+    at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if at is None:
+        return [{"role": "user", "content": text}, *messages]
+    changed = {**messages[at], "content": f"{text}\n\n{messages[at]['content']}"}
+    return [*messages[:at], changed, *messages[at + 1 :]]
+
+
+def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text: str = "") -> list[dict[str, Any]]:
+    """With fields and a text in the first system message; with a new one if there is none."""
+    if not messages or messages[0]["role"] != "system":
+        return [{"role": "system", "content": text, **fields}, *messages]
+    first = messages[0]
+    content = f"{first['content']}\n\n{text}" if text and first["content"] else first["content"] or text
+    return [{**first, "content": content, **fields}, *messages[1:]]
+
+
+def _template_id(call_id: str, dialect: Dialect) -> str:
+    """An id as the template wants it: made of the client's where that has another form, the same each time."""
+    num_chars = dialect.tools.id_chars
+    if not num_chars or re.fullmatch(f"[A-Za-z0-9]{{{num_chars}}}", call_id):
+        return call_id
+    return short_id(call_id, num_chars)
+
+
+def short_id(text: str, num_chars: int) -> str:
+    """Letters and digits that stand for a text."""
+    import hashlib
+
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()[:num_chars]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+BY_NAME: Mapping[str, ToolFormat] = MappingProxyType({one.name: one for one in TOOL_FORMATS})

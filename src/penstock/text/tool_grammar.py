@@ -1,0 +1,137 @@
+"""The grammar of an answer that calls tools, in llguidance's Lark: written from a format of `dialects` and the tools' schemas.
+Called by `text.grammar`, whose source for it is the JSON text that `tool_source` makes.
+
+A schema is followed as it is where the tool is strict. Elsewhere an object with `properties` takes no further ones unless it
+says so, as they are arguments of a function; and a schema that has parts which can't be followed lets them be any object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.text import grammar_source
+from penstock.text.dialects import BY_NAME, SPELLED_PARTS, ToolFormat, Way
+from penstock.types.errors import Rejected, RejectReason
+
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: Mapping[str, Any] | None
+    """Schema of the arguments; None: there are none."""
+    is_strict: bool = False
+
+
+def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: bool, has_trigger: bool) -> str:
+    """The source of a grammar. With a trigger it is for answers that were free until then, in any of the format's ways; else
+    it begins with the answer."""
+    described = [[tool.name, tool.parameters, tool.is_strict] for tool in tools]
+    return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
+
+
+def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
+    """Lark, and whether all schemas are followed. `spell` writes a text as Lark, its special tokens by their ids.
+
+    With `check`, which raises `Rejected` for a schema that can't be followed, arguments of such tools as are not strict are any
+    object instead. Raises `Rejected`, naming the tool.
+    """
+    name, is_parallel, has_trigger, described = json.loads(source)
+    tools = [Tool(*each) for each in described]
+    ways = BY_NAME[name].ways if has_trigger else BY_NAME[name].ways[:1]
+    starts = [f"head{nth} way{nth}" if has_trigger else f"way{nth}" for nth in range(len(ways))]
+    lines = [grammar_source.OPTIONS.rstrip(), f"start: {' | '.join(starts)}"]
+    for nth, way in enumerate(ways):
+        if has_trigger:
+            lines.append(_of_trigger(f"head{nth}", way.trigger, spell))
+        lines += _of_way(f"way{nth}", way, tools, spell, is_parallel=is_parallel, trigger=way.trigger if has_trigger else "")
+    count, are_followed = grammar_source.SchemaCount(), True
+    for nth, tool in enumerate(tools):
+        schema, is_followed = _arguments(tool, count, check)
+        are_followed &= is_followed
+        lines.append(f"args{nth}: %json {schema}")
+    lines.append(f"W: /{grammar_source.WHITESPACE}/")
+    return "\n".join(lines) + "\n", are_followed
+
+
+def _of_trigger(rule: str, trigger: str, spell: Callable[[str], str]) -> str:
+    """The trigger, and what may stand before it in the token that it begins in."""
+    spelled = spell(trigger)
+    return f"{rule}: {spelled}" if spelled.startswith("<[") else f"{rule}[lazy]: /(.|\\n)*{escaped(trigger)}/"
+
+
+def _of_way(
+    rule: str, way: Way, tools: Sequence[Tool], spell: Callable[[str], str], *, is_parallel: bool, trigger: str
+) -> list[str]:
+    """Rules for one way to write calls, behind its trigger."""
+    before, middle, after = way.parts
+    # What is glued to a name is one lexeme with it, so that names which begin alike are told apart.
+    glued_before = re.findall(r"\S*$", re.split(SPELLED_PARTS, before)[-1])[0]
+    glued_after = re.findall(r"^\S*", re.split(SPELLED_PARTS, middle)[0])[0]
+    head, middle = before[: len(before) - len(glued_before)], middle[len(glued_after) :]
+    first = way.begin + head
+    inside = trigger.removeprefix(first) if trigger.startswith(first) else ""
+    """The part of the trigger that is glued to the names."""
+
+    def calls(num_read: int) -> str:
+        names = [spell((glued_before + tool.name + glued_after)[num_read:]) for tool in tools]
+        rest = _flexible(middle, spell)
+        alternatives = [f"{name} {rest} args{nth}" for nth, name in enumerate(names)]
+        return f"({' | '.join(alternatives)}) {_flexible(after, spell)}"
+
+    again = f"({_flexible(f'{way.between}{head}', spell)} {rule}_call)*" if is_parallel and way.between is not None else ""
+    begin = _flexible(first[len(trigger) :], spell)
+    return [
+        f"{rule}: {begin} {rule}_first {again} {_flexible(way.end, spell)}",
+        f"{rule}_first: {calls(len(inside))}",
+        f"{rule}_call: {calls(0)}",
+    ]
+
+
+def _flexible(text: str, spell: Callable[[str], str]) -> str:
+    """A text in which white space may be left out, or be as in JSON."""
+    parts = re.split(r"(\s+)", text)
+    return " ".join("W?" if part.isspace() else spell(part) for part in parts if part)
+
+
+def _arguments(tool: Tool, count: grammar_source.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
+    """The schema as it stands in Lark, and whether it is the tool's."""
+    schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
+    try:
+        if not tool.is_strict:
+            _close(schema)
+        schema.setdefault("type", "object")
+        written = grammar_source.json_of(schema, count)
+        if check is not None:
+            check(written)
+    except Rejected as rejected:
+        if check is not None and not tool.is_strict:
+            return grammar_source.json_of({"type": "object"}, count), False
+        raise Rejected(RejectReason.INVALID, f"The tool {tool.name!r}: {rejected.detail}") from rejected
+    return written, True
+
+
+def _close(schema: Any) -> None:
+    """Objects take no properties that they do not name, unless they say so or are put together with others."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        properties = node.get("properties")
+        if isinstance(properties, dict):
+            if not any(name in node for name in _COMBINING):
+                node["additionalProperties"] = False
+            waiting += properties.values()
+        waiting.append(node.get("items"))
+
+
+def escaped(text: str) -> str:
+    """A text inside a regex of Lark."""
+    return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text)

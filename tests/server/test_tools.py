@@ -1,0 +1,351 @@
+"""Tools and reasoning in `/v1/chat/completions`: what is asked, what the prompt says, and how answers are taken apart."""
+
+import json
+from dataclasses import dataclass
+
+import openai
+import pytest
+from harness import CAPACITY, CHAT_TEMPLATE, END_ID, VOCAB_SIZE, LiveServer, make_client, make_runtime, make_tokenizer
+from test_completions import events
+from test_errors import CHAT, check
+
+from penstock.testing import HashExecutor, HashModel
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for message in messages %}"
+    "<|turn|>{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+)
+THINKING_TEMPLATE = (
+    CHAT_TEMPLATE + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["place", "days"],
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+ASK = {"messages": [{"role": "user", "content": "What is the weather?"}], "temperature": 0, "max_tokens": 400}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Rome", "days": 3}}\n</tool_call>'
+CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scripted(HashModel):
+    """Says a text, as far as masks let it: else the first token that they allow."""
+
+    vocab_size: int = VOCAB_SIZE
+    text: str = ""
+
+    def sample(self, value, sampling, num_generated, mask=None):
+        ids = [*make_tokenizer().encode(self.text, add_special_tokens=False), END_ID]
+        token_id = ids[min(num_generated, len(ids) - 1)]
+        if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
+            return token_id
+        return next(each for each in range(VOCAB_SIZE) if mask[each // 8] >> each % 8 & 1)
+
+
+def says(text, **fields):
+    return make_runtime(HashExecutor(CAPACITY, model=Scripted(text=text)), **fields)
+
+
+async def ask(text, *, chat_template=TOOLS_TEMPLATE, expects=200, **body):
+    """The first choice of the answer of a model that says a text."""
+    runtime = says(text, chat_template=chat_template)
+    try:
+        async with make_client(runtime) as client:
+            response = await client.post(CHAT, json=ASK | {"tools": [WEATHER, NOW]} | body)
+            assert response.status_code == expects, response.text
+            return response.json()["choices"][0] if expects == 200 else response
+    finally:
+        runtime.close()
+
+
+async def stream(text, *, chat_template=TOOLS_TEMPLATE, **body):
+    """The deltas of a stream, and its finish reason."""
+    runtime = says(text, chat_template=chat_template)
+    try:
+        async with make_client(runtime) as client:
+            response = await client.post(CHAT, json=ASK | {"tools": [WEATHER, NOW], "stream": True} | body)
+            assert response.status_code == 200, response.text
+            chunks, is_done = events(response.text)
+            assert is_done
+            choices = [chunk["choices"][0] for chunk in chunks]
+            return [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
+    finally:
+        runtime.close()
+
+
+def calls_of(message):
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ROME = ("get_weather", {"place": "Rome", "days": 3})
+
+
+@pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, CHAT_TEMPLATE], ids=["hermes", "generic"])
+async def test_a_call_is_told_apart_from_the_text_before_it(chat_template):
+    choice = await ask(f"Let me see <how>.\n{CALL}\n{CALL_NOW}", chat_template=chat_template)
+    message = choice["message"]
+    assert message["content"] == "Let me see <how>."
+    assert calls_of(message) == [ROME, ("now", {})]
+    assert choice["finish_reason"] == "tool_calls"
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert {call["type"] for call in message["tool_calls"]} == {"function"}
+
+
+async def test_a_message_of_calls_alone_has_no_content():
+    message = (await ask(CALL))["message"]
+    assert message["content"] is None
+
+
+async def test_without_a_call_the_answer_is_text():
+    choice = await ask("It rains <tool_")
+    assert choice["message"] == {"role": "assistant", "content": "It rains <tool_", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_stream_tells_name_then_arguments_in_pieces():
+    deltas, finish_reason = await stream(f"Well:\n{CALL}")
+    assert deltas[0] == {"role": "assistant", "content": None}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well:"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert calls[0]["index"] == 0
+    assert calls[0]["id"].startswith("call_")
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in calls[1:])
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == ROME[1]
+    assert len(calls) > 1  # steps that end together make one piece
+    assert (deltas[-1], finish_reason) == ({}, "tool_calls")
+
+
+def test_openai_s_client_puts_a_stream_together():
+    with LiveServer(says(f"One moment.\n{CALL}\n{CALL_NOW}", chat_template=TOOLS_TEMPLATE)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": "toy", "messages": ASK["messages"], "tools": [WEATHER, NOW]}
+        with client.chat.completions.stream(**asked) as answer:
+            message = answer.get_final_completion().choices[0].message
+        assert message.content == "One moment."
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("get_weather", '{"place": "Rome", "days": 3}'),
+            ("now", "{}"),
+        ]
+        whole = client.chat.completions.create(**asked).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        # What a client sends back is taken.
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.message.tool_calls]
+        history = [*ASK["messages"], whole.message, *results]
+        assert client.chat.completions.create(**asked | {"messages": history}).choices[0].message.tool_calls
+    server.runtime.close()
+
+
+@pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, CHAT_TEMPLATE], ids=["hermes", "generic"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["any", "named"]
+)
+async def test_calls_that_are_required_are_valid_whatever_the_model_would_say(choice, chat_template):
+    runtime = make_runtime(HashExecutor(CAPACITY, model=HashModel(vocab_size=VOCAB_SIZE)), chat_template=chat_template)
+    async with make_client(runtime) as client:
+        for seed in range(12):
+            body = ASK | {"tools": [WEATHER, NOW], "tool_choice": choice, "temperature": 1, "seed": seed, "max_tokens": 700}
+            answer = (await client.post(CHAT, json=body)).json()["choices"][0]
+            if answer["finish_reason"] == "length":  # a random model may go on with calls
+                continue
+            assert answer["finish_reason"] == "tool_calls"
+            for name, arguments in calls_of(answer["message"]):
+                if name == "now":
+                    assert (arguments, choice) == ({}, "required")
+                else:
+                    assert set(arguments) == {"place", "days"}
+                    assert arguments["place"] in ("Rome", "Oslo")
+                    assert 1 <= arguments["days"] <= 9
+            if choice != "required":
+                assert len(answer["message"]["tool_calls"]) == 1
+    runtime.close()
+
+
+async def test_arguments_of_a_call_that_the_model_begins_are_held_to_the_schema():
+    wrong = CALL.replace('"days": 3', '"days": 77').replace("Rome", "Paris").replace("get_weather", "get_whether")
+    [(name, arguments)] = calls_of((await ask(wrong))["message"])
+    assert name == "get_weather"
+    assert arguments["place"] in ("Rome", "Oslo")
+    assert 1 <= arguments["days"] <= 9
+
+
+async def test_without_parallel_calls_there_is_one():
+    choice = await ask(f"{CALL}\n{CALL_NOW}", parallel_tool_calls=False)
+    assert calls_of(choice["message"]) == [ROME]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_with_the_choice_none_nothing_is_told_and_nothing_read():
+    choice = await ask(CALL, tool_choice="none")
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("num_tokens", range(8, len(CALL) + 1, 7))
+async def test_a_call_that_is_cut_is_no_call(num_tokens):
+    choice = await ask(CALL, max_tokens=num_tokens)
+    assert choice["finish_reason"] == "length"
+    arguments_end = CALL.index("}") + 1
+    if num_tokens < arguments_end:
+        assert "tool_calls" not in choice["message"]
+        assert choice["message"]["content"] == CALL[:num_tokens]
+    else:
+        assert calls_of(choice["message"]) == [ROME]
+    deltas, finish_reason = await stream(CALL, max_tokens=num_tokens)
+    assert finish_reason == "length"
+    told = "".join(call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ()))
+    assert '{"place": "Rome", "days": 3}'.startswith(told)
+
+
+async def test_the_template_gets_tools_and_arguments_as_objects():
+    runtime = says("Fine.", chat_template=TOOLS_TEMPLATE)
+    history = [
+        *ASK["messages"],
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "ü"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    async with make_client(runtime) as client:
+        body = {"messages": history, "tools": [NOW]}
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    runtime.close()
+    assert prompt.startswith('<tools>{"type": "function", "function": {"name": "now"}}</tools>')
+    assert '<|turn|>assistant: <tool_call>{"name": "now", "arguments": {"zone": "ü"}}</tool_call><|end|>' in prompt
+    assert "<|turn|>tool: noon<|end|>" in prompt
+
+
+async def test_a_template_that_knows_no_tools_has_them_told_in_messages():
+    runtime = says("Fine.")
+    history = [
+        {"role": "system", "content": "Be brief."},
+        *ASK["messages"],
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "now", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "noon"},
+    ]
+    async with make_client(runtime) as client:
+        tokens = (await client.post("/tokenize", json={"messages": history, "tools": [NOW]})).json()["tokens"]
+        prompt = (await client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    runtime.close()
+    assert prompt.startswith("<|turn|>system: Be brief.\n\nYou can call tools.")
+    assert '<tools>\n{"name": "now"}\n</tools>' in prompt
+    assert '<|turn|>assistant: <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|end|>' in prompt
+    assert "<|turn|>user: <tool_response>\nnoon\n</tool_response><|end|>" in prompt
+
+
+THOUGHT = "<think>\nHm, <b>.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER, NOW]], ids=["plain", "tools"])
+async def test_reasoning_is_no_content(tools):
+    choice = await ask(f"{THOUGHT}Done.", chat_template=THINKING_TEMPLATE, tools=tools)
+    assert choice["message"]["reasoning_content"] == "Hm, <b>."
+    assert choice["message"]["content"] == "Done."
+    deltas, finish_reason = await stream(f"{THOUGHT}Done.", chat_template=THINKING_TEMPLATE, tools=tools)
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm, <b>."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Done."
+    assert finish_reason == "stop"
+
+
+async def test_reasoning_can_be_left_out_and_turned_off():
+    choice = await ask(f"{THOUGHT}Done.", chat_template=THINKING_TEMPLATE, include_reasoning=False)
+    assert "reasoning_content" not in choice["message"]
+    assert choice["message"]["content"] == "Done."
+    for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        choice = await ask("Done.", chat_template=THINKING_TEMPLATE, **off)
+        assert choice["message"]["content"] == "Done."
+
+
+async def test_calls_and_grammars_begin_behind_the_reasoning():
+    choice = await ask(f"{THOUGHT}{CALL}", chat_template=THINKING_TEMPLATE)
+    assert (choice["message"]["reasoning_content"], calls_of(choice["message"])) == ("Hm, <b>.", [ROME])
+    choice = await ask(f"{THOUGHT}nothing", chat_template=THINKING_TEMPLATE, tool_choice="required", tools=[NOW])
+    assert (choice["message"]["reasoning_content"], calls_of(choice["message"])) == ("Hm, <b>.", [("now", {})])
+    asked = {"structured_outputs": {"regex": "[0-9]{3}"}, "tools": []}
+    choice = await ask(f"{THOUGHT}12x", chat_template=THINKING_TEMPLATE, **asked)
+    assert choice["message"]["reasoning_content"] == "Hm, <b>."
+    assert choice["message"]["content"] == "120"
+    choice = await ask("12x", chat_template=THINKING_TEMPLATE, **asked)
+    assert choice["message"]["content"] == "120"
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("opens", [True, False], ids=["prompt", "model"])
+async def test_a_budget_of_reasoning_ends_the_block(budget, opens):
+    template = (
+        CHAT_TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}" if opens else THINKING_TEMPLATE
+    )
+    text = "a" * 60 if opens else "<think>" + "a" * 60
+    choice = await ask(text, chat_template=template, thinking_budget=budget, tools=[], max_tokens=40)
+    message = choice["message"]
+    assert message.get("reasoning_content", "") == "a" * budget
+    assert message["content"] == "a" * (40 - budget - len("\n</think>") - (0 if opens else len("<think>")))
+
+
+def function(**fields):
+    return {"type": "function", "function": {"name": "f", **fields}}
+
+
+REFUSED = [
+    ({"tools": [NOW, NOW]}, "tools[1].function.name"),
+    ({"tools": [function(name="a b")]}, "tools[0].function.name"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tool_choice": "maybe"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice.function.name"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"functions": [{"name": "a"}]}, "functions"),
+    ({"function_call": {"name": "a"}}, "function_call"),
+    ({"thinking_budget": 3}, "thinking_budget"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[]"}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages[0].reasoning_content"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
+async def test_errors_name_the_field(body, param):
+    check(await ask("", expects=400, **body), 400, "invalid_request_error", param=param)
+
+
+async def test_a_schema_that_can_not_be_followed_is_refused_if_it_is_strict():
+    odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+    said = '<tool_call>{"name": "odd", "arguments": {"a": [1, {}]}}</tool_call>'
+    assert calls_of((await ask(said, tools=[tool, NOW]))["message"]) == [("odd", {"a": [1, {}]})]
+    tool["function"]["strict"] = True
+    error = check(await ask(said, tools=[tool, NOW], expects=400), 400, "invalid_request_error", param="tools")
+    assert "'odd'" in error["message"]

@@ -1,0 +1,293 @@
+"""Matchers that let an answer pass until its grammar begins, over single bytes and over tokens that reach across marks."""
+
+import json
+from random import Random
+
+import pytest
+
+from penstock.text.answer_matcher import AnswerPlan
+from penstock.text.answers import AnswerForm, gather
+from penstock.text.dialects import BY_NAME, REASONING_FORMATS, TOOL_FORMATS
+from penstock.text.grammar import Grammar, GrammarKind, Grammars, Lead
+from penstock.text.tokenizer import load_tokenizer
+from penstock.text.tool_grammar import Tool, tool_source
+from penstock.text.vocabulary import byte_level_alphabet
+from penstock.types.errors import GrammarFailure, Rejected
+from penstock.types.vocab import GgufVocab
+
+ALPHABET = list(byte_level_alphabet())
+END_ID = 0
+MARKS = [
+    "<|eos|>",
+    "<|end|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[THINK]",
+    "[/THINK]",
+]
+ACROSS = [">\n", '>{"', "l>", "_call>x", "<tool", '{"', "name", '":', "</", "k>\n\n", "k>{"]
+TOOLS = [
+    Tool("get", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}),
+    Tool("get_x", None),
+]
+REASONING = {one.name: one for one in REASONING_FORMATS}
+
+
+def make_tokenizer(specials=("<|eos|>",)):
+    pieces = [*specials, *ALPHABET, *ACROSS]
+    vocab = GgufVocab(
+        model="gpt2",
+        pre="gpt-2",
+        tokens=pieces,
+        token_types=[3] * len(specials) + [1] * len(ALPHABET) + [4] * len(ACROSS),
+        merges=[],
+        scores=[],
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        unknown_token_id=None,
+        add_bos_token=False,
+        add_eos_token=False,
+        add_space_prefix=False,
+    )
+    return load_tokenizer(vocab)
+
+
+PLAIN, SPECIAL = make_tokenizer(), make_tokenizer(tuple(MARKS))
+ALL = {id(tokenizer): Grammars(tokenizer, vocab_size=tokenizer.vocab_size) for tokenizer in (PLAIN, SPECIAL)}
+
+
+def matcher_of(tokenizer, grammar, plan):
+    return ALL[id(tokenizer)].matcher(grammar, plan) if grammar else ALL[id(tokenizer)].free_matcher(plan)
+
+
+def calls(name, *, has_trigger, is_parallel=True, lead=None, tools=TOOLS):
+    source = tool_source(tools, BY_NAME[name], is_parallel=is_parallel, has_trigger=has_trigger)
+    return Grammar(GrammarKind.TOOLS, source, lead)
+
+
+def auto(name, **fields):
+    return calls(name, has_trigger=True), AnswerPlan(trigger_of=BY_NAME[name], **fields)
+
+
+def allowed(matcher, tokenizer):
+    mask = matcher.mask()
+    ids = range(tokenizer.vocab_size)
+    return set(ids) if mask is None else {token_id for token_id in ids if mask[token_id // 8] >> token_id % 8 & 1}
+
+
+def say(matcher, tokenizer, text):
+    """Say a text; every token is allowed."""
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        assert token_id in allowed(matcher, tokenizer), (text, tokenizer.token_text(token_id))
+        matcher.accept((token_id,))
+
+
+def across(tokenizer, text):
+    [token_id] = [each for each in range(tokenizer.vocab_size) if tokenizer.token_bytes(each) == text.encode()]
+    return token_id
+
+
+def wander(matcher, tokenizer, random, text=""):
+    """Go on with tokens at random until the end is allowed; the whole text."""
+    while END_ID not in (ids := allowed(matcher, tokenizer)):
+        token_id = random.choice(sorted(ids))
+        text += tokenizer.token_text(token_id)
+        matcher.accept((token_id,))
+        assert len(text) < 2000
+    return text
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL], ids=["plain", "special"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
+    for way in BY_NAME[name].ways:
+        for seed in range(3):
+            matcher = matcher_of(tokenizer, *auto(name))
+            before = "" if BY_NAME[name].only_at_start or BY_NAME[name].has_channels else "Hi <there>! "
+            for char in before:
+                say(matcher, tokenizer, char)
+            if before:
+                assert matcher.mask() is None
+            say(matcher, tokenizer, way.trigger)
+            assert END_ID not in allowed(matcher, tokenizer)
+            text = wander(matcher, tokenizer, Random(seed), before + way.trigger)
+            form = AnswerForm(tools=BY_NAME[name], reasoning=REASONING["openai"] if BY_NAME[name].has_channels else None)
+            reader = form.reader(str)
+            answer = gather(reader.push(text) + reader.finish())
+            assert answer.content == before.rstrip()
+            assert answer.calls
+            for call in answer.calls:
+                check(call)
+
+
+def check(call):
+    arguments = json.loads(call.arguments)
+    if call.name == "get":
+        assert set(arguments) == {"a"}
+        assert 0 <= arguments["a"] <= 99
+    else:
+        assert (call.name, arguments) == ("get_x", {})
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_calls_that_have_to_come_begin_with_the_answer(name, is_parallel):
+    for seed in range(3):
+        matcher = ALL[id(SPECIAL)].matcher(calls(name, has_trigger=False, is_parallel=is_parallel))
+        text = wander(matcher, SPECIAL, Random(seed))
+        reader = AnswerForm(tools=BY_NAME[name], reasoning=REASONING["openai"] if name == "openai" else None).reader(str)
+        answer = gather(reader.push(text) + reader.finish())
+        assert answer.calls
+        assert answer.content == ""
+        list(map(check, answer.calls))
+        say(matcher, SPECIAL, "")
+        if not is_parallel:
+            assert len(answer.calls) == 1
+
+
+def test_a_token_that_reaches_across_a_trigger_is_allowed_if_a_call_may_go_on_with_it():
+    matcher = matcher_of(PLAIN, *auto("hermes"))
+    say(matcher, PLAIN, "a <tool")
+    ids = allowed(matcher, PLAIN)
+    assert END_ID in ids  # it may still be text
+    assert across(PLAIN, "_call>x") not in ids
+    say(matcher, PLAIN, "_call")
+    ids = allowed(matcher, PLAIN)
+    assert {across(PLAIN, ">\n"), across(PLAIN, '>{"')} <= ids
+    matcher.accept((across(PLAIN, '>{"'),))
+    assert allowed(matcher, PLAIN) == {across(PLAIN, "name"), across(PLAIN, "n")}
+
+
+def test_text_that_only_begins_like_a_trigger_is_free_again():
+    matcher = matcher_of(PLAIN, *auto("hermes"))
+    say(matcher, PLAIN, "a <tool")
+    assert matcher.mask() is not None
+    say(matcher, PLAIN, "s> ")
+    assert matcher.mask() is None
+
+
+def test_a_trigger_at_the_start_counts_there_alone():
+    matcher = matcher_of(PLAIN, *auto("llama3_json"))
+    say(matcher, PLAIN, ' {"name":')
+    assert END_ID not in allowed(matcher, PLAIN)
+    matcher = matcher_of(PLAIN, *auto("llama3_json"))
+    say(matcher, PLAIN, 'So {"name":')
+    assert matcher.mask() is None
+
+
+def test_what_no_call_can_be_is_text():
+    """A token with a whole trigger and more comes unmasked."""
+    matcher = matcher_of(PLAIN, *auto("hermes"))
+    matcher.accept(tuple(PLAIN.encode("<tool", add_special_tokens=False)))
+    matcher.accept((across(PLAIN, "_call>x"),))  # the mask forbids it
+    assert matcher.mask() is None
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL], ids=["plain", "special"])
+@pytest.mark.parametrize("name", REASONING)
+def test_what_has_to_come_comes_behind_the_reasoning(name, tokenizer):
+    marks = REASONING[name]
+    lead = Lead(marks.open, marks.close, marks.lead)
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", lead)
+    plan = AnswerPlan(reasoning=marks)
+    for text in (f"{marks.open}Hm <b>, 7\n{marks.close}{marks.lead}12", f"{marks.lead}12"):
+        matcher = matcher_of(tokenizer, grammar, plan)
+        say(matcher, tokenizer, text[:-2])
+        assert not {END_ID, across(tokenizer, "a")} & allowed(matcher, tokenizer)
+        say(matcher, tokenizer, text[-2:])
+        assert allowed(matcher, tokenizer) == {END_ID}
+    matcher = matcher_of(tokenizer, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
+    say(matcher, tokenizer, "Hm")
+    assert END_ID not in allowed(matcher, tokenizer)  # the answer is still to come
+    say(matcher, tokenizer, f"{marks.close}{marks.lead}12")
+    assert allowed(matcher, tokenizer) == {END_ID}
+
+
+def test_a_token_may_reach_across_the_end_of_the_reasoning():
+    marks = REASONING["think"]
+    grammar = Grammar(GrammarKind.JSON_OBJECT, "", Lead(marks.open, marks.close))
+    matcher = matcher_of(PLAIN, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
+    say(matcher, PLAIN, "Hm</thin")
+    matcher.accept((across(PLAIN, "k>{"),))
+    assert across(PLAIN, "}") in allowed(matcher, PLAIN)
+    with pytest.raises(GrammarFailure):
+        matcher.accept((across(PLAIN, "k>{"),))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_the_end_of_the_reasoning_is_forced_when_its_budget_is_used_up(budget):
+    marks = REASONING["think"]
+    for is_bound in (True, False):
+        grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", Lead(marks.open, marks.close)) if is_bound else None
+        plan = AnswerPlan(reasoning=marks, max_reasoning_tokens=budget)
+        matcher = matcher_of(PLAIN, grammar, plan)
+        say(matcher, PLAIN, "<think>" + "a" * budget)
+        text = b""
+        for _ in PLAIN.encode(marks.forced, add_special_tokens=False):
+            [token_id] = allowed(matcher, PLAIN)
+            text += PLAIN.token_bytes(token_id)
+            matcher.accept((token_id,))
+        assert text.decode() == marks.forced
+        say(matcher, PLAIN, "12")
+        assert (matcher.mask() is None) == (not is_bound)
+
+
+def test_reasoning_then_free_text_then_a_call():
+    grammar, plan = auto("hermes", reasoning=REASONING["think"])
+    matcher = matcher_of(PLAIN, grammar, plan)
+    say(matcher, PLAIN, "<think>a <tool_call>x")
+    assert matcher.mask() is None
+    say(matcher, PLAIN, "</think> So <tool_call>")
+    assert END_ID not in allowed(matcher, PLAIN)
+    grammar, plan = auto("openai", reasoning=REASONING["openai"])
+    for header in ("<|channel|>commentary to=functions.", " to=functions."):
+        matcher = matcher_of(SPECIAL, grammar, plan)
+        say(matcher, SPECIAL, f"<|channel|>analysis<|message|>a<|end|><|start|>assistant{header}")
+        assert END_ID not in allowed(matcher, SPECIAL)
+
+
+def test_a_mask_does_not_change_while_nothing_is_accepted():
+    matcher = matcher_of(PLAIN, *auto("hermes"))
+    say(matcher, PLAIN, "a <tool")
+    assert matcher.mask() is matcher.mask()
+
+
+def test_schemas_of_tools_that_are_not_strict_are_closed_and_those_that_are_strict_stay():
+    def texts(tool):
+        matcher = ALL[id(PLAIN)].matcher(calls("hermes", has_trigger=False, tools=[tool]))
+        say(matcher, PLAIN, '<tool_call>\n{"name": "f", "arguments": {"a": 1')
+        return {PLAIN.token_text(token_id) for token_id in allowed(matcher, PLAIN)}
+
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    assert "," not in texts(Tool("f", schema))
+    assert "," in texts(Tool("f", schema, is_strict=True))
+    assert "," in texts(Tool("f", schema | {"additionalProperties": True}))
+
+
+def test_a_strict_schema_that_can_not_be_followed_is_refused_and_another_is_any_object():
+    for odd in (
+        {"properties": {"a": {"not": {}}}},
+        {"properties": {"a": {"type": "string", "format": "odd"}}},
+        {"$ref": "#/no"},
+    ):
+        with pytest.raises(Rejected, match=r"can't be followed|'f'"):
+            ALL[id(PLAIN)].matcher(calls("hermes", has_trigger=False, tools=[Tool("f", odd, is_strict=True), *TOOLS]))
+        matcher = ALL[id(PLAIN)].matcher(calls("hermes", has_trigger=False, tools=[Tool("f", odd), *TOOLS]))
+        say(matcher, PLAIN, '<tool_call>\n{"name": "f", "arguments": {"a": [{}]}}\n</tool_call>')
+        matcher = ALL[id(PLAIN)].matcher(calls("hermes", has_trigger=False, tools=[Tool("f", odd), *TOOLS]))
+        say(matcher, PLAIN, '<tool_call>\n{"name": "get", "arguments": {"')
+        assert across(PLAIN, "b") not in allowed(matcher, PLAIN)
+
+
+def test_names_that_begin_alike_are_told_apart():
+    tools = [Tool("get", None), Tool("get_", None), Tool("get_x", None), Tool("g", None)]
+    for one in TOOL_FORMATS:
+        for tool in tools:
+            matcher = ALL[id(SPECIAL)].matcher(calls(one.name, has_trigger=False, tools=tools))
+            before, middle, after = one.ways[0].parts
+            say(matcher, SPECIAL, f"{one.ways[0].begin}{before}{tool.name}{middle}{{}}{after}{one.ways[0].end}")
+            assert END_ID in allowed(matcher, SPECIAL)

@@ -1,0 +1,191 @@
+"""Answers taken apart: every format, written by its own pattern, read whole and in pieces."""
+
+import json
+
+import pytest
+
+from penstock.text.answers import (
+    Answer,
+    AnswerForm,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    HiddenTokens,
+    ToolCall,
+    gather,
+    held_back,
+    match_literal,
+)
+from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS
+
+FORMATS = {one.name: one for one in TOOL_FORMATS}
+REASONING = {one.name: one for one in REASONING_FORMATS}
+MARKED = [(one.name, nth) for one in TOOL_FORMATS if not one.has_channels for nth in range(len(one.ways))]
+CALLS = [("get", '{"a": "}\\"]{", "b": [{}, 1.5]}'), ("get_x", "{}"), ("a.b-c", '{"ü":\n"€"}')]
+
+
+def written(way, calls):
+    texts = []
+    for name, arguments in calls:
+        before, middle, after = way.parts
+        texts.append(before + name + middle + arguments + after)
+    return way.begin + (way.between or "").join(texts) + way.end
+
+
+def read(form, pieces):
+    reader = form.reader(lambda index: f"id{index}")
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    return parts + reader.finish()
+
+
+def at_every_split(form, text):
+    """The answer, which is the same wherever the text is cut once, and character by character."""
+    answer = gather(read(form, [text]))
+    for pieces in [list(text), *([text[:at], text[at:]] for at in range(len(text)))]:
+        assert gather(read(form, pieces)) == answer
+    return answer
+
+
+def as_calls(calls):
+    return [ToolCall(f"id{index}", name, arguments) for index, (name, arguments) in enumerate(calls)]
+
+
+@pytest.mark.parametrize(("name", "nth"), MARKED)
+def test_calls_are_read_as_they_are_written(name, nth):
+    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    calls = CALLS if way.between is not None else CALLS[:1]
+    assert at_every_split(form, written(way, calls)) == Answer(calls=as_calls(calls))
+    if not FORMATS[name].only_at_start:
+        text = "I look <at> [it]. \n"
+        assert at_every_split(form, text + written(way, calls) + "\n") == Answer(content=text.rstrip(), calls=as_calls(calls))
+
+
+@pytest.mark.parametrize(("name", "nth"), MARKED)
+def test_white_space_may_be_left_out_or_added(name, nth):
+    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    text = written(way, [("get", "ARGUMENTS")])
+    for other in (text.replace(" ", "").replace("\n", ""), text.replace(" ", "\n  ")):
+        answer = at_every_split(form, other.replace("ARGUMENTS", '{"a": 1}'))
+        if other.lstrip().startswith(way.trigger):
+            assert answer == Answer(calls=as_calls([("get", '{"a": 1}')]))
+
+
+@pytest.mark.parametrize(("name", "nth"), MARKED)
+def test_a_call_that_is_cut_is_content_and_those_before_it_are_calls(name, nth):
+    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    text = written(way, [("get", '{"a": [1, 2]}')])
+    end = text.index("}") + 1
+    for cut in range(1, len(text)):
+        answer = gather(read(form, [text[:cut]]))
+        if cut < end:
+            assert answer.calls == []
+            assert answer.content == text[:cut]
+        else:
+            assert answer == Answer(calls=as_calls([("get", '{"a": [1, 2]}')]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
+    form = AnswerForm(tools=FORMATS[name])
+    for text in (
+        "<tool_call> is a tag.",
+        '{"name": 3}',
+        '{"name"',
+        "[TOOL_CALLS] of the wild",
+        "functools is a module",
+        "a < b",
+        "  ",
+    ):
+        assert at_every_split(form, text).content == text
+
+
+def test_parts_come_as_soon_as_they_are_certain():
+    reader = AnswerForm(tools=FORMATS["hermes"]).reader(lambda index: f"id{index}")
+    assert reader.push("Yes. <to") == [Content("Yes.")]
+    assert reader.push("p> ") == [Content(" <top>")]
+    assert reader.push('<tool_call>{"name": "ge') == []
+    assert reader.push('t", "arguments": {"a') == [CallBegin(0, "id0", "get"), CallArguments(0, '{"a')]
+    assert reader.push('": 1}') == [
+        CallArguments(0, '": 1}'),
+        CallEnd(0, True, '<tool_call>{"name": "get", "arguments": {"a": 1}'),
+    ]
+    assert reader.push("}</tool_call>") == []
+    assert reader.finish() == []
+
+
+@pytest.mark.parametrize("name", ["think", "mistral"])
+def test_reasoning_is_read_apart(name):
+    marks = REASONING[name]
+    for tools in (None, FORMATS["hermes"]):
+        form = AnswerForm(tools=tools, reasoning=marks)
+        text = f"{marks.open}\nOne <b>\n\nand two.\n{marks.close}\n\nThe answer "
+        assert at_every_split(form, text) == Answer(content="The answer ", reasoning="One <b>\n\nand two.")
+        assert at_every_split(form, "<thought> No block. ") == Answer(content="<thought> No block. ")
+        assert at_every_split(form, f"{marks.open} unended ") == Answer(reasoning="unended")
+        begun = AnswerForm(tools=tools, reasoning=marks, is_reasoning=True)
+        assert at_every_split(begun, f"\nHm.{marks.close}Yes") == Answer(content="Yes", reasoning="Hm.")
+        assert at_every_split(begun, f"\n\n{marks.close}\n\nYes") == Answer(content="Yes")
+    call = written(FORMATS["hermes"].ways[0], CALLS)
+    form = AnswerForm(tools=FORMATS["hermes"], reasoning=marks)
+    text = f"{marks.open}<tool_call>{marks.close}\n\n{call}"
+    assert at_every_split(form, text) == Answer(reasoning="<tool_call>", calls=as_calls(CALLS))
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Think <hard>.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}"
+)
+OTHER_HARMONY = "<|start|>assistant to=functions.get<|channel|>commentary json<|message|>{}<|call|>"
+
+
+@pytest.mark.parametrize("arguments", [arguments for _, arguments in CALLS])
+def test_channels_are_read_apart(arguments):
+    form = AnswerForm(tools=FORMATS["openai"], reasoning=REASONING["openai"])
+    expected = Answer(content="Let me look.", reasoning="Think <hard>.", calls=as_calls([("get", arguments)]))
+    assert at_every_split(form, HARMONY.replace("{}", arguments)) == expected
+    assert at_every_split(form, OTHER_HARMONY.replace("{}", arguments)) == Answer(calls=expected.calls)
+    cut = at_every_split(form, HARMONY.replace("{}", '{"a": '))
+    assert (cut.calls, cut.is_cut) == ([], True)
+    final = "<|channel|>analysis<|message|>A.<|end|><|start|>assistant<|channel|>final<|message|>B.<|return|>"
+    assert at_every_split(form, final) == Answer(content="B.", reasoning="A.")
+
+
+def test_channels_without_tools_call_none():
+    form = AnswerForm(reasoning=REASONING["openai"])
+    answer = at_every_split(form, HARMONY)
+    assert (answer.calls, answer.reasoning) == ([], "Think <hard>.")
+    assert at_every_split(form, "not a header").content == "not a header"
+
+
+def test_special_tokens_that_are_no_marks_are_hidden_and_what_spells_them_is_not():
+    class Tokens:
+        def is_special(self, token_id):
+            return token_id < 2
+
+        def token_text(self, token_id):
+            return ["<|x|>", "<mark>"][token_id]
+
+    hidden = HiddenTokens(Tokens(), frozenset(["<mark>"]))
+    assert hidden.show("a<|x|>b", [5, 0, 6]) == "ab"
+    assert hidden.show("c<|x|><mark>", [7, 8, 1]) == "c<|x|><mark>"
+
+
+@pytest.mark.parametrize(
+    ("text", "literal", "num"),
+    [("{ \n}x", "{ }", 4), ("{}", "{ }", 2), ("{ ", "{ }", None), ("{ x", "{ }", -1), ("", "a", None), ("ab", "a", 1)],
+)
+def test_a_literal_is_matched_with_any_white_space(text, literal, num):
+    assert match_literal(text, literal) == num
+
+
+def test_what_may_begin_a_mark_is_held_back():
+    assert held_back("a <", ["<b>", "<cd>"]) == 1
+    assert held_back("a <c", ["<b>", "<cd>"]) == 2
+    assert held_back("a <x", ["<b>", "<cd>"]) == 0
+
+
+def test_gathered_arguments_are_json():
+    way = FORMATS["mistral"].ways[0]
+    for call in gather(read(AnswerForm(tools=FORMATS["mistral"]), [written(way, CALLS)])).calls:
+        assert isinstance(json.loads(call.arguments), dict)
