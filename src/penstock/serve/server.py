@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _FLUSH_TIMEOUT_S = 5
 """Time for the last bytes to reach their clients after the engine has ended."""
+READY, STOPPING = "READY=1", "STOPPING=1"
+_NOTIFY_TIMEOUT_S = 1.0
 _NEW_OBJECTS = 10_000
 """The garbage collector looks through new objects when so many more were made than freed. A running request has some two
 hundred and leaves none behind; with Python's 700, the collector looked in vain for every third or fourth of a burst."""
@@ -143,6 +145,7 @@ class Server(uvicorn.Server):
             self._watch = FileWatch(watched)
         warn_if_open(self._server_config, self._listener)
         self._announce(ready_text(self._deployment, self._server_config, self._listener))
+        notify(READY)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         assert self._acceptor is not None
@@ -217,6 +220,7 @@ class Server(uvicorn.Server):
         if self._ending is None:
             # At once, and not when a thread has time for it: from now on nothing new is taken.
             self._deployment.drain()
+            notify(STOPPING)
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
@@ -234,6 +238,23 @@ class Server(uvicorn.Server):
             _log.exception("the engine could not be closed in order")
         finally:
             self.should_exit = True
+
+
+def notify(state: str) -> None:
+    """Tell the service manager that started the process, if there is one, how far it is: a datagram of sd_notify(3).
+
+    systemd and podman name its socket in the environment. If it takes nothing, the log says so and the server goes on.
+    """
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_NOTIFY_TIMEOUT_S)
+            sender.connect("\0" + address[1:] if address.startswith("@") else address)  # `@`: an abstract name, unix(7)
+            sender.send(state.encode())
+    except OSError as error:
+        _log.warning("the service manager was not told %s: %s", state, error)
 
 
 def _has_terminal() -> bool:

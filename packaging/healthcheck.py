@@ -1,0 +1,31 @@
+"""Asks the server in the same container for its health. Exit code 0: it is well; 1: it is not, or does not answer.
+
+Reads the settings that name its port and its certificate from the environment, as the server does.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import urllib.request
+
+TIMEOUT_S = 4.0
+
+
+def main() -> int:
+    scheme = "https" if os.environ.get("PENSTOCK_SSL_CERTFILE") else "http"
+    url = f"{scheme}://127.0.0.1:{os.environ.get('PENSTOCK_PORT', '8000')}/health"
+    context = ssl.create_default_context()
+    context.check_hostname = False  # nobody is in between, and the certificate names the host that others ask
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context):  # noqa: S310  # the scheme is ours
+            return 0
+    except OSError as error:
+        print(f"{url}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
