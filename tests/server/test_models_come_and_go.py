@@ -329,6 +329,7 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             return found
 
         world.deployment._find_new = find_new
+        world.deployment.default.metrics.tenants = frozenset({"alice"})
         transport = httpx.ASGITransport(create_app(world.deployment, ServerConfig()), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=60) as client:
 
@@ -348,6 +349,7 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
                     else client.post(path, json={"model": name} if path == "/models/load" else ASK | {"model": name})
                 )
                 assert answer.status_code == 200, answer.text
+            assert {one.metrics.tenants for one in world.deployment.served[-4:]} == {frozenset({"alice"})}
             num_looks = len(looks)
             assert (await ask("d")).status_code == 200
             assert len(looks) == num_looks, "nobody looks for a model that is known"

@@ -143,7 +143,7 @@ class KvConfig(Component):
         None,
         "Who shares them: all, or each tenant for itself.",
         choices=("all", "tenant"),
-        default_doc="tenant with several API keys or --trust-tenant-header, else all",
+        default_doc="tenant with several API keys, a file of keys or --trust-tenant-header, else all",
     )
     kv_eviction: str | None = choice(
         None,

@@ -195,6 +195,7 @@ class Deployment:
                 if taken:
                     _log.error("%s is not served: another model, or an adapter, is called %r already", served.path, taken[0])
                     continue
+                served.metrics.tenants = self.default.metrics.tenants  # names of keys are the same for all models
                 self.served += (served,)
                 self._by_name |= dict.fromkeys(served.names + served.aliases, served)
         finally:
