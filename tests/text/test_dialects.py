@@ -1,0 +1,154 @@
+"""Formats found by the marks of chat templates, and conversations as templates want them. The templates are short ones in the
+manner of the models'."""
+
+import pytest
+
+from penstock.config.components import REASONING_PARSERS, TOOL_PARSERS
+from penstock.text import dialects
+from penstock.text.chat import ChatTemplate
+from penstock.text.dialects import GENERIC, Message, PastCall, find_dialect, for_template
+from penstock.types.errors import ConfigError
+
+QWEN = (
+    "{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "{{ 'return a json object within <tool_call></tool_call> XML tags<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for tool_call in message.tool_calls %}{% set call = tool_call.function %}"
+    '\n<tool_call>\n{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = QWEN + "{%- if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+LLAMA = (
+    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}.'
+    "{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}"
+    "{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>"
+    "{% if message.tool_calls %}{% set call = message.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{% else %}{{ message.content }}{% endif %}'
+    "<|eot_id|>{% endfor %}"
+)
+MISTRAL = (
+    "{% for message in messages %}{% if message.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
+    "[/AVAILABLE_TOOLS]{% endif %}[INST]{{ message.content }}[/INST]"
+    "{% elif message.tool_calls %}[TOOL_CALLS] [{% for call in message.tool_calls %}{{ (call.function | tojson)[:-1] }}"
+    "{% if call.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    ', "id": "{{ call.id }}"}{% endfor %}]'
+    "{% elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.tool_call_id }} {{ message.name }}: {{ message.content }}"
+    "{% endif %}"
+    "{% endfor %}"
+)
+MAGISTRAL = MISTRAL + "{# [ARGS] [THINK] [/THINK] #}"
+PHI4 = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+    "<|system|>{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|><|end|>"
+    "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+)
+GRANITE = (
+    "{% if tools %}{{ tools | tojson }} <|tool_call|>{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+GPT_OSS = (
+    "{% if tools %}namespace functions {% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "effort {{ reasoning_effort }} {% for message in messages %}{% if message.tool_calls %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>"
+    "<|start|>assistant to=functions.{{ message.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ message.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|start|>{{ message.role }}<|message|>"
+    "{{ message.content }}<|end|>{% endif %}{% endfor %}"
+)
+SMOLLM3 = "{% if xml_tools %}{{ xml_tools | tojson }} <tool_call></tool_call>{% endif %}{# </think> #}"
+DEEPSEEK = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{% for tool in message['tool_calls'] %}"
+    "{{ '<tool_call>' + tool['function']['name'] + '\\n' + tool['function']['arguments'] + '</tool_call>' }}"
+    "{% endfor %}{% endfor %}"
+)
+PLAIN = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + PLAIN
+QWEN_CODER = "{% if tools %}{{ tools | tojson }} <tool_call>\n<function=name>\n</function>\n</tool_call>{% endif %}" + PLAIN
+FOUND = {
+    "qwen": (QWEN, "hermes", None),
+    "qwen3": (QWEN3, "hermes", "think"),
+    "llama": (LLAMA, "llama3_json", None),
+    "mistral": (MISTRAL, "mistral", None),
+    "magistral": (MAGISTRAL, "mistral_args", "mistral"),
+    "phi4": (PHI4, "phi4_mini_json", None),
+    "granite": (GRANITE, "granite", None),
+    "gpt-oss": (GPT_OSS, "openai", "openai"),
+    "smollm3": (SMOLLM3, "hermes", "think"),
+    "plain": (PLAIN, "generic", None),
+    "gemma": (GEMMA, "generic", None),
+    "qwen coder": (QWEN_CODER, "generic", None),
+    "none": (None, "generic", None),
+}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+HISTORY = [
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="What time is it?"),
+    Message(role="assistant", calls=(PastCall("call_1", "now", {"zone": "ü"}),), reasoning="Look."),
+    Message(role="tool", content="noon", call_id="call_1"),
+    Message(role="tool", content="12:00", call_id="call_1"),
+]
+
+
+@pytest.mark.parametrize("model", FOUND)
+def test_a_template_shows_its_formats(model):
+    template, tools, reasoning = FOUND[model]
+    dialect = find_dialect(template)
+    assert dialect.tools.name == tools
+    assert (dialect.reasoning and dialect.reasoning.name) == reasoning
+    assert (dialect.tools_variable is None) == (tools == "generic")
+
+
+def test_a_setting_goes_before_what_the_template_shows():
+    assert find_dialect(QWEN, tool_parser="mistral").tools.name == "mistral"
+    assert find_dialect(QWEN3, reasoning_parser="none").reasoning is None
+    assert find_dialect(QWEN, reasoning_parser="think").reasoning is not None
+    with pytest.raises(ConfigError, match="--tool-call-parser 'no'"):
+        find_dialect(QWEN, tool_parser="no")
+
+
+def test_the_settings_name_every_format():
+    assert set(TOOL_PARSERS) == set(dialects.TOOL_PARSERS)
+    assert set(REASONING_PARSERS) == set(dialects.REASONING_PARSERS)
+
+
+def rendered(template, messages=HISTORY, tools=(TOOL,), **more):
+    told, variables = for_template(messages, tools, find_dialect(template))
+    return ChatTemplate(template, special_tokens={}).render(told, add_generation_prompt=False, **variables, **more)
+
+
+def test_templates_get_what_they_want():
+    text = rendered(QWEN)
+    assert text.startswith("<|im_start|>system\n# Tools\n" + '{"type": "function", "function": {"name": "now"')
+    assert '<tool_call>\n{"name": "now", "arguments": {"zone": "ü"}}\n</tool_call>' in text
+    assert '{"name": "now", "parameters": {"zone": "ü"}}' in rendered(LLAMA)
+    assert "<|tool|>[{" in (phi4 := rendered(PHI4))
+    assert phi4.startswith("<|system|>Be brief.<|tool|>")
+    assert rendered(PHI4, HISTORY[1:2]).startswith('<|system|><|tool|>[{"name": "now"')
+    assert '<tool_call>now\n{"zone": "ü"}</tool_call>' in rendered(DEEPSEEK)
+    oss = rendered(GPT_OSS, reasoning_effort="low")
+    assert "effort low" in oss
+    assert "<|channel|>analysis<|message|>Look.<|end|>" in oss
+    assert 'to=functions.now<|channel|>commentary json<|message|>{"zone": "ü"}' in oss
+
+
+def test_ids_have_the_form_of_the_template_and_results_the_name_of_their_tool():
+    text = rendered(MISTRAL)
+    call_id = text.partition('"id": "')[2][:9]
+    assert call_id.isalnum()
+    assert text.count(f"[TOOL_RESULTS]{call_id} now: ") == 2
+    kept = [Message(role="assistant", calls=(PastCall("abcDEF123", "now", {}),))]
+    assert '"id": "abcDEF123"' in rendered(MISTRAL, kept)
+
+
+def test_a_template_that_knows_no_tools_sees_plain_messages():
+    text = rendered(PLAIN)
+    assert text.startswith("<|system|>Be brief.\n\nYou can call tools.")
+    assert '<|assistant|><tool_call>\n{"name": "now", "arguments": {"zone": "ü"}}\n</tool_call>\n' in text
+    assert "<|user|><tool_response>\nnoon\n</tool_response>\n<tool_response>\n12:00\n</tool_response>\n" in text
+    assert rendered(PLAIN, HISTORY[1:2]).startswith("<|system|>You can call tools.")
+    assert rendered(PLAIN, HISTORY[1:2], tools=()) == "<|user|>What time is it?\n"
+
+
+def test_where_no_system_message_is_taken_tools_are_told_by_the_user():
+    text = rendered(GEMMA, HISTORY[1:])
+    assert text.startswith("<|user|>You can call tools.")
+    assert "\n\nWhat time is it?" in text
+    assert find_dialect(GEMMA).tools is GENERIC
