@@ -10,6 +10,7 @@ from test_completions import events
 from test_errors import CHAT, check
 
 from penstock.testing import HashExecutor, HashModel
+from penstock.text.dialects import Dialect, ReasoningFormat
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
@@ -349,3 +350,79 @@ async def test_a_schema_that_can_not_be_followed_is_refused_if_it_is_strict():
     tool["function"]["strict"] = True
     error = check(await ask(said, tools=[tool, NOW], expects=400), 400, "invalid_request_error", param="tools")
     assert "'odd'" in error["message"]
+
+
+SPECIAL_MARKS = Dialect(
+    reasoning=ReasoningFormat(name="special", open="<|begin|>", close="<|turn|>", marks=(), forced="<|turn|>"),
+)
+
+
+async def test_marks_may_be_special_tokens_and_are_not_shown():
+    for streams in (False, True):
+        runtime = says("<|begin|>Hm.<|turn|>\n\nDone.")
+        runtime.dialect = SPECIAL_MARKS
+        async with make_client(runtime) as client:
+            response = await client.post(CHAT, json=ASK | {"stream": streams})
+        runtime.close()
+        if streams:
+            chunks, is_done = events(response.text)
+            assert is_done
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Hm."
+            assert "".join(delta.get("content") or "" for delta in deltas) == "Done."
+        else:
+            message = response.json()["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("Hm.", "Done.")
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_special_tokens_are_hidden_where_the_prompt_has_ended_the_reasoning(skips):
+    runtime = says("<|begin|>Done.<|turn|>", chat_template=CHAT_TEMPLATE + "<|begin|><|turn|>")
+    runtime.dialect = SPECIAL_MARKS
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=ASK | {"skip_special_tokens": skips})
+    runtime.close()
+    message = response.json()["choices"][0]["message"]
+    assert message["content"] == ("Done." if skips else "<|begin|>Done.<|turn|>")
+    assert "reasoning_content" not in message
+
+
+async def test_log_probabilities_are_of_all_tokens():
+    asked = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    choice = await ask(CALL, **asked)
+    assert bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"]).decode() == CALL
+    assert calls_of(choice["message"]) == [ROME]
+    runtime = says(CALL, chat_template=TOOLS_TEMPLATE)
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=ASK | {"tools": [WEATHER, NOW], "stream": True} | asked)
+    runtime.close()
+    choices = [chunk["choices"][0] for chunk in events(response.text)[0]]
+    entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == CALL
+    told = "".join(call["function"]["arguments"] for choice in choices for call in choice["delta"].get("tool_calls", ()))
+    assert json.loads(told) == ROME[1]
+    token_ids = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
+    assert token_ids == [*make_tokenizer().encode(CALL, add_special_tokens=False), END_ID]
+
+
+async def test_each_choice_has_calls_of_its_own():
+    runtime = says(CALL, chat_template=TOOLS_TEMPLATE)
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=ASK | {"tools": [WEATHER, NOW], "n": 3})
+    runtime.close()
+    choices = response.json()["choices"]
+    assert [calls_of(choice["message"]) for choice in choices] == [[ROME]] * 3
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
+
+
+async def test_some_of_the_tools_may_be_allowed():
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice = await ask(CALL, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, parallel_tool_calls=False)
+    assert calls_of(choice["message"]) == [("now", {})]
+
+
+async def test_a_stop_string_within_a_call_ends_it_and_says_so():
+    choice = await ask(CALL, stop=["Rome"])
+    assert choice["finish_reason"] == "stop"
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == CALL[: CALL.index("Rome")]

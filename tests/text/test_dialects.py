@@ -129,6 +129,24 @@ def test_templates_get_what_they_want():
     assert 'to=functions.now<|channel|>commentary json<|message|>{"zone": "ü"}' in oss
 
 
+def test_templates_that_take_one_call_get_a_message_for_each():
+    calls = tuple(PastCall(f"c{nth}", "now", {"n": nth}) for nth in range(3))
+    results = [Message(role="tool", content=f"r{nth}", call_id=f"c{nth}") for nth in (2, 0, 1)]
+    messages = [
+        Message(role="assistant", content="So:", reasoning="Hm.", calls=calls),
+        *results,
+        Message(role="user", content="?"),
+    ]
+    for template in (LLAMA, GPT_OSS):
+        told, _ = for_template(messages, [TOOL], find_dialect(template))
+        calls_and_results = [one.get("tool_call_id") or one["tool_calls"][0]["id"] for one in told[:-1]]
+        assert calls_and_results == ["c0", "c0", "c1", "c1", "c2", "c2"]
+        assert [one["content"] for one in told[1::2][:3]] == ["r0", "r1", "r2"]
+    assert (told[0]["content"], told[0]["thinking"]) == ("", "Hm.\n\nSo:")
+    told, _ = for_template(messages, [TOOL], find_dialect(QWEN))
+    assert [len(one.get("tool_calls", ())) for one in told] == [3, 0, 0, 0, 0]
+
+
 def test_ids_have_the_form_of_the_template_and_results_the_name_of_their_tool():
     text = rendered(MISTRAL)
     call_id = text.partition('"id": "')[2][:9]

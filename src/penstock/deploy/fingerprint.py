@@ -26,8 +26,8 @@ def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> by
 
 
 def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, chat_template: str | None) -> str:
-    """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template,
-    sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that servers of the same
+    """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template
+    and what it is taken for, sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that servers of the same
     model on equal machines have the same.
 
     Raises OSError if the model's files can't be read.
@@ -36,6 +36,8 @@ def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, c
 
     parts = [*_numbers(config, model, executor), *_merged(config, has_times=False)]
     parts += [chat_template, model.sampling, model.eos_token_ids]
+    parsers = (config.model.tool_call_parser, config.model.reasoning_parser)
+    parts += [parsers] if parsers != ("auto", "auto") else []
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
 
 

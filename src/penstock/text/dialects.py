@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +60,8 @@ class ToolFormat:
     but_not: tuple[str, ...] = ()
     id_chars: int = 0
     """Letters and digits that make the id of a call, as the model's template wants it; 0: any id will do."""
+    has_one_call: bool = False
+    """Templates take one call of a message alone, whatever the model writes."""
     has_channels: bool = False
     """The whole answer is messages with channels (Harmony), and not only its calls are marked."""
 
@@ -75,6 +78,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="openai",  # gpt-oss
         has_channels=True,
+        has_one_call=True,
         marks=("<|channel|>", "<|message|>", "functions."),
         ways=(
             Way(
@@ -119,6 +123,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         name="llama3_json",
         marks=('"parameters": ', "<|start_header_id|>"),
         only_at_start=True,
+        has_one_call=True,
         ways=(_LLAMA, replace(_LLAMA, trigger='<|python_tag|>{"name":', begin="<|python_tag|>")),
     ),
     GENERIC,
@@ -194,6 +199,7 @@ def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> fro
 PLAIN = Dialect()
 """The dialect of a model without a chat template."""
 _TOOLS_VARIABLE = re.compile(r"\b(?:xml_)?tools\b")
+_BEGIN = re.compile(r"\{[%{]")
 _TOOLS_IN_SYSTEM = re.compile(r"""message(?:\.tools|\[['"]tools['"]\])""")
 _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"\]]*\s*(?:\+|-?[%}]\})""")
 
@@ -206,7 +212,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
     _check_name("--tool-call-parser", tool_parser, TOOL_PARSERS)
     _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     source = template or ""
-    in_expressions = "".join(re.findall(r"\{[%{].*?[%}]\}", source, re.DOTALL))
+    in_expressions = _expressions(source)
     knows_tools = _TOOLS_VARIABLE.search(in_expressions) is not None
     if tool_parser != AUTO:
         tools = next(one for one in TOOL_FORMATS if one.name == tool_parser)
@@ -230,6 +236,19 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
         takes_effort="reasoning_effort" in in_expressions,
         takes_enable_thinking="enable_thinking" in in_expressions,
     )
+
+
+def _expressions(source: str) -> str:
+    """The code of a template, without its text."""
+    parts = []
+    at = 0
+    while (begin := _BEGIN.search(source, at)) is not None:
+        end = source.find("%}" if begin[0] == "{%" else "}}", begin.end())
+        if end < 0:
+            break
+        parts.append(source[begin.start() : end + 2])
+        at = end + 2
+    return "".join(parts)
 
 
 def _has_marks(source: str, tools: ToolFormat) -> bool:
@@ -277,6 +296,8 @@ def for_template(
     """
     if dialect.tools_variable is not None:
         names = {call.call_id: call.name for message in messages for call in message.calls}
+        if dialect.tools.has_one_call:
+            messages = _one_by_one(messages)
         told = [_told(message, names, dialect) for message in messages]
         if not tools:
             return told, {}
@@ -286,13 +307,35 @@ def for_template(
             }
         return told, {dialect.tools_variable: list(tools)}
     told = []
-    for message in messages:
-        one = _told_plainly(message, dialect)
-        if message.role == "tool" and told and told[-1].get("role") == "user" and told[-1]["content"].endswith(_RESPONSE_END):
-            told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n{one['content']}"}
+    for is_result, group in groupby(messages, lambda message: message.role == "tool"):
+        if is_result:
+            results = [f"<tool_response>\n{message.content}\n</tool_response>" for message in group]
+            told.append({"role": "user", "content": "\n".join(results)})
         else:
-            told.append(one)
+            told += [_told_plainly(message, dialect) for message in group]
     return _with_text(told, _instructions(tools), dialect) if tools else told, {}
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """With a message for each call, its result behind it."""
+    changed: list[Message] = []
+    groups = [(is_result, list(group)) for is_result, group in groupby(messages, lambda message: message.role == "tool")]
+    for at, (is_result, group) in enumerate(groups):
+        calls = groups[at - 1][1][-1].calls if is_result and at else ()
+        if len(calls) > 1:
+            results = {call.call_id: [result for result in group if result.call_id == call.call_id] for call in calls}
+            changed += results[calls[0].call_id]
+            for call in calls[1:]:
+                changed += [Message(role="assistant", calls=(call,)), *results[call.call_id]]
+            changed += [result for result in group if result.call_id not in results]
+            continue
+        is_answered = at + 1 < len(groups)
+        for nth, message in enumerate(group, 1):
+            first, *others = message.calls or (None,)
+            changed.append(message if first is None else replace(message, calls=(first,)))
+            if not (is_answered and nth == len(group)):
+                changed += [Message(role="assistant", calls=(call,)) for call in others if call is not None]
+    return changed
 
 
 def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
@@ -320,21 +363,17 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """Under the names that templates read: DeepSeek's and Qwen's, and gpt-oss's."""
+    """Under the names that templates read: DeepSeek's and Qwen's, and gpt-oss's, which takes it or a content beside a call."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
     if dialect.has_channels and message.calls:
-        return {"thinking": message.reasoning}
+        texts = [text for text in (message.reasoning, message.content) if text]
+        return {"content": "", "thinking": "\n\n".join(texts)}
     return {"reasoning_content": message.reasoning}
-
-
-_RESPONSE_END = "</tool_response>"
 
 
 def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
     """For a template that knows system, user and assistant alone."""
-    if message.role == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.content}\n{_RESPONSE_END}"}
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
