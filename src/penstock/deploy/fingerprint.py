@@ -26,9 +26,9 @@ def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> by
 
 
 def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, chat_template: str | None) -> str:
-    """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template
-    and what it is taken for, sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that servers of the same
-    model on equal machines have the same.
+    """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template and
+    what it is taken for, sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that
+    servers of the same model on equal machines have the same.
 
     Raises OSError if the model's files can't be read.
     """
