@@ -15,7 +15,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-clients test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+
+test-page: $(INSTALLED_TEST)  ## the page at / in headless Chromium (apt install chromium chromium-driver), and its pictures in the docs
+	PENSTOCK_PICTURES=docs/images $(BIN)/pytest tests/page $(ARGS)
 
 test-clients: $(INSTALLED)  ## the clients that people have, by URL, in an environment of their own (downloads them; minutes)
 	@tests/clients/run.sh

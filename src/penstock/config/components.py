@@ -475,6 +475,7 @@ class ServerConfig(Component):
         default_doc="none: browsers keep other sites' pages out",
         is_multiple=True,
     )
+    page: bool = flag(True, "The page at /, to chat in a browser and to watch the server.")
     access_log: str = choice(
         AccessLogKind.OFF.value,
         "A line for each request, at its end, on standard output: who asked what, the status, times and tokens.",

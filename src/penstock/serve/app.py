@@ -31,6 +31,7 @@ from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, Tokeniz
 from penstock.serve.openapi import Endpoint, Operation, write_document
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBody
+from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
@@ -52,6 +53,7 @@ def create_app(
     routes = [
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
         *_described(operations),
+        *(page_routes() if config.page else ()),
     ]
     app = Starlette(
         routes=routes,
@@ -63,6 +65,7 @@ def create_app(
                 keys=keys or key_ring(config),
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
+                more_open_paths=PAGE_PATHS if config.page else frozenset(),
                 max_body_bytes=config.max_body_bytes,
             ),
         ],
@@ -117,7 +120,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ()),
         ("GET", "/v1/models/{model_id:path}", "Get a model", folder.when_found(models.get), ()),
-        ("GET", "/v1/requests", "List your requests", requests.list, ()),
+        ("GET", "/v1/requests", "List your requests", requests.list, ("ended",)),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain, ()),
         ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel, ()),
         ("GET", "/health", "Is it alive?", status.health, ()),

@@ -294,9 +294,10 @@ def ready_text(deployment: Deployment, config: ServerConfig, listener: socket.so
     path, body = _first_request(default.running)
     prompt = orjson.dumps({"model": name, **body}).decode()
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if api_keys(config) else ""
+    page = "open it in a browser to chat and to watch; " if config.page else ""
     insecure = " -k" if config.ssl_certfile else ""
     return (
-        f"Penstock {penstock.__version__} serves {names} at {url}{_reach(listener)} (documentation: {url}/docs). Try:\n"
+        f"Penstock {penstock.__version__} serves {names} at {url}{_reach(listener)} ({page}documentation: {url}/docs). Try:\n"
         f"  curl{insecure} {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(prompt)}"
     )
 

@@ -167,18 +167,20 @@ class RequestChecks:
         keys: KeyRing | None,
         admin_keys: KeyRing | None = None,
         cors: Cors | None = None,
+        more_open_paths: frozenset[str] = frozenset(),
         max_body_bytes: int,
     ) -> None:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
 
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
-        `cors`: None if pages of other origins may read nothing.
+        `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths that need no key, beside `OPEN_PATHS`.
         """
         self._app = app
         self._new_request_id = new_request_id
         self._keys = keys
         self._admin_keys = admin_keys
         self._cors = cors
+        self._open_paths = OPEN_PATHS | more_open_paths
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,7 +227,7 @@ class RequestChecks:
             scope[_IS_ADMIN_KEY] = self._keys is None
         else:
             self._look_for_admin(scope, self._admin_keys)
-        if self._keys is not None and scope["path"] not in OPEN_PATHS and not scope[_IS_ADMIN_KEY]:
+        if self._keys is not None and scope["path"] not in self._open_paths and not scope[_IS_ADMIN_KEY]:
             key = scope[_KEY_KEY] = _sent_key(scope, self._keys)
             scope[_KEY_NAME_KEY] = key.name
 

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, Self
 
 from penstock.admission.door import Place
@@ -27,6 +28,8 @@ from penstock.types.request import Request, RequestStatus
 _log = logging.getLogger(__name__)
 
 _CANCELLED = "the request was cancelled"
+_MAX_LOOKED_AT = 1000
+"""Calls of all owners that are looked through for those of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class Told:
 
     request_id: str
     created_unix_s: int
+    age_ns: int
+    """Time since it came."""
     choices: list[tuple[int, Explanation]]
     """(index of the choice, what became of it), not empty. If the client used the id more than once, of the last."""
     num_forgotten: int = 0
@@ -219,6 +224,15 @@ class InFlight:
         calls = self._calls_of(owner)
         return lambda: [told for call in calls if (told := self._tell(call))]
 
+    def explain_ended(self, owner: Owner, max_calls: int) -> Callable[[], list[Told]]:
+        """This owner's last calls that ended, as far as they are remembered, the latest first.
+
+        The result does the work, on any thread.
+        """
+        latest = islice(reversed(self._landed), _MAX_LOOKED_AT)
+        calls = list(islice((call for call in latest if call.terms.owner == owner), max_calls))
+        return lambda: [told for call in calls if (told := self._tell(call))]
+
     def names_of(self, owner: Owner) -> dict[str, tuple[str, int]]:
         """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
         return {name: (call.terms.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
@@ -240,9 +254,9 @@ class InFlight:
         choices = [(index, known[name]) for index, name in enumerate(call.engine_ids) if name in known]
         if not choices:
             return None
-        age_s = (now_ns - choices[0][1].arrival_ns) // 1_000_000_000
+        age_ns = now_ns - choices[0][1].arrival_ns
         num_forgotten = len(call.engine_ids) - len(choices)
-        return Told(call.terms.request_id, landed.unix_time_s() - age_s, choices, num_forgotten)
+        return Told(call.terms.request_id, landed.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices, num_forgotten)
 
     def _log_slow(self, call: Flight) -> None:
         limit_s = self.config.slow_request_s

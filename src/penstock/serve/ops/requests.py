@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.errors import ApiError, shorten
+from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.openai.in_flight import InFlight, Told
 from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.write import FINISH_WORDS
@@ -23,6 +23,8 @@ from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "embd-", "rerank-", "score-", "classify-", "pool-")
 _OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
+_MAX_ENDED = 100
+"""Ended requests in a list."""
 
 
 async def json_answer(make: Callable[[], Any]) -> Response:
@@ -36,10 +38,11 @@ class RequestsEndpoint:
         self._in_flight = in_flight
 
     async def list(self, http: HttpRequest) -> Response:
-        """The caller's requests that wait or run, the oldest first."""
+        """The caller's requests that wait or run, the oldest first; then the last `ended` ones, the latest first."""
         owner = read_owner(http.scope, self._in_flight.config)
-        tell = self._in_flight.explain_running(owner)
-        return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in tell()]})
+        max_ended = _max_ended(http.query_params.get("ended"))
+        tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
+        return await json_answer(lambda: {"object": "list", "data": [_call(told) for told in (*tell(), *tell_ended())]})
 
     async def explain(self, http: HttpRequest) -> Response:
         """Why a request takes, or took, as long as it does; by its `X-Request-Id` or by the `id` of its answer."""
@@ -69,12 +72,22 @@ class RequestsEndpoint:
         return {"id": request_id, "object": "request", "cancelled": True}
 
 
+def _max_ended(text: str | None) -> int:
+    """Raises 400 for what is no number in the range."""
+    if text is None:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= _MAX_ENDED):
+        raise invalid(f"'ended' must be a whole number from 0 to {_MAX_ENDED}.", "ended")
+    return int(text)
+
+
 def _call(told: Told) -> dict[str, Any]:
     choices = [_choice(choice, index) for index, choice in told.choices]
     return {
         "id": told.request_id,
         "object": "request",
         "created": told.created_unix_s,
+        "age_ms": _ms(told.age_ns),
         "summary": told.summary,
         "choices": choices,
         "forgotten_choices": told.num_forgotten,

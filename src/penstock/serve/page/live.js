@@ -1,0 +1,332 @@
+// The live view of the server. It asks once a second, while it is shown: `/load`, `/metrics`, `/kv` and `/v1/requests`.
+// Rates and latencies are differences of two readings of the metrics, so the server counts nothing for this page.
+
+import { ask, askJson, byId, count, counted, duration, element, share } from "./shared.js";
+import { drawPhases, explanation, phasesOf } from "./why.js";
+
+const PERIOD_MS = 1000;
+const WINDOW_S = 30; // Of the latencies.
+const CHART_S = 120;
+const LANES_MS = 60_000;
+const MAX_LANES = 40;
+const MAX_CELLS = 2048; // Of the map; a larger pool has several blocks in each.
+const CELLS_IN_ROW = 128;
+const NUM_OWNERS = 10; // Colours in the stylesheet.
+
+let readings = []; // `{at, metrics}` of the chosen model, the latest last.
+let model = ""; // Its name; the first one as long as it is empty.
+let timer = null;
+let isAsking = false;
+
+// Asking
+
+const isShown = () => !document.hidden && !byId("live-view").hidden;
+
+/** Asks now if somebody looks, and again after a period. */
+async function turn() {
+  clearTimeout(timer);
+  timer = null;
+  if (!isShown() || isAsking) return;
+  isAsking = true;
+  try {
+    await look();
+    byId("live-status").textContent = "";
+    byId("live-again").hidden = true;
+    timer = setTimeout(turn, PERIOD_MS);
+  } catch (error) {
+    byId("live-status").textContent = error.message;
+    byId("live-again").hidden = error.status !== 401; // Whoever closed the dialog of the key is not asked again at once.
+    if (error.status !== 401) timer = setTimeout(turn, PERIOD_MS);
+  }
+  isAsking = false;
+}
+
+async function look() {
+  const all = await askJson("load");
+  model ||= all.models[0].name;
+  const ofModel = `?model=${encodeURIComponent(model)}`;
+  const [load, text, requests, pool] = await Promise.all([
+    all.models.length > 1 ? askJson(`load${ofModel}`) : all,
+    ask("metrics").then((response) => response.text()),
+    askJson(`v1/requests?ended=${MAX_LANES}`),
+    askJson(`kv${ofModel}`).catch((error) => {
+      if (error.status === 503) return null; // The model is not loaded, or its engine is busy for long.
+      throw error;
+    }),
+  ]);
+  const metrics = readMetrics(text);
+  readings.push({ at: performance.now() / 1000, metrics: metrics.get(model) ?? new Map() });
+  while (readings.length > 1 && readings.at(-1).at - readings[1].at > CHART_S) readings.shift();
+  showModels(all, metrics);
+  showFigures(load);
+  showCharts();
+  showPool(pool);
+  showLanes(requests.data, pool);
+  showRefusals();
+}
+
+/** Prometheus' text as model -> name -> list of `{labels, value}`. */
+function readMetrics(text) {
+  const models = new Map();
+  for (const line of text.split("\n")) {
+    const found = /^penstock_(\w+)\{(.*)\} (\S+)$/.exec(line);
+    if (!found) continue;
+    const labels = Object.fromEntries(Array.from(found[2].matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g), (one) => [one[1], one[2].replace(/\\(.)/g, "$1")]));
+    const names = models.get(labels.model) ?? models.set(labels.model, new Map()).get(labels.model);
+    const samples = names.get(found[1]) ?? names.set(found[1], []).get(found[1]);
+    samples.push({ labels, value: Number(found[3]) });
+  }
+  return models;
+}
+
+// Numbers from two readings
+
+const total = (reading, name, labels = {}) => (reading.metrics.get(name) ?? [])
+  .filter((sample) => Object.entries(labels).every(([label, value]) => sample.labels[label] === value))
+  .reduce((sum, { value }) => sum + value, 0);
+
+/** How much a counter grew; 0 when it began anew. */
+const grown = (before, now, name, labels) => Math.max(0, total(now, name, labels) - total(before, name, labels));
+
+/** The quantile of what a histogram in seconds gained, in ms, or null if that is nothing. Straight lines within buckets. */
+function quantile(before, now, name, part) {
+  const gained = new Map();
+  for (const [reading, sign] of [[now, 1], [before, -1]]) {
+    for (const { labels, value } of reading.metrics.get(`${name}_bucket`) ?? []) {
+      const edge = labels.le === "+Inf" ? Infinity : Number(labels.le);
+      gained.set(edge, (gained.get(edge) ?? 0) + sign * value);
+    }
+  }
+  const edges = [...gained.keys()].sort((a, b) => a - b);
+  const wanted = part * (gained.get(Infinity) ?? 0);
+  if (!wanted) return null;
+  let [low, below] = [0, 0];
+  for (const edge of edges) {
+    const upTo = gained.get(edge);
+    if (upTo >= wanted) return 1000 * (edge === Infinity ? low : low + ((edge - low) * (wanted - below)) / (upTo - below));
+    [low, below] = [edge, upTo];
+  }
+  return null;
+}
+
+/** Steps between two readings: per second, and the mean of what they computed. */
+function stepsBetween(before, now) {
+  const seconds = now.at - before.at;
+  const steps = grown(before, now, "batch_tokens_count");
+  const generated = grown(before, now, "generation_tokens_total");
+  // The first token of a request is chosen by the step that ends its prompt, and decodes nothing.
+  const decoded = Math.max(0, generated - grown(before, now, "time_to_first_token_seconds_count"));
+  const computed = grown(before, now, "batch_tokens_sum") - grown(before, now, "padding_tokens_total");
+  const each = (number) => (steps ? number / steps : 0);
+  return {
+    perSecond: steps / seconds,
+    rows: each(grown(before, now, "batch_size_sum")),
+    decoded: each(decoded),
+    prompts: each(Math.max(0, computed - decoded)),
+    generatedPerSecond: generated / seconds,
+    promptsPerSecond: Math.max(0, computed - decoded) / seconds,
+  };
+}
+
+const latest = () => readings.at(-1);
+const since = (seconds) => readings.find(({ at }) => at >= latest().at - seconds - 0.5) ?? readings[0];
+const seconds = () => readings.slice(1).map((now, index) => ({ at: now.at, ...stepsBetween(readings[index], now) }));
+
+// What is shown
+
+function showModels({ models, memory }, metrics) {
+  const select = byId("live-model");
+  const names = models.map(({ name }) => name);
+  if (names.join("\n") !== Array.from(select.options, ({ value }) => value).join("\n")) {
+    select.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+    select.value = model;
+  }
+  byId("models-panel").hidden = models.length < 2;
+  const size = (bytes) => `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+  const rows = models.map((line) => {
+    const waiting = line.requests_waiting + line.requests_waiting_for_load;
+    const used = Object.values(line.memory_bytes ?? {}).reduce((sum, bytes) => sum + bytes, 0);
+    const made = (metrics.get(line.name)?.get("generation_tokens_total") ?? []).reduce((sum, { value }) => sum + value, 0);
+    return [line.name, line.state, count(line.requests_running), count(waiting), count(made), used ? size(used) : "–"];
+  });
+  fillTable(byId("models"), ["Model", "State", "Running", "Waiting", "Tokens so far", `Memory, ${size(memory.free_bytes)} free`], rows);
+}
+
+function showFigures(load) {
+  const [before, now] = [since(WINDOW_S), latest()];
+  const steps = stepsBetween(since(5), now);
+  const told = (name, part) => {
+    const ms = quantile(before, now, name, part);
+    return ms === null ? "–" : duration(ms);
+  };
+  const latency = (name) => [told(name, 0.5), `p95 ${told(name, 0.95)}, p99 ${told(name, 0.99)}`];
+  const asked = grown(before, now, "prefix_cache_queries_total");
+  const figures = [
+    ["Running", count(load.requests_running), load.state === "loaded" ? "" : `the model is ${load.state}`],
+    ["Waiting", count(load.requests_waiting), load.requests_waiting && load.waiting_for ? `for ${load.waiting_for}` : ""],
+    ["Tokens per second", isFinite(steps.generatedPerSecond) ? count(steps.generatedPerSecond) : "–", "of the last 5 s"],
+    ["First token, median", ...latency("time_to_first_token_seconds")],
+    ["Between tokens, median", ...latency("inter_token_latency_seconds")],
+    ["Prefix cache", asked ? share(grown(before, now, "prefix_cache_hits_total"), asked) : "–", `of prompts, last ${WINDOW_S} s`],
+    ["Busy", share(load.sustained.utilisation, 1), `of the last ${load.sustained.window_s} s`],
+  ];
+  byId("figures").replaceChildren(...figures.map(([name, value, more]) => element("div", {},
+    element("dt", {}, name), element("dd", { className: "value" }, value), element("dd", { className: "more" }, more))));
+}
+
+/** An element of SVG with attributes. */
+function drawn(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function showCharts() {
+  const points = seconds();
+  const end = latest().at;
+  const x = (at) => CHART_S - (end - at);
+  const grid = () => [10, 20, 30].map((y) => drawn("line", { class: "grid", x1: 0, x2: 120, y1: y, y2: y }));
+  const top = (values) => Math.max(1, ...values) * 1.05;
+
+  const high = top(points.flatMap((point) => [point.generatedPerSecond, point.promptsPerSecond]));
+  const y = (value) => 40 - (40 * value) / high;
+  const path = (name) => points.map((point) => `${x(point.at).toFixed(2)} ${y(point[name]).toFixed(2)}`).join("L");
+  const shapes = points.length > 1 ? [
+    drawn("path", { class: "area-decode", d: `M${x(points[0].at)} 40L${path("generatedPerSecond")}L${x(end)} 40` }),
+    drawn("path", { class: "line-prefill", d: `M${path("promptsPerSecond")}` }),
+  ] : [];
+  byId("tokens-chart").replaceChildren(...grid(), ...shapes);
+  const last = points.at(-1);
+  tell("tokens", last ? `${count(last.generatedPerSecond)} generated, ${count(last.promptsPerSecond)} of prompts; the top line is ${count(high / 1.05)}` : "Two readings make a rate.");
+
+  const most = top(points.map((point) => point.decoded + point.prompts));
+  const height = (value) => (40 * value) / most;
+  byId("batches-chart").replaceChildren(...grid(), ...points.flatMap((point) => {
+    const [decoded, prompts] = [height(point.decoded), height(point.prompts)];
+    const bar = (name, top, tall) => drawn("rect", { class: name, x: (x(point.at) - 0.8).toFixed(2), width: 0.8, y: top.toFixed(2), height: tall.toFixed(2) });
+    return [bar("bar-decode", 40 - decoded, decoded), bar("bar-prefill", 40 - decoded - prompts, prompts)];
+  }));
+  tell("batches", last ? `${count(last.perSecond)} steps per second, of ${last.rows.toFixed(1)} requests: ${last.decoded.toFixed(1)} decoded tokens and ${last.prompts.toFixed(1)} of prompts` : "");
+}
+
+/** The words above a picture, which say the same to whoever does not see it. */
+function tell(name, text) {
+  byId(`${name}-words`).textContent = text;
+  (byId(`${name}-chart`) ?? byId(`${name}-map`)).setAttribute("aria-label", text);
+}
+
+function showPool(pool) {
+  const map = byId("kv-map");
+  if (!pool) {
+    map.replaceChildren();
+    tell("kv", "There is no map now: the model is not loaded, or busy.");
+    return;
+  }
+  const blocks = pool.blocks - (pool.states.null ?? 0);
+  const part = (state) => share(pool.states[state] ?? 0, blocks);
+  tell("kv", blocks ? `${counted(blocks, "block")} of ${pool.block_size} tokens: held ${part("held")}, shared ${part("shared")}, cached ${part("cached")}, free ${part("free")}; ${(100 * pool.waste_ratio).toFixed(1)} % of what is held is without a token` : "This model keeps nothing in the KV cache.");
+  const cells = cellsOf(pool);
+  const rows = Math.ceil(cells.length / CELLS_IN_ROW);
+  map.setAttribute("viewBox", `0 0 ${CELLS_IN_ROW} ${rows}`);
+  map.style.height = `${Math.min(16, Math.max(2, rows * 0.55))}rem`;
+  const rects = [];
+  for (let row = 0; row < rows; row += 1) {
+    const line = cells.slice(row * CELLS_IN_ROW, (row + 1) * CELLS_IN_ROW);
+    for (let from = 0, to = 0; from < line.length; from = to) {
+      while (to < line.length && line[to] === line[from]) to += 1;
+      rects.push(drawn("rect", { class: line[from], x: from, y: row + 0.06, width: to - from, height: 0.88 }));
+    }
+  }
+  map.replaceChildren(...rects);
+}
+
+/** The class of each cell of the map: that of the block in its middle. */
+function cellsOf(pool) {
+  const perCell = Math.max(1, Math.ceil(pool.blocks / MAX_CELLS));
+  const cells = [];
+  let begin = 0;
+  for (const [state, blocks, owner] of pool.map) {
+    const name = state === "held" ? `owner-${owner % NUM_OWNERS}` : state;
+    while (cells.length * perCell + Math.floor(perCell / 2) < begin + blocks) cells.push(name);
+    begin += blocks;
+  }
+  return cells;
+}
+
+const lanes = new Map(); // Request id -> its elements, kept from look to look: with them the focus, and what is open.
+
+function showLanes(requests, pool) {
+  const shown = requests.filter(({ age_ms: age, choices }) => choices[0].state !== "ended" || age - choices[0].time_ms.total < LANES_MS);
+  const running = shown.filter(({ choices }) => choices[0].state !== "ended");
+  const listed = [...shown].sort((a, b) => a.age_ms - b.age_ms).slice(0, MAX_LANES);
+  byId("lanes-words").textContent = shown.length
+    ? `${counted(running.length, "request")} on the way${listed.length < shown.length ? `; the last ${MAX_LANES} are shown` : ""}`
+    : "None in the last minute. Requests under other keys are not told.";
+  const owners = new Map((pool?.owners ?? []).map((owner, index) => [owner.request, index % NUM_OWNERS]));
+  const seen = new Set();
+  listed.forEach((told, index) => {
+    const id = seen.has(told.id) ? `${told.id} (${index})` : told.id;
+    seen.add(id);
+    const lane = lanes.get(id) ?? lanes.set(id, newLane(id)).get(id);
+    lane.show(told, owners.get(told.id));
+    if (byId("lanes").children[index] !== lane.item) byId("lanes").insertBefore(lane.item, byId("lanes").children[index] ?? null);
+  });
+  for (const [id, lane] of lanes) {
+    if (seen.has(id)) continue;
+    lane.item.remove();
+    lanes.delete(id);
+  }
+}
+
+function newLane(id) {
+  const [chip, state, line, tokens] = ["chip", "state", "line", "tokens"].map((className) => element("span", { className }));
+  const button = element("button", { type: "button", className: "lane", "aria-expanded": "false" },
+    chip, element("span", { className: "id", title: id }, id), state, line, tokens);
+  const panel = element("div", { className: "lane-why", hidden: true });
+  let told = null;
+  button.addEventListener("click", () => {
+    panel.hidden = !panel.hidden;
+    button.setAttribute("aria-expanded", String(!panel.hidden));
+    if (!panel.hidden) panel.replaceChildren(...explanation(told));
+  });
+  const show = (request, owner) => {
+    const wasOver = told?.choices[0].state === "ended";
+    told = request;
+    const choice = told.choices[0];
+    chip.className = owner === undefined ? "chip" : `chip owner-${owner}`;
+    state.textContent = choice.state;
+    tokens.textContent = `${count(choice.prompt_tokens)} in, ${count(choice.completion_tokens)} out, ${duration(choice.time_ms.total)}`;
+    drawPhases(line, phasesOf(choice), told.age_ms - LANES_MS, LANES_MS);
+    if (!panel.hidden && !wasOver) panel.replaceChildren(...explanation(told));
+  };
+  return { item: element("li", {}, button, panel), show };
+}
+
+function showRefusals() {
+  const now = latest();
+  const reasons = [...new Set((now.metrics.get("requests_rejected_total") ?? []).map(({ labels }) => labels.reason))];
+  const rows = reasons.map((reason) => [reason, count(total(now, "requests_rejected_total", { reason })),
+    count(grown(since(WINDOW_S), now, "requests_rejected_total", { reason }))]);
+  const refused = rows.filter(([, number]) => number !== "0");
+  fillTable(byId("refusals"), ["Reason", "Since the start", `Last ${WINDOW_S} s`], refused.length ? refused : [["none", "0", "0"]]);
+}
+
+/** The columns after the first that hold numbers are set to the right. */
+function fillTable(table, titles, rows) {
+  const kind = (cell) => (/^[\d–]/.test(cell) ? "number" : "");
+  const head = titles.map((title, index) => element("th", { scope: "col", className: kind(rows[0]?.[index] ?? "") }, title));
+  const body = rows.map((row) => element("tr", {}, ...row.map((cell, index) =>
+    index ? element("td", { className: kind(cell) }, cell) : element("th", { scope: "row" }, cell))));
+  table.replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+}
+
+byId("live-model").addEventListener("change", (event) => {
+  model = event.target.value;
+  readings = [];
+  turn();
+});
+byId("live-again").addEventListener("click", turn);
+document.addEventListener("visibilitychange", turn);
+addEventListener("hashchange", turn);
+turn();

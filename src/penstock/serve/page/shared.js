@@ -1,0 +1,114 @@
+// What both views share: elements, numbers as text, and questions to the server under its key.
+
+/** An element with properties (or attributes, where there is no such property) and children: elements, or strings as text. */
+export function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in made) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export const byId = (id) => document.getElementById(id);
+
+/** `63 ms`, `2.4 s`, `3 min 20 s`. */
+export function duration(ms) {
+  if (ms < 10) return `${ms.toFixed(1)} ms`;
+  if (ms < 1000) return `${Math.round(ms)} ms`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`;
+  return `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1000)} s`;
+}
+
+export const count = (number) => Math.round(number).toLocaleString("en");
+export const counted = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+export const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "0 %");
+
+// The server
+
+const KEY = "penstock.key";
+let asking = null; // The dialog's promise, while it is open: it asks once, however many questions wait for the key.
+
+export class ServerError extends Error {
+  /** `status` 0: there was no answer. `retryAfterMs`: null, or the time after which the server wants to be asked again. */
+  constructor(message, status, code = "", retryAfterMs = null) {
+    super(message);
+    Object.assign(this, { status, code, retryAfterMs });
+  }
+}
+
+/** The response to a question. It asks the reader for a key if the server does. Throws `ServerError` for any other status. */
+export async function ask(path, options = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(KEY);
+    const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+    const response = await fetch(path, { ...options, headers }).catch((error) => {
+      if (error.name === "AbortError") throw error;
+      throw new ServerError("The server does not answer.", 0);
+    });
+    if (response.ok) return response;
+    const error = await errorOf(response);
+    if (response.status !== 401) throw error;
+    const hasOther = sessionStorage.getItem(KEY) !== key; // The reader gave one meanwhile.
+    if (!hasOther && !(await askForKey(error))) throw error;
+  }
+}
+
+export const askJson = async (path, options) => (await ask(path, options)).json();
+
+async function errorOf(response) {
+  const after = response.headers.get("Retry-After-Ms");
+  const body = await response.json().catch(() => ({}));
+  const message = body.error?.message ?? `The server answered ${response.status}.`;
+  return new ServerError(message, response.status, body.error?.code, after === null ? null : Number(after));
+}
+
+/** Opens the dialog. The promise says whether there is a key to try. */
+function askForKey(error) {
+  asking ??= new Promise((resolve) => {
+    const dialog = byId("key-dialog");
+    byId("key").value = "";
+    byId("key-message").textContent = sessionStorage.getItem(KEY) ? error.message : "";
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => {
+      asking = null;
+      const key = dialog.returnValue === "use" ? byId("key").value.trim() : "";
+      byId("key").value = "";
+      if (key) sessionStorage.setItem(KEY, key);
+      showKeyButton();
+      resolve(Boolean(key));
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+function showKeyButton() {
+  byId("key-button").hidden = !sessionStorage.getItem(KEY);
+}
+
+byId("key-button").addEventListener("click", () => {
+  sessionStorage.removeItem(KEY);
+  showKeyButton();
+});
+showKeyButton();
+
+/** The data of server-sent events, as they come. https://html.spec.whatwg.org/multipage/server-sent-events.html */
+export async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6);
+  }
+}
+
+/** An id for a request, so that it can be asked about before its answer begins. `crypto.randomUUID` needs HTTPS, this does not. */
+export function newRequestId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(9));
+  return `page-${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+}

@@ -1,0 +1,379 @@
+"""The chat of the page at `/`, in a browser."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from page.browser import ENTER, ESCAPE, TAB
+from page.servers import speaking
+from penstock.admission.door import AdmissionLimits
+from penstock.config import ServerConfig
+from server.harness import wait_until
+
+MARKDOWN = """# Rivers
+
+The **Rhine** is *long*, `1233 km`:
+
+1. Basel
+2. Bonn
+   - old **town**
+
+| river | km |
+|---|---|
+| Rhine | 1233 |
+
+```python
+def add(a, b):
+    return a < b  # **not bold**
+```
+
+> A quote. See [its page](https://example.org/rhine)."""
+
+ATTACK = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
+
+[a](javascript:window.hacked=1) **<b onclick="x">bold</b>** `<i>code</i>`
+
+| <u>head</u> | x |
+|---|---|
+| <iframe src="/"></iframe> | y |
+
+```<b>
+</code></pre><script>window.hacked=1</script>
+```"""
+
+
+@pytest.fixture
+def page(browser):
+    """The page of a server that says hello."""
+    with speaking("Hello, reader.") as server:
+        browser.open(server.url)
+        browser.server = server
+        yield browser
+
+
+def ask(page, text="What is a river?") -> None:
+    page.type("#prompt", text)
+    page.press(ENTER)
+
+
+def complete(page) -> str:
+    """The answer's text, once it is complete."""
+    page.wait_text("#status", "complete")
+    return page.run("return Array.from(document.querySelectorAll('.answer > .text')).at(-1).innerText")
+
+
+def roles_sent(page) -> list[tuple[str, str]]:
+    """The conversation as the browser keeps it."""
+    kept = json.loads(page.run("return localStorage.getItem('penstock.chat')"))
+    return [(message["role"], message["content"]) for message in kept["messages"]]
+
+
+def test_an_answer_streams_in_with_its_figures(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        browser.find("#stop")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        assert "reader" not in browser.text(".answer > .text")
+        server.gate.open()
+        assert complete(browser) == "Hello, reader."
+        figures = browser.text(".facts-line")
+        for part in (r"\d+ tokens/s", r"first token after [\d.]+ m?s", "15 tokens", "toy"):
+            browser.wait_text(".facts-line", part)
+        assert "stopped" not in figures
+        assert browser.text("#status") == "The answer is complete: 15 tokens."
+
+
+def test_a_waiting_request_says_for_what_it_waits(browser):
+    with speaking("Hello.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        browser.wait_text(".answer .note", "Has waited|Waited")
+        server.gate.open()
+        assert complete(browser) == "Hello."
+
+
+def test_markdown_becomes_elements(page):
+    page.server.says[0] = MARKDOWN
+    ask(page)
+    complete(page)
+    expected = {
+        "h2": "Rivers",
+        "p > strong": "Rhine",
+        "p > em": "long",
+        "p > code": "1233 km",
+        "ol > li": "Basel",
+        "ol > li > ul > li > strong": "town",
+        "th": "river",
+        "tbody td:last-child": "1233",
+        "figure.code figcaption span": "python",
+        "pre > code": "def add(a, b):\n    return a < b  # **not bold**",
+        "blockquote a[href='https://example.org/rhine'][rel~=noopener]": "its page",
+    }
+    assert {selector: page.text(f".answer > .text {selector}") for selector in expected} == expected
+
+
+def test_what_a_model_writes_is_shown_and_not_run(page):
+    page.server.says[0] = ATTACK
+    ask(page, "<img src=x onerror='window.hacked=1'>")
+    text = complete(page)
+    for part in (
+        '<img src=x onerror="window.hacked=1">',
+        "<script>",
+        "[a](javascript:",
+        "<i>code</i>",
+        "<iframe",
+        "</code></pre>",
+    ):
+        assert part in text
+    assert page.run("return window.hacked ?? null") is None
+    assert (
+        page.run("return document.querySelectorAll('#log :is(img, script, iframe, b, u, i, [onclick], [onerror], a)').length")
+        == 0
+    )
+    assert page.text(".question .text").startswith("<img")
+    page.open(page.server.url)  # from what the browser kept
+    assert page.run("return [window.hacked ?? null, document.querySelectorAll('#log :is(img, script)').length]") == [None, 0]
+
+
+def test_the_policy_forbids_html_of_strings(page):
+    for attempt in ("document.body.innerHTML = '<b>x</b>'", "document.body.setAttribute('onclick', 'window.hacked = 1')"):
+        assert page.run(f"try {{ {attempt}; return 'done' }} catch (error) {{ return error.name }}") == "TypeError"
+    assert [message for message in page.complaints() if "Trusted" not in message] == []
+
+
+def test_stopping_keeps_what_was_said(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.click("#stop")
+        browser.wait_text("#status", "Stopped")
+        browser.wait_text(".facts-line", "stopped")
+        server.gate.open()
+        wait_until(lambda: server.runtime.engine.load().num_running == 0)
+        assert browser.text(".answer > .text").startswith("Hello")
+        assert browser.text(".answer > .text") != "Hello, reader."
+        assert browser.focused() == "prompt"
+
+
+def test_an_edited_message_replaces_what_follows(page):
+    ask(page, "First")
+    complete(page)
+    ask(page, "Second")
+    page.wait_text("#status", "complete")
+    page.until("return document.querySelectorAll('.answer').length === 2")
+    page.server.says[0] = "Another answer."
+    page.click(".question:first-child .tools button")
+    assert page.run("return document.activeElement.value") == "First"
+    page.type(".edit textarea", "First, but better")
+    page.press(ENTER)
+    page.wait_text(".answer > .text", "Another answer")
+    complete(page)
+    assert roles_sent(page) == [("user", "First, but better"), ("assistant", "Another answer.")]
+
+
+def test_an_edit_can_be_given_up(page):
+    ask(page, "First")
+    complete(page)
+    page.click(".question .tools button")
+    page.press("x" + ESCAPE)
+    assert page.text(".question .text") == "First"
+    assert page.focused() == "Edit"
+
+
+def test_an_answer_is_made_anew(page):
+    ask(page)
+    complete(page)
+    page.server.says[0] = "A second try."
+    page.click(".answer .tools button:last-child")
+    page.wait_text(".answer > .text", "A second try")
+    complete(page)
+    assert roles_sent(page) == [("user", "What is a river?"), ("assistant", "A second try.")]
+
+
+def test_settings_reach_the_request(page):
+    page.type("#system", "Be brief.")
+    page.type("#max_tokens", "5")
+    page.type("#temperature", "0")
+    page.type("#seed", "-3")
+    page.run("""
+        const usual = window.fetch;
+        window.fetch = (path, options) => { if (options.body) window.sent = options.body; return usual(path, options); };
+    """)
+    ask(page)
+    assert complete(page) == "Hello"
+    page.wait_text(".facts-line", "cut at its limit")
+    sent = json.loads(page.run("return window.sent"))
+    assert (sent["temperature"], sent["seed"], sent["max_tokens"], sent["model"]) == (0, -3, 5, "toy")
+    assert "top_p" not in sent
+    assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+
+
+def test_a_setting_that_is_no_number_in_its_range_is_not_sent(page):
+    page.type("#top_p", "7")
+    ask(page)
+    page.until("return document.activeElement.id === 'top_p'")
+    assert page.run("return document.querySelectorAll('.answer').length") == 0
+
+
+def test_an_answer_follows_a_schema(page):
+    page.type(
+        "#schema",
+        '{"type": "object", "properties": {"river": {"enum": ["Rhine"]}}, "required": ["river"], '
+        '"additionalProperties": false}',
+    )
+    ask(page)
+    assert json.loads(complete(page)) == {"river": "Rhine"}
+
+
+def test_a_schema_that_is_no_json_is_told_beside_it(page):
+    page.type("#schema", '{"type": ')
+    ask(page)
+    page.wait_text("#schema-error", "This is no JSON")
+    assert page.run("return [document.activeElement.id, document.getElementById('schema').ariaInvalid]") == ["schema", "true"]
+
+
+def test_why_was_this_slow(page):
+    ask(page)
+    complete(page)
+    page.click(".answer .tools button")
+    page.wait_text(".why", r"Took [\d.]+ m?s in all\.")
+    panel = page.text(".why")
+    for part in ("Computed its prompt of", "Prompt: ", "Tokens: 14 steps after the first", "Requests in its steps", "page-"):
+        assert part in panel
+    assert page.run("return document.querySelectorAll('.why .line .phase').length") >= 2
+    assert "Wrote its tokens" in page.run("return document.querySelector('.why .line').ariaLabel")
+    page.click(".answer .tools button")
+    assert page.run("return document.querySelector('.why').hidden")
+
+
+def test_reasoning_is_folded_and_calls_are_shown(page):
+    page.run("""
+        const deltas = [{role: "assistant", content: ""}, {reasoning_content: "Let me "}, {reasoning_content: "think."},
+          {content: "Done."}, {tool_calls: [{index: 0, id: "1", function: {name: "look", arguments: '{"at"'}}]},
+          {tool_calls: [{index: 0, function: {arguments: ': "sea"}'}}]}];
+        const events = deltas.map((delta) => `data: ${JSON.stringify({choices: [{index: 0, delta}]})}\\n\\n`).join("");
+        window.fetch = async () => new Response(events + "data: [DONE]\\n\\n");
+    """)
+    ask(page)
+    assert complete(page) == "Done."
+    assert page.run("const one = document.querySelector('.answer details'); return [one.open, one.textContent]") == [
+        False,
+        "ReasoningLet me think.",
+    ]
+    assert page.text(".answer figure.code").startswith("Call of look")
+    assert '{"at": "sea"}' in page.text(".answer figure.code")
+
+
+def test_a_refusal_is_told_with_its_remedy_and_can_be_tried_again(browser):
+    with speaking("Hello.", limits=AdmissionLimits(max_queue=64)) as server:
+        browser.open(server.url)
+        server.runtime.engine.drain()
+        ask(browser)
+        browser.wait_text(".answer .error", r"\w+")
+        browser.wait_text(".answer .tools", "Try again")
+        assert [message for message in browser.complaints() if "503" not in message] == []
+
+
+def test_a_conversation_is_kept_until_it_is_cleared(page):
+    ask(page)
+    complete(page)
+    page.open(page.server.url)
+    page.wait_text(".answer > .text", "Hello, reader")
+    page.click("#clear")
+    assert roles_sent(page) == []
+    page.open(page.server.url)
+    assert "Ask the model" in page.text("#log")
+
+
+def tab_to(page, name, *, shift=False) -> None:
+    """Press Tab until the element with this id, or text, has the focus."""
+    for _ in range(40):
+        if page.focused() == name:
+            return
+        page.press(TAB, shift=shift)
+    raise AssertionError(f"the keyboard does not reach {name!r}")
+
+
+def test_the_keyboard_is_enough(page):
+    assert page.focused() == "prompt"
+    page.press("Hi" + ENTER)
+    complete(page)
+    tab_to(page, "Why was this slow?", shift=True)
+    page.press(ENTER)
+    page.wait_text(".why", "Took")
+    tab_to(page, "Regenerate")
+    page.press(ENTER)
+    page.wait_text("#status", "complete")
+    tab_to(page, "seed")
+    page.press("5" + ENTER)
+    tab_to(page, "Live", shift=True)
+    page.press(ENTER)
+    page.find("#figures")
+    assert page.run("return document.querySelector('nav a[aria-current]').innerText") == "Live"
+
+
+def test_everything_that_can_be_used_has_a_name(page):
+    ask(page)
+    complete(page)
+    script = """
+        return Array.from(document.querySelectorAll("button, input, select, textarea, a, summary"))
+          .filter((one) => one.checkVisibility() && !(one.innerText || one.ariaLabel || one.labels?.length))
+          .map((one) => one.outerHTML)
+    """
+    assert page.run(script) == []
+
+
+def test_the_theme_follows_the_system_or_the_switch(page):
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = page.run(background)
+    page.prefer("dark")
+    page.until(f"{background.replace('return', 'return (')}) !== arguments[0]", light)
+    dark = page.run(background)
+    page.click("#theme")
+    assert (page.text("#theme"), page.run(background)) == ("Light theme", light)
+    page.open(page.server.url)
+    assert (page.text("#theme"), page.run(background)) == ("Light theme", light)
+    page.prefer("light")
+    page.click("#theme")
+    assert (page.text("#theme"), page.run(background)) == ("Dark theme", dark)
+
+
+def test_a_narrow_screen_has_no_sideways_scrolling(page):
+    page.server.says[0] = MARKDOWN + "\n\n" + "wide" * 100
+    ask(page)
+    complete(page)
+    page.size(360, 640)
+    for view in ("#chat", "#live"):
+        page.run("location.hash = arguments[0]", view)
+        assert page.run("return document.documentElement.scrollWidth") <= 360
+    page.run("location.hash = '#chat'")
+    page.click("#settings-button")
+    page.find("#model")
+
+
+def test_a_server_with_keys_asks_for_one_once(browser):
+    config = ServerConfig(port=0, api_keys=("secret",), shutdown_timeout_s=0.0)
+    with speaking("Hello.", config=config) as server:
+        browser.open(server.url)
+        browser.type("#key", "wrong")
+        browser.press(ENTER)
+        browser.wait_text("#key-message", "wrong")
+        browser.type("#key", "secret")
+        browser.press(ENTER)
+        browser.until("return document.getElementById('model').value === 'toy'")
+        ask(browser)
+        assert complete(browser) == "Hello."
+        assert browser.run("return [sessionStorage.getItem('penstock.key'), localStorage.getItem('penstock.key')]") == [
+            "secret",
+            None,
+        ]
+        assert "secret" not in browser.run("return JSON.stringify(localStorage)")
+        browser.click("#key-button")
+        assert browser.run("return sessionStorage.getItem('penstock.key')") is None
+        assert [message for message in browser.complaints() if "401" not in message] == []
