@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -17,9 +18,9 @@ from starlette.routing import Route
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
-from penstock.serve.errors import from_http_exception, unavailable
+from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
-from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json
+from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
 from penstock.serve.http.cors import Cors
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
@@ -44,6 +45,9 @@ from penstock.serve.texts.tei import EmbedBody, PredictBody, TeiFace, TeiRerankB
 from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, VllmFace
 from penstock.types.errors import ModelAway
 
+_ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType({})
+"""Paths whose errors are told in the words of another API than OpenAI's."""
+
 
 def create_app(
     deployment: Deployment, config: ServerConfig, access_log: AccessLog | None = None, keys: KeyRing | None = None
@@ -66,6 +70,7 @@ def create_app(
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 more_open_paths=PAGE_PATHS if config.page else frozenset(),
+                error_words=_ERROR_WORDS,
                 max_body_bytes=config.max_body_bytes,
             ),
         ],
@@ -168,10 +173,10 @@ def _described(operations: Sequence[Operation]) -> list[Route]:
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
-async def _on_model_away(_request: HttpRequest, error: Exception) -> Response:
+async def _on_model_away(request: HttpRequest, error: Exception) -> Response:
     """The answer to a question about a model that is not loaded. Only requests that it answers have it loaded."""
     assert isinstance(error, ModelAway)
-    return unavailable(f"The model {error.name} is not loaded.").response()
+    return unavailable(f"The model {error.name} is not loaded.").response(words_of(request.scope))
 
 
 def _http_exception_handler(routes: Sequence[Route]) -> Callable[[HttpRequest, Exception], Coroutine[Any, Any, Response]]:
@@ -181,6 +186,6 @@ def _http_exception_handler(routes: Sequence[Route]) -> Callable[[HttpRequest, E
         methods = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
         if error.status_code == 405 and methods:
             error.headers = {"Allow": ", ".join(sorted(methods))}
-        return from_http_exception(error, request.method, request.url.path).response()
+        return from_http_exception(error, request.method, request.url.path).response(words_of(request.scope))
 
     return on_http_exception

@@ -6,7 +6,8 @@ This file knows causes by their types alone. docs/http-api.md has the table.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -80,11 +81,39 @@ class ApiError(HTTPException):
 
     def body(self) -> bytes:
         """The error object as JSON: the whole body, or the data of a server-sent event."""
-        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        return orjson.dumps(openai_words(self))
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status_code, headers=self.headers, media_type="application/json")
+    def response(self, words: ErrorWords | None = None) -> Response:
+        """`words`: another API's. Its statuses are the same."""
+        body = orjson.dumps((words or openai_words)(self))
+        return Response(body, self.status_code, headers=self.headers, media_type="application/json")
+
+
+ErrorWords = Callable[[ApiError], dict[str, Any]]
+"""A function that tells an error in the words of some API, as plain JSON data."""
+
+
+def openai_words(error: ApiError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}}
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error, in which fields have other names: those that a client has sent, whose API calls them so.
+
+    `names`: OpenAI's name of a field -> the client's.
+    """
+
+    def new_name(found: re.Match[str]) -> str:
+        return "'" * found[0].startswith("'") + names[found[1]]
+
+    if not names:
+        return error
+    pattern = "|".join(map(re.escape, names))
+    message = re.sub(rf"'({pattern})(?=['.\[])", new_name, error.message)
+    param = None if error.param is None else re.sub(rf"^({pattern})(?=$|[.\[])", new_name, error.param)
+    return ApiError(
+        error.status_code, message, code=error.code, error_type=error.error_type, param=param, headers=error.headers
+    )
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

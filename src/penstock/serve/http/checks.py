@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.config.keys import ApiKey, unnamed
 from penstock.serve.errors import (
     ApiError,
+    ErrorWords,
     from_rejected,
     internal,
     invalid,
@@ -53,7 +55,9 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
+_WORDS_KEY = "penstock.error_words"
 """Keys of a request's scope, under which the checks leave their findings."""
+NO_WORDS: Mapping[str, ErrorWords] = MappingProxyType({})
 ENTRY_KEY = "penstock.access_entry"
 """The same for what the access log tells of it, where there is one."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -168,12 +172,14 @@ class RequestChecks:
         admin_keys: KeyRing | None = None,
         cors: Cors | None = None,
         more_open_paths: frozenset[str] = frozenset(),
+        error_words: Mapping[str, ErrorWords] = NO_WORDS,
         max_body_bytes: int,
     ) -> None:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
 
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
         `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths that need no key, beside `OPEN_PATHS`.
+        `error_words`: paths whose errors are told in the words of another API than OpenAI's.
         """
         self._app = app
         self._new_request_id = new_request_id
@@ -181,6 +187,7 @@ class RequestChecks:
         self._admin_keys = admin_keys
         self._cors = cors
         self._open_paths = OPEN_PATHS | more_open_paths
+        self._error_words = error_words
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,6 +195,7 @@ class RequestChecks:
             await self._app(scope, receive, send)
             return
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
+        words = scope[_WORDS_KEY] = self._error_words.get(scope["path"])
         exchange = _Exchange(identity, receive, send, self._max_body_bytes)
         if self._cors is not None:
             exchange.more_headers = self._cors.headers(headers_of(scope))
@@ -199,7 +207,7 @@ class RequestChecks:
             self._check_head(scope, identity)
             exchange.check_length(_announced_bytes(scope))
         except ApiError as error:
-            await error.response()(scope, exchange.receive, exchange.send)
+            await error.response(words)(scope, exchange.receive, exchange.send)
             return
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -208,7 +216,7 @@ class RequestChecks:
             _log.exception("request %s failed: %s %s", identity.request_id, scope["method"], quote(scope["path"]))
             if exchange.has_begun:
                 raise
-            await internal(identity.request_id).response()(scope, exchange.receive, exchange.send)
+            await internal(identity.request_id).response(words)(scope, exchange.receive, exchange.send)
 
     def _identify(self, scope: Scope) -> RequestIdentity:
         given = values_of(scope, ID_HEADER)
@@ -398,15 +406,21 @@ def takes_json(answer: JsonEndpoint) -> Callable[[HttpRequest], Coroutine[Any, A
             data = await _read(http.scope, http.receive)
             return await answer(data, http)
         except (ApiError, Rejected) as error:
-            return _refusal(error)
+            return _refusal(error, words_of(http.scope))
 
     return endpoint
 
 
-def _refusal(error: ApiError | Rejected) -> Response:
+def words_of(scope: Scope) -> ErrorWords | None:
+    """How errors of this request are told; None: in OpenAI's words."""
+    words: ErrorWords | None = scope.get(_WORDS_KEY)
+    return words
+
+
+def _refusal(error: ApiError | Rejected, words: ErrorWords | None) -> Response:
     # A function that raises what it holds by name makes a circle, of everything that its callers hold.
     error.__traceback__ = None
-    return (from_rejected(error) if isinstance(error, Rejected) else error).response()
+    return (from_rejected(error) if isinstance(error, Rejected) else error).response(words)
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes:

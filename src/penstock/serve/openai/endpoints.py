@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -16,6 +17,7 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.served import ServedModel
+from penstock.serve.errors import ApiError, from_rejected, renamed
 from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
@@ -24,36 +26,49 @@ from penstock.serve.openai.loading import FolderWatch
 from penstock.serve.openai.read import Reader, find_allowed, may_ask
 from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
-from penstock.serve.openai.write import AnswerWriter, ChatWriter, CompletionWriter, respond
+from penstock.serve.openai.write import ChatWriter, CompletionWriter, NewWriter, respond
+from penstock.types.errors import Rejected
+
+Read = Callable[[bytes, Scope], tuple[Call, NewWriter]]
+"""A function that makes a call of a body and the request's headers, and says who writes the answer. Raises `ApiError`."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
-class _Endpoint:
+class CallEndpoint:
+    """Answers a body of any API that asks a model to write. Its `Read` and its `Writer` alone know which API it is."""
+
     def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
         """`off_loop` is for large bodies, which have to be read before it is known which model they ask."""
-        self._reader = reader
+        self.reader = reader
         self._in_flight = in_flight
         self._off_loop = off_loop
 
-    async def _answer(
-        self, data: bytes, http: HttpRequest, read: Callable[[bytes, Scope], Call], writer_type: type[AnswerWriter]
-    ) -> Response:
-        call = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
+    async def answer(self, data: bytes, http: HttpRequest, read: Read, names: Mapping[str, str] = NO_NAMES) -> Response:
+        """The response. Raises `ApiError`. `names`: what errors call OpenAI's fields, where the client's are other ones."""
+        try:
+            return await self._answer(data, http, read)
+        except (ApiError, Rejected) as error:
+            error.__traceback__ = None  # it has this frame, which has it
+            raise renamed(from_rejected(error) if isinstance(error, Rejected) else error, names) from None
+
+    async def _answer(self, data: bytes, http: HttpRequest, read: Read) -> Response:
+        call, new_writer = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
         if (entry := entry_of(http.scope)) is not None:
             entry.model = call.answer.model_name
         opened = await unless_gone(http, run(call, self._in_flight))
-        return await respond(http, opened, writer_type)
+        return await respond(http, opened, new_writer)
 
 
-class ChatEndpoint(_Endpoint):
+class ChatEndpoint(CallEndpoint):
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation. The model's own chat template turns the messages into its prompt."""
-        return await self._answer(data, http, self._reader.chat, ChatWriter)
+        return await self.answer(data, http, lambda data, scope: (self.reader.chat(data, scope), ChatWriter))
 
 
-class CompletionsEndpoint(_Endpoint):
+class CompletionsEndpoint(CallEndpoint):
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Continue one or more prompts, given as text or token ids."""
-        return await self._answer(data, http, self._reader.completion, CompletionWriter)
+        return await self.answer(data, http, lambda data, scope: (self.reader.completion(data, scope), CompletionWriter))
 
 
 class ModelsEndpoint:

@@ -175,11 +175,14 @@ class Reader:
         """`ignored`: as for `parse_body`."""
         self._deployment = deployment
         self._config = config
-        self._ignored = ignored
+        self.ignored = ignored
 
     def chat(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/chat/completions`. Raises `ApiError`."""
-        body = parse_body(data, ChatCompletionBody, self._ignored)
+        return self.read_chat(parse_body(data, ChatCompletionBody, self.ignored), data, scope)
+
+    def read_chat(self, body: ChatCompletionBody, data: bytes, scope: Scope) -> Call:
+        """A chat whose fields are checked. Other APIs make one of what they were sent, which is `data`. Raises `ApiError`."""
         running, adapter, terms = self._begin(body, scope)
         num_logprobs = _chat_logprobs(body)
         sampling, grammar = read_sampling(body, num_logprobs, running), asked_grammar(body)
@@ -190,7 +193,7 @@ class Reader:
             budget = read_budget(body, dialect)
             if calls is not None or budget is not None:
                 check_combinations(body, "tools" if calls is not None else "thinking_token_budget")
-            variables = {**reasoning_variables(body, dialect, self._ignored), **conversation.variables}
+            variables = {**reasoning_variables(body, dialect, self.ignored), **conversation.variables}
             told = () if tool_use is None else conversation.tools
             conversation = dataclasses.replace(conversation, variables=variables, tools=told)
         if (tool_use is not None or dialect.reasoning is not None) and running.has_special_marks:
@@ -217,7 +220,10 @@ class Reader:
 
     def completion(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/completions`. Raises `ApiError`."""
-        body = parse_body(data, CompletionBody, self._ignored)
+        return self.read_completion(parse_body(data, CompletionBody, self.ignored), data, scope)
+
+    def read_completion(self, body: CompletionBody, data: bytes, scope: Scope) -> Call:
+        """The same for a completion. Raises `ApiError`."""
         running, adapter, terms = self._begin(body, scope)
         if body.echo and body.logprobs is not None:
             raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")

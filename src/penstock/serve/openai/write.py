@@ -1,5 +1,7 @@
 """The last pass of a chat or a completion: from the chunks of a running call to one JSON answer, or to server-sent events.
 
+`respond` sends what any API's `Writer` makes; here are OpenAI's.
+
 An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends it as a message
 of ASGI, and waits where the client reads slowly. A stream has an honest end: `[DONE]` after a complete answer, an error object
 and nothing more after any other.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -54,17 +56,16 @@ DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
 """Characters that end a line in Unicode and that JSON lets stand in a string, with JSON's other way to write them."""
 _HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # nginx would otherwise collect events before it passes them on.
     (b"x-accel-buffering", b"no"),
 )
 
 
-async def respond(http: HttpRequest, call: RunningCall, writer_type: type[AnswerWriter]) -> Response:
-    """The response to a call. Raises `ApiError` if the call ends early, before there is anything to show of it."""
+async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
+    """The response to a call, in the words of a writer. Raises `ApiError` if the call ends before there is anything to show."""
     with call:
-        writer = writer_type(call, call.running.tokenizer)
+        writer = new_writer(call, call.running.tokenizer)
         entry = entry_of(http.scope)
         if entry is not None:
             entry.count_tokens = writer.usage.counts
@@ -125,11 +126,46 @@ class ChoiceRecord:
         return self.chunks[-1]
 
 
-class AnswerWriter(ABC):
-    """The shape of one answer: its events (`begin`, `write` for each chunk, `end`), or all of it at once (`whole`).
+class Writer(ABC):
+    """The shape of one answer in some API: its events (`begin`, `write` for each chunk, `end`), or all of it (`whole`).
 
-    Here is what chats and completions have alike.
+    The bytes of events are what stands in the body of a stream.
     """
+
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    """The type of a stream."""
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call = call
+        self._options = call.answer
+        self.usage = Usage(call)
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Events before the first chunk, which is there, and with it all that was loaded for the call; may be empty."""
+
+    @abstractmethod
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        """Events of one chunk of choice `index`; may be empty."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The end of a complete stream, after the last chunk; may be empty."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """The end of a stream that fails after it began."""
+
+    @abstractmethod
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+
+NewWriter = Callable[[RunningCall, Tokenizer], Writer]
+
+
+class AnswerWriter(Writer):
+    """OpenAI's shapes: here is what chats and completions have alike."""
 
     kind: ClassVar[str]
     event_kind: ClassVar[str]
@@ -137,34 +173,26 @@ class AnswerWriter(ABC):
     """Stands between a choice's index and its text."""
 
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
-        self._call = call
-        self._options = call.answer
+        super().__init__(call)
         self._tokenizer = tokenizer
         self._is_plain = not (call.answer.has_logprobs or call.answer.has_token_ids or call.answer.has_continuous_usage)
-        self.usage = Usage(call)
         self._head = b""
         self._prefixes: list[bytes] = []
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
 
-    def open(self) -> None:
+    def _open(self) -> None:
         """Make the parts of a stream's events, before the first one: an adapter's fingerprint is known by then."""
         self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
 
-    @abstractmethod
-    def begin(self) -> bytes:
-        """Events before the first chunk; may be empty."""
-
-    @abstractmethod
-    def write(self, index: int, chunk: OutputChunk) -> bytes:
-        """Events of one chunk of choice `index`; may be empty."""
-
     def end(self) -> bytes:
-        """Events after the last chunk, without `[DONE]`; may be empty."""
         if not self._options.includes_usage:
-            return b""
-        return self._head + b',"choices":[],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n"
+            return DONE
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n" + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -213,6 +241,7 @@ class ChatWriter(AnswerWriter):
             self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
     def begin(self) -> bytes:
+        self._open()
         content = b'""' if self._call.form is None or self._call.form.tools is None else b"null"
         role = b'"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null' + self._usage_suffix()
         events = b"".join([prefix + role for prefix in self._prefixes])
@@ -377,6 +406,7 @@ class CompletionWriter(AnswerWriter):
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
 
     def begin(self) -> bytes:
+        self._open()
         if not self._options.has_prompt:
             return b""
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
@@ -431,7 +461,7 @@ class CompletionWriter(AnswerWriter):
 # Answers that come whole
 
 
-async def _collect(http: HttpRequest, call: RunningCall, writer: AnswerWriter) -> list[ChoiceRecord]:
+async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list[ChoiceRecord]:
     """All that the choices say, once they have said it."""
     records = [ChoiceRecord() for _ in call.requests]
     with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
@@ -446,7 +476,7 @@ async def _collect(http: HttpRequest, call: RunningCall, writer: AnswerWriter) -
     return records
 
 
-async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: AnswerWriter, off_loop: OffLoop) -> Response:
+async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer, off_loop: OffLoop) -> Response:
     """The whole answer, with `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
@@ -458,13 +488,12 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Answ
 # Streams
 
 
-async def _stream(http: HttpRequest, call: RunningCall, writer: AnswerWriter) -> Response:
+async def _stream(http: HttpRequest, call: RunningCall, writer: Writer) -> Response:
     """Begins when there is something to say: a refusal is still an HTTP status."""
     watch = ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT))
     try:
         first_chunks = await call.stream.next_chunks()
         _raise_if_over(call, first_chunks)
-        writer.open()
     except BaseException:
         watch.stop()
         raise
@@ -474,7 +503,7 @@ async def _stream(http: HttpRequest, call: RunningCall, writer: AnswerWriter) ->
 class EventStream(Response):
     """Streams one call. Owns the call and the watch on its client, and closes both."""
 
-    def __init__(self, call: RunningCall, watch: ClientWatch, writer: AnswerWriter, first_chunks: list[OutputChunk]) -> None:
+    def __init__(self, call: RunningCall, watch: ClientWatch, writer: Writer, first_chunks: list[OutputChunk]) -> None:
         super().__init__()
         self._call = call
         self._watch = watch
@@ -490,13 +519,13 @@ class EventStream(Response):
             timing = server_timing(times_ms(terms.arrival_ns, self._first_chunks[0])[:2], terms.model_wait_ns)
             if (entry := entry_of(scope)) is not None:
                 entry.ttft_s = _ttft_s(terms, self._first_chunks[0])
-            headers = [*_HEADERS, (b"server-timing", timing.encode())]
+            headers = [(b"content-type", self._writer.media_type), *_HEADERS, (b"server-timing", timing.encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 await self._send_events(send)
             except Exception:
                 _log.exception("request %s failed while it was streamed", request_id)
-                await send(_piece(_error_event(internal(request_id)), more=False))
+                await send(_piece(self._writer.fail(internal(request_id)), more=False))
         finally:
             self._watch.stop()
             self._call.close()
@@ -509,10 +538,10 @@ class EventStream(Response):
             events, error = self._write(chunks)
             data += events
             if error is not None:
-                await send(_piece(data + _error_event(error), more=False))
+                await send(_piece(data + self._writer.fail(error), more=False))
                 return
             if stream.is_ended:
-                await send(_piece(data + self._writer.end() + DONE, more=False))
+                await send(_piece(data + self._writer.end(), more=False))
                 return
             if data:
                 await send(_piece(data, more=True))
@@ -549,10 +578,6 @@ def whole_lines(events: bytes) -> bytes:
         for char, escaped in _LINE_ENDS:
             events = events.replace(char, escaped)
     return events
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
 
 
 # How a call ended
