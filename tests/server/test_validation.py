@@ -48,6 +48,7 @@ RUNNING = SimpleNamespace(
     dialect=PLAIN,
     adapters=None,
     metrics=Metrics("toy"),
+    admission=SimpleNamespace(max_len=lambda adapter: MODEL.max_model_len),
 )
 HI = [{"role": "user", "content": "a"}]
 
