@@ -319,7 +319,6 @@ REFUSED = [
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"ignore_eos": True}, "ignore_eos"),
     ({"functions": [{"name": "a"}]}, "functions"),
     ({"function_call": {"name": "a"}}, "function_call"),
@@ -419,6 +418,27 @@ async def test_some_of_the_tools_may_be_allowed():
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
     choice = await ask(CALL, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}, parallel_tool_calls=False)
     assert calls_of(choice["message"]) == [("now", {})]
+
+
+JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"a": 1}}}}}
+
+
+@pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, THINKING_TEMPLATE], ids=["hermes", "thinking"])
+async def test_beside_tools_the_answer_may_be_held_to_a_schema(chat_template):
+    thought = THOUGHT if chat_template is THINKING_TEMPLATE else ""
+    choice = await ask(f"{thought}{CALL}", chat_template=chat_template, **JSON)
+    assert calls_of(choice["message"]) == [ROME]
+    assert choice["finish_reason"] == "tool_calls"
+    choice = await ask(thought + '{"a": 7}', chat_template=chat_template, **JSON)
+    assert json.loads(choice["message"]["content"]) == {"a": 1}
+    assert choice["finish_reason"] == "stop"
+    choice = await ask(thought + '{"a": 1}', chat_template=chat_template, tool_choice="required", tools=[NOW], **JSON)
+    assert calls_of(choice["message"]) == [("now", {})]
+    choice = await ask(thought + '{"a": 1}', chat_template=chat_template, tool_choice="none", **JSON)
+    assert json.loads(choice["message"]["content"]) == {"a": 1}
+    odd = {"response_format": {"type": "json_object", "schema": {"not": {}}}}
+    error = check(await ask("", expects=400, **odd), 400, "invalid_request_error", param="response_format.schema")
+    assert "'response_format.schema' beside 'tools' is refused" in error["message"]
 
 
 async def test_a_stop_string_within_a_call_ends_it_and_says_so():

@@ -69,21 +69,18 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS, GrammarKind.LARK: MAX_LARK_CHA
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A block that an answer may begin with, and a text before the rest of it. Marks may be special tokens."""
+    """A block that an answer may begin with, and a text before the rest of it that is no call. Marks may be special tokens."""
 
     open: str
     close: str
     text: str = ""
 
-    def lark(self, spell: Callable[[str], str]) -> str:
-        """In which `@main` is the rest. The block holds any text without its end."""
+    def block(self, spell: Callable[[str], str]) -> str:
+        """Lark of the block, which holds any text without its end."""
         opened, closed = spell(self.open), spell(self.close)
         if closed.startswith("<["):  # a special token, which no text holds
-            block = f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
-        else:
-            block = f"block[lazy]: /{tool_grammar.escaped(self.open)}(.|\\n)*{tool_grammar.escaped(self.close)}/\n"
-        text = f"{spell(self.text)} " if self.text else ""
-        return f"{grammar_source.OPTIONS}start: (block LINES?)? {text}@main\n{block}LINES: /\\n{{1,2}}/\n"
+            return f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
+        return f"block[lazy]: /{tool_grammar.escaped(self.open)}(.|\\n)*{tool_grammar.escaped(self.close)}/\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +93,20 @@ class Grammar:
     `tool_grammar.tool_source`."""
     lead: Lead | None = None
     """Text that stands before; None: the answer begins with what the grammar describes."""
+    other: Grammar | None = None
+    """An answer may follow this one instead; only beside TOOLS, and without a lead or another of its own."""
+
+    def before(self, spell: Callable[[str], str]) -> str:
+        """Lark of the whole, in which `@main` is what `kind` and `source` describe, and `@other` the other; empty if that is
+        all."""
+        if self.lead is None and self.other is None:
+            return ""
+        block = "" if self.lead is None else "(block LINES?)? "
+        text = f"{spell(self.lead.text)} " if self.lead is not None and self.lead.text else ""
+        rest = f"@main | {block}{text}@other" if self.other is not None else "@main"
+        text = text if self.kind is not GrammarKind.TOOLS else ""
+        rules = "" if self.lead is None else f"{self.lead.block(spell)}LINES: /\\n{{1,2}}/\n"
+        return f"{grammar_source.OPTIONS}start: {block}{text}{rest}\n{rules}"
 
 
 class Grammars:
@@ -191,13 +202,17 @@ class Grammars:
     def _of_lark(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, compile_grammar
 
-        lead = "" if grammar.lead is None else grammar.lead.lark(self._tokens.spell)
-        limits = LARK_LIMITS if grammar.kind is GrammarKind.LARK else JSON_LIMITS
+        larks, other = {"main": lark}, grammar.other
+        if other is not None:
+            _check_source(other)
+            larks["other"] = _TO_LARK[other.kind](other.source)
+        before = grammar.before(self._tokens.spell)
+        limits = LARK_LIMITS if GrammarKind.LARK in (grammar.kind, other and other.kind) else JSON_LIMITS
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
             with self._starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)
                 try:
-                    compiling = pool.submit(compile_grammar, lark, grammar.kind, self._tokens, limits, lead)
+                    compiling = pool.submit(compile_grammar, before, larks, grammar.kind, self._tokens, limits)
                 finally:
                     threading.stack_size(usual_bytes)
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -196,23 +196,25 @@ class CompiledGrammar:
         return failure(matcher.get_error())
 
 
-def compile_grammar(lark: str, name: str, tokens: GrammarTokens, limits: Limits, lead: str = "") -> CompiledGrammar:
+def compile_grammar(start: str, larks: Mapping[str, str], name: str, tokens: GrammarTokens, limits: Limits) -> CompiledGrammar:
     """From llguidance's Lark. `name` is what an error calls it. Raises `Rejected`.
 
-    `lead` is Lark for what stands before, in which `@main` is the grammar. Recurses as deep as the grammar says.
+    `start` is the whole, in which `@main` is the one of `larks` with that name; empty if `main` is the whole. Recurses as deep
+    as the grammar says.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     vocabulary, usable = tokens.ready()
     all_limits = LLParserLimits(verbose_errors=False, **asdict(limits))
     # A text that begins with a brace would be taken for what it is wrapped in here.
-    grammars = [{"lark_grammar": lead}, {"name": "main", "lark_grammar": lark}] if lead else [{"lark_grammar": lark}]
-    wrapped = json.dumps({"grammars": grammars})
-    start = LLMatcher(vocabulary, wrapped, log_level=0, limits=all_limits)
-    if start.is_error():
-        raise refusal(name, failure(start.get_error()))
+    named = [{"name": part, "lark_grammar": lark} for part, lark in larks.items()]
+    wrapped = json.dumps({"grammars": [{"lark_grammar": start}, *named] if start else [{"lark_grammar": larks["main"]}]})
+    matcher = LLMatcher(vocabulary, wrapped, log_level=0, limits=all_limits)
+    if matcher.is_error():
+        raise refusal(name, failure(matcher.get_error()))
+    named_ids = [int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", "".join([start, *larks.values()]))]
     try:
-        return CompiledGrammar(start, _with_ids(usable, [int(name) for name in re.findall(r"<\[(\d+)\]>", lead + lark)]))
+        return CompiledGrammar(matcher, _with_ids(usable, named_ids))
     except GrammarFailure as error:
         raise refusal(name, error) from error
 

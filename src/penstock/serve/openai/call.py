@@ -81,8 +81,8 @@ class Conversation:
 class ToolUse:
     """The answer may call tools. Which, and how, `Call.grammar` says."""
 
-    is_required: bool
-    """It begins with a call, and has nothing else; else the model decides."""
+    is_free: bool
+    """Any text may come before a call; else the grammar says what the answer is from its first token on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ async def matchers_of(
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
-        detail = f"'{asked.param}' is refused. {rejected.detail}"
+        subject = f"'{asked.param}'" if asked.grammar.other is None else f"'{asked.param}' beside 'tools'"
+        detail = f"{subject} is refused. {rejected.detail}"
         raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
 
 

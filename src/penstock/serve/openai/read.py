@@ -189,7 +189,7 @@ class Reader:
         conversation, dialect = read_conversation(body), running.dialect
         tool_use, calls, budget = None, None, None
         if not OF_TOOLS.isdisjoint(body.model_fields_set):
-            tool_use, calls = read_tool_use(body, dialect)
+            tool_use, calls = read_tool_use(body, dialect, grammar)
             budget = read_budget(body, dialect)
             if calls is not None or budget is not None:
                 check_combinations(body, "tools" if calls is not None else "thinking_token_budget")
@@ -206,7 +206,7 @@ class Reader:
             data,
             terms,
             sampling,
-            grammar or calls,
+            calls or grammar,
             prompts=conversation,
             tool_use=tool_use,
             max_reasoning_tokens=budget,

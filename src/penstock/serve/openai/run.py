@@ -176,11 +176,11 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
     from penstock.text.answer_matcher import AnswerPlan
 
     grammar, reasoning = call.grammar, None if form is None else form.reasoning
-    trigger_of = None if call.tools is None or call.tools.is_required else call.running.dialect.tools
+    trigger_of = call.running.dialect.tools if call.tools is not None and call.tools.is_free else None
     if grammar is not None and reasoning is None and trigger_of is None:
         return grammar, None
     if grammar is not None and reasoning is not None and trigger_of is None:
-        lead = Lead(reasoning.open, reasoning.close, "" if call.tools is not None else reasoning.lead)
+        lead = Lead(reasoning.open, reasoning.close, reasoning.lead)
         grammar = dataclasses.replace(grammar, grammar=dataclasses.replace(grammar.grammar, lead=lead))
     plan = AnswerPlan(
         reasoning=reasoning,

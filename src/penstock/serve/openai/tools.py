@@ -45,8 +45,13 @@ def told_tools(tools: Sequence[ToolBody]) -> tuple[Mapping[str, Any], ...]:
     return tuple(told)
 
 
-def read_tool_use(body: ChatCompletionBody, dialect: Dialect) -> tuple[ToolUse | None, AskedGrammar | None]:
-    """The tools that the answer may call, or has to, and the grammar of the calls; none if it shall call none. Raises 400."""
+def read_tool_use(
+    body: ChatCompletionBody, dialect: Dialect, asked: AskedGrammar | None
+) -> tuple[ToolUse | None, AskedGrammar | None]:
+    """The tools that the answer may call, or has to, and the grammar of the calls; none if it shall call none. Raises 400.
+
+    `asked`: what else the answer may be, as other fields say.
+    """
     if body.functions or body.function_call not in (None, "none", "auto"):
         field = "functions" if body.functions else "function_call"
         instead = "tools" if body.functions else "tool_choice"
@@ -57,21 +62,18 @@ def read_tool_use(body: ChatCompletionBody, dialect: Dialect) -> tuple[ToolUse |
     choice, named = _choice(body.tool_choice, [tool.name for tool in tools])
     if choice == "none" or not tools:
         return None, None
-    if body.response_format is not None and body.response_format.type != "text":
-        message = "'response_format' and 'tools' exclude each other, unless 'tool_choice' is 'none': leave one of them out."
-        raise invalid(message, "response_format")
-    if body.structured_outputs is not None:
-        raise invalid("'structured_outputs' and 'tools' exclude each other: leave one of them out.", "structured_outputs")
     callable_tools = [tool for tool in tools if named is None or tool.name in named]
-    is_required = choice == "required"
+    is_free = choice == "auto" and asked is None
+    other = asked.grammar if asked is not None and choice == "auto" else None
     is_one = isinstance(body.tool_choice, dict) and body.tool_choice.get("type") == "function"
     is_parallel = body.parallel_tool_calls is not False and not is_one
-    source = tool_source(callable_tools, dialect.tools, is_parallel=is_parallel, has_trigger=not is_required)
+    source = tool_source(callable_tools, dialect.tools, is_parallel=is_parallel, has_trigger=is_free)
     if len(source) > MAX_SOURCE_CHARS:
         raise invalid(
             f"'tools' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken.", "tools"
         )
-    return ToolUse(is_required=is_required), AskedGrammar(Grammar(GrammarKind.TOOLS, source), "tools")
+    param = "tools" if asked is None or other is None else asked.param
+    return ToolUse(is_free=is_free), AskedGrammar(Grammar(GrammarKind.TOOLS, source, other=other), param)
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, frozenset[str] | None]:
