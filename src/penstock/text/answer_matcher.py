@@ -6,8 +6,9 @@ from the end of the reasoning block, the grammar says what may come:
     <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
     `--- free, counted    `--- free   `--- the grammar
 
-A token may have the end of a mark and the beginning of what follows. So while the text ends in what may become a mark, a copy
-of the grammar reads these tokens again, and allows no token that could not go on behind it. Used by one thread at a time.
+A token may have the end of a mark and the beginning of what follows. So where the text ends in what may become a mark, tokens
+that would end it and could not go on behind it are masked. When it is complete, a copy of the grammar reads these tokens again.
+Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -169,22 +170,16 @@ class AnswerMatcher:
                 return self._tokens.only(self._forced[0])
             if not self._is_bound:
                 return None
-            return self._behind(self._opened_ids, may_end=False) or self._tokens.all_but_ends()
-        if self._state is _State.WAITING:
-            return self._behind((), may_end=True)
+            return self._tokens.any_but(self._barred(), may_end=False)
+        if self._state is _State.WAITING and (barred := self._barred()):
+            return self._tokens.any_but(barred, may_end=True)
         return None
 
-    def _behind(self, before: Sequence[int], *, may_end: bool) -> bytes | None:
-        """The tokens that may come where a mark may have begun; None: any."""
-        if self._grammar is None or not self._watch.ids:
-            return None
-        copy = self._grammar.copy()
-        try:
-            copy.accept([*before, *self._watch.ids])
-            mask = copy.mask()
-        except GrammarFailure:  # a token with half a character before the mark
-            return None
-        return self._tokens.with_unspelled(mask) if may_end else mask
+    def _barred(self) -> list[bytes]:
+        """Masks of tokens that may not come where marks may have begun."""
+        assert self._grammar is not None
+        bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
+        return [bar for bar in bars if bar is not None]
 
 
 class _Watch:
@@ -192,6 +187,7 @@ class _Watch:
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
         """`is_at_start`: a mark counts at the beginning alone, behind white space."""
+        self._texts = tuple(marks)
         self._marks = tuple(mark.encode() for mark in marks)
         self._firsts = tuple(mark[:1] for mark in self._marks)
         self._is_at_start = is_at_start
@@ -219,6 +215,16 @@ class _Watch:
         found = [at for mark in self._marks if (at := self._tail.find(mark)) >= 0]
         self._forget(len(self._tail) - min(found) if found else self._num_held())
         return bool(found)
+
+    def begun(self) -> list[tuple[str, str]]:
+        """Marks that may have begun, each with what is to come of it."""
+        if not self.ids:
+            return []
+        if self._is_at_start:
+            num = len(self._tail.lstrip())
+            return [(text, text[num:]) for text in self._texts if num and text.encode().startswith(self._tail.lstrip())]
+        pairs = [(text, at) for text in self._texts for at in range(1, len(text)) if self._tail.endswith(text[:at].encode())]
+        return [(text, text[at:]) for text, at in pairs]
 
     def _num_held(self) -> int:
         longest = min(len(self._tail), max(map(len, self._marks)) - 1)

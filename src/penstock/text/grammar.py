@@ -191,7 +191,7 @@ class Grammars:
         except Rejected as rejected:
             # Tools that are not strict ask for no more than what can be had: find those that can't be followed.
             def check(schema: str) -> None:
-                self._of_lark(Grammar(GrammarKind.TOOLS), f"{grammar_source.OPTIONS}start: %json {schema}\n")
+                self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.OPTIONS}start: %json {schema}\n")
 
             lark, are_followed = tool_grammar.of_tools(grammar.source, self._tokens.spell, check)
             if are_followed:
@@ -200,8 +200,11 @@ class Grammars:
             return self._of_lark(grammar, lark)
 
     def _of_lark(self, grammar: Grammar, lark: str) -> CompiledGrammar:
-        from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, compile_grammar
+        from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, Mark, compile_grammar
 
+        marks = [] if grammar.lead is None else [Mark(grammar.lead.close, grammar.lead.open)]
+        triggers = tool_grammar.triggers_of(grammar.source) if grammar.kind is GrammarKind.TOOLS else ()
+        marks += [Mark(trigger) for trigger in triggers]
         larks, other = {"main": lark}, grammar.other
         if other is not None:
             _check_source(other)
@@ -212,7 +215,9 @@ class Grammars:
             with self._starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)
                 try:
-                    compiling = pool.submit(compile_grammar, before, larks, grammar.kind, self._tokens, limits)
+                    compiling = pool.submit(
+                        compile_grammar, before, larks, grammar.kind, self._tokens, limits, marks, bool(triggers)
+                    )
                 finally:
                     threading.stack_size(usual_bytes)
             try:

@@ -7,6 +7,7 @@ can allow them. Never logs, as grammars and answers are users' own.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -36,6 +37,8 @@ class GrammarTokens:
         self._vocab_size = vocab_size
         self._end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
+        self._all = np.packbits(np.arange((vocab_size + 31) // 32 * 32) < vocab_size, bitorder="little")
+        self._across: dict[str, Mapping[str, list[int]]] = {}
         self._ready: tuple[LLTokenizer, NDArray[np.uint8]] | None = None
 
     def ready(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
@@ -86,23 +89,30 @@ class GrammarTokens:
         mask[token_id // 8] = 1 << token_id % 8
         return bytes(mask)
 
-    def all_but_ends(self) -> bytes:
-        """The mask of all tokens that do not end an answer."""
-        _, usable = self.ready()
-        mask = usable | self._unspelled(usable)
-        for token_id in self._end_ids:
+    def across(self, mark: str) -> Mapping[str, list[int]]:
+        """Tokens that have the end of a mark and more, by that end; not those that have all of it."""
+        with self._lock:
+            if mark not in self._across:
+                rests = [mark[at:] for at in range(1, len(mark))]
+                by_rest: dict[str, list[int]] = {}
+                ends = tuple(rest.encode() for rest in rests)
+                for token_id in range(min(self._vocab_size, self._tokenizer.vocab_size)):
+                    data = self.bytes_of(token_id)
+                    if data.startswith(ends):
+                        for rest, end in zip(rests, ends, strict=True):
+                            if data.startswith(end) and len(data) > len(end):
+                                by_rest.setdefault(rest, []).append(token_id)
+                self._across[mark] = by_rest
+            return self._across[mark]
+
+    def any_but(self, barred: Sequence[bytes], *, may_end: bool) -> bytes:
+        """The mask of all tokens but those of some masks, and but the ends if the answer may not end."""
+        mask = self._all.copy()
+        for bar in barred:
+            mask &= ~np.frombuffer(bar, np.uint8)
+        for token_id in () if may_end else self._end_ids:
             mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
         return mask.tobytes()
-
-    def with_unspelled(self, mask: bytes) -> bytes:
-        """A mask with all special tokens besides."""
-        _, usable = self.ready()
-        others = _with_ids(self._unspelled(usable), self._end_ids)
-        return (np.frombuffer(mask, np.uint8) | others).tobytes()
-
-    def _unspelled(self, usable: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The tokens that no grammar allows by their text."""
-        return _with_ids(np.zeros_like(usable), range(self._vocab_size)) & ~usable
 
     def _special_id(self, text: str) -> int | None:
         """The special token that is spelled so; None if there is none."""
@@ -155,16 +165,43 @@ MAX_ANSWERS = 64
 """Answers of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A text at which a grammar begins to say what comes."""
+
+    text: str
+    before: str = ""
+    """Text that the grammar has before it."""
+
+
 class CompiledGrammar:
     """A grammar at the beginning of an answer. `matcher` may be called from any thread."""
 
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8]) -> None:
-        """Raises `GrammarFailure` if no answer can begin."""
         self._start = start
         self._usable = usable
         self._num_answers = 0
         self._has_failed = False
-        self.first_mask = self.mask_of(start)
+        self._bars: dict[tuple[str, str], bytes] = {}
+
+    @functools.cached_property
+    def first_mask(self) -> bytes:
+        """The tokens that may begin an answer. Raises `GrammarFailure` if there are none."""
+        return self.mask_of(self._start)
+
+    def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
+        """Find the tokens that may not come where a mark has begun: those with its end, and with more that can't follow it."""
+        for rest, token_ids in tokens.across(mark.text).items():
+            begun = self._start.deep_copy()
+            if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
+                continue  # spelled so, the mark is not this grammar's
+            barred = [token_id for token_id in token_ids if not begun.validate_tokens([token_id])]
+            if barred:
+                self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
+
+    def barred(self, mark: str, rest: str) -> bytes | None:
+        """The mask of tokens that may not come where all of a mark but its rest has come; None: there are none."""
+        return self._bars.get((mark, rest))
 
     @property
     def is_spent(self) -> bool:
@@ -196,11 +233,19 @@ class CompiledGrammar:
         return failure(matcher.get_error())
 
 
-def compile_grammar(start: str, larks: Mapping[str, str], name: str, tokens: GrammarTokens, limits: Limits) -> CompiledGrammar:
+def compile_grammar(
+    start: str,
+    larks: Mapping[str, str],
+    name: str,
+    tokens: GrammarTokens,
+    limits: Limits,
+    marks: Sequence[Mark],
+    is_free: bool,
+) -> CompiledGrammar:
     """From llguidance's Lark. `name` is what an error calls it. Raises `Rejected`.
 
-    `start` is the whole, in which `@main` is the one of `larks` with that name; empty if `main` is the whole. Recurses as deep
-    as the grammar says.
+    `start` is the whole, in which `@main` is the one of `larks` with that name; empty if `main` is the whole. `is_free`: the
+    grammar begins behind one of the marks. Recurses as deep as the grammar says.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -214,7 +259,12 @@ def compile_grammar(start: str, larks: Mapping[str, str], name: str, tokens: Gra
         raise refusal(name, failure(matcher.get_error()))
     named_ids = [int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", "".join([start, *larks.values()]))]
     try:
-        return CompiledGrammar(matcher, _with_ids(usable, named_ids))
+        compiled = CompiledGrammar(matcher, _with_ids(usable, named_ids))
+        for mark in marks:
+            compiled.bar(mark, tokens)
+        if not is_free:
+            compiled.first_mask  # noqa: B018  # found here, where it may fail
+        return compiled
     except GrammarFailure as error:
         raise refusal(name, error) from error
 
@@ -231,16 +281,17 @@ def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.u
 class GrammarMatcher:
     """The engine thread's, once the request is handed over."""
 
-    __slots__ = ("_compiled", "_inner", "_mask")
+    __slots__ = ("_compiled", "_inner", "_is_first", "_mask")
 
     def __init__(self, inner: LLMatcher, compiled: CompiledGrammar) -> None:
+        self._is_first = True
         self._inner = inner
         self._compiled = compiled
-        self._mask: bytes | None = compiled.first_mask
+        self._mask: bytes | None = None
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher.accept`. End tokens after the first are no news."""
-        self._mask = None
+        self._mask, self._is_first = None, False
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
                 raise self._compiled.failure(self._inner)
@@ -248,5 +299,5 @@ class GrammarMatcher:
     def mask(self) -> bytes:
         """See `Matcher.mask`."""
         if self._mask is None:
-            self._mask = self._compiled.mask_of(self._inner)
+            self._mask = self._compiled.first_mask if self._is_first else self._compiled.mask_of(self._inner)
         return self._mask

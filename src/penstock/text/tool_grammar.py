@@ -36,6 +36,12 @@ def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: 
     return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
 
 
+def triggers_of(source: str) -> tuple[str, ...]:
+    """The triggers at which the grammar begins; none if it begins with the answer."""
+    name, _, has_trigger, _ = json.loads(source)
+    return tuple(way.trigger for way in BY_NAME[name].ways) if has_trigger else ()
+
+
 def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
     """Lark, and whether all schemas are followed. `spell` writes a text as Lark, its special tokens by their ids.
 
