@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,7 @@ from penstock.types.stats import EngineLoad
 
 SECOND = 1_000_000_000
 LOAD_NS = SECOND // 2
+WAIT_S = 10.0
 
 
 class World:
@@ -36,6 +38,7 @@ class World:
         self.loads: list[str] = []
         self.closed: list[tuple[str, int]] = []
         """Names, and how many used the model when it was closed."""
+        self.on_closed: Callable[[], None] = lambda: None
         self.errors: dict[str, Exception] = {}
         """Errors that the models' next loads raise."""
         self.sizes = dict.fromkeys(names, 1)
@@ -82,6 +85,7 @@ class World:
         running = self.of[name].running
         assert running is not None
         self.closed.append((name, running.num_users))
+        self.on_closed()
         return not running.num_users
 
     def want(self, *names: str) -> list[Future[RunningModel]]:
@@ -273,6 +277,38 @@ def test_a_model_that_is_idle_leaves() -> None:
     world.clock.advance_to(due_ns)
     assert world.deployment.tend() is None
     assert (world.states, world.closed) == ("---", [("a", 0)])
+
+
+def test_a_model_that_was_loaded_on_request_leaves_when_it_is_idle_though_nobody_asks_anything_more() -> None:
+    world = World(idle_unload_ns=SECOND // 20)
+    has_closed = threading.Event()
+    world.on_closed = has_closed.set
+    world.deployment.start()
+    try:
+        with world.want("a")[0].result(WAIT_S).using():
+            pass
+        world.clock.advance(SECOND)
+        assert has_closed.wait(WAIT_S), "the keeper sleeps until somebody asks for a model"
+    finally:
+        world.deployment.close()
+
+
+def test_a_model_in_use_that_could_not_be_loaded_again_is_told_so_once_it_has_left() -> None:
+    world = World()
+    world.sizes["a"] = 2
+    (a,) = world.loaded("a")
+    with a.using():
+        gone = world.deployment.unload(world.of["a"])
+        world.deployment.tend()
+        world.memory.hold_stuck("a", lambda: True)
+        (again,) = world.want("a")
+        world.deployment.tend()
+        assert (world.states, again.done()) == ("v--", False), "it has users, and its memory"
+    world.deployment.tend()
+    assert (gone.result(0), world.closed) == (None, [("a", 0)])
+    with pytest.raises(Rejected, match="steps that have not come back hold 2 B"):
+        again.result(0)
+    assert world.states == "F--"
 
 
 @pytest.mark.parametrize(

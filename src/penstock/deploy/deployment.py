@@ -378,6 +378,8 @@ class Deployment:
                 if share.num_bytes <= self.memory.left_bytes() and served.state is not ModelState.LEAVING:
                     self._load(served)
             except Exception as error:
+                if served.running is not None:  # it leaves, and can't have failed: it is planned again when it has left
+                    continue
                 self._fail(served, error)
                 return self.clock.now_ns()  # the others: what is free is counted anew
         return None
@@ -433,6 +435,7 @@ class Deployment:
         _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
         with self._news:
             future = self._wanted.pop(served, None)
+            self._tell()  # when it will be idle, or is to leave again, is seen in the next pass
         if future is not None:
             future.set_result(running)
         if self._is_closing:
