@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.clock import VirtualClock
+from penstock.clock import Clock, VirtualClock, WallClock
 from penstock.deploy import adapters as registry_of_adapters
 from penstock.deploy.adapters import Adapters
 from penstock.models.adapter import AdapterFactors
@@ -90,7 +90,7 @@ def connected(disk: Disk, *, max_bytes: int = 1 << 30, **arguments: Any) -> Adap
 
 
 @contextmanager
-def registry(disk: Disk, tmp_path: Path, *names: str, clock: VirtualClock | None = None, most: int = 64) -> Iterator[Adapters]:
+def registry(disk: Disk, tmp_path: Path, *names: str, clock: Clock | None = None, most: int = 64) -> Iterator[Adapters]:
     modules = {name: write_adapter(tmp_path / name, ONE) for name in names}
     adapters = connected(disk, modules=modules, folder=tmp_path / "folder", max_in_memory=most, clock=clock or VirtualClock())
     adapters.listen(disk.ended.release)
@@ -507,6 +507,15 @@ def test_no_room_at_all_is_refused(disk: Disk) -> None:
         Adapters(max_in_memory=0)
 
 
+def test_a_name_that_is_unloaded_while_it_is_looked_up_does_not_come_back(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registry(disk, tmp_path, "a") as adapters:
+        monkeypatch.setattr(registry_of_adapters, "_stamp", lambda _: adapters.unload("a"))
+        assert adapters.find("a") is None
+        assert not adapters.has("a")
+
+
 def test_a_thread_that_is_stuck_is_left_and_another_one_reads(disk: Disk, tmp_path: Path, clock: VirtualClock) -> None:
     with registry(disk, tmp_path, *"abcdefgh", clock=clock) as adapters:
         refs = [found(adapters, name) for name in "abcdefgh"]
@@ -521,7 +530,29 @@ def test_a_thread_that_is_stuck_is_left_and_another_one_reads(disk: Disk, tmp_pa
         disk.wait(8)
         assert sorted(disk.loads) == list("abcdefgh")
         assert all(is_there(adapters, ref) for ref in refs)
-        assert len(adapters._threads) == 1
+
+
+def test_what_was_wanted_when_a_thread_got_stuck_is_read_by_another_though_nobody_asks_again(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_of_adapters, "_STUCK_NS", 50_000_000)
+    with registry(disk, tmp_path, "a", "b", clock=WallClock()) as adapters:
+        hung = threading.Event()
+        disk.fault = lambda path: None if path.name == "b" else _wait(hung)
+        refs = [found(adapters, name) for name in "ab"]
+        for ref in refs:
+            adapters.want(ref)
+        try:
+            disk.wait()
+            assert [is_there(adapters, ref) for ref in refs] == [False, True]
+        finally:
+            hung.set()
+        disk.wait()
+        assert is_there(adapters, refs[0])
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
 
 
 def test_so_many_loads_by_name_at_once(disk: Disk, tmp_path: Path) -> None:

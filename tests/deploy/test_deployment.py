@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from reading import chunks_of
 from tiny_models import TinyLlama, write_gguf
 
 MIB = 1 << 20
+WAIT_S = 30.0
 SMALL = MemoryShare(num_weight_bytes=20 * MIB, num_kv_bytes=30 * MIB, num_reserve_bytes=0)
 
 
@@ -136,6 +139,29 @@ def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
     budget.take("three", SMALL)
     free[0] = 10 * MIB
     assert budget.available_bytes("four") == 0
+
+
+def test_threads_that_take_memory_at_once_are_not_promised_more_than_there_is() -> None:
+    interval_s = sys.getswitchinterval()
+    share = MemoryShare(num_kv_bytes=1, num_reserve_bytes=0)
+
+    def take(budget: MemoryBudget, together: threading.Barrier, name: str) -> None:
+        together.wait(WAIT_S)
+        with contextlib.suppress(NotEnoughMemory):
+            budget.take(name, share)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            budget, together = MemoryBudget(lambda: 4), threading.Barrier(8)
+            threads = [threading.Thread(target=take, args=(budget, together, str(number))) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(WAIT_S)
+            assert budget.left_bytes() == 0
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 @pytest.mark.parametrize("room_bytes", [-MIB, 16 << 10])

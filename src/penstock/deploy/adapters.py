@@ -58,7 +58,8 @@ _MAX_BEFORE = 256
 """Loads that are counted one by one to say how long another will take."""
 _READ_TIMEOUT_S = 30.0
 _STUCK_NS = 5_000_000_000
-"""A thread that is at one adapter for longer may be at a disk that does not answer: another one reads what is wanted next."""
+"""A thread that is at one adapter for longer may be at a disk that does not answer: another one, which waits for that from the
+beginning, reads what is wanted next."""
 _MAX_THREADS = 4
 _CLOSE_TIMEOUT_S = 5.0
 """The end of a model waits so long for a thread that reads; one that hangs is left alone, and its adapter is dropped."""
@@ -246,6 +247,8 @@ class Adapters:
         stamp = _stamp(path)
         with self._changed:
             entry = self._names.get(name)
+            if entry is None and not is_found:  # it was unloaded meanwhile
+                return None
             if entry is None:
                 self._make_place(name)
                 entry = self._names[name] = _Name(path, is_found=is_found)
@@ -470,20 +473,27 @@ class Adapters:
         return num_before + 1 + bool(self._reading)
 
     def _start_thread(self) -> None:
-        """Have a thread for what is wanted: the first, or another one if all are stuck."""
-        now_ns = self._clock.now_ns()
-        num_stuck = sum(now_ns - one.began_ns >= _STUCK_NS for one in self._reading.values())
-        if num_stuck < len(self._threads) or len(self._threads) == _MAX_THREADS:
+        """Have a thread for what is wanted: the first, or another one if all are at adapters and may be stuck."""
+        if not self._is_wanted or len(self._reading) < len(self._threads) or len(self._threads) == _MAX_THREADS:
             return
-        if num_stuck:
-            _log.warning("reading adapters does not go on: %d threads have been at one for 5 s or more", num_stuck)
         # A daemon: if its disk hangs, the process ends without it.
         thread = threading.Thread(target=self._run, args=(self._session,), name="adapters", daemon=True)
         thread.start()
         self._threads.add(thread)
 
+    @property
+    def _is_wanted(self) -> bool:
+        return bool(self._wanted.urgent or self._wanted.others)
+
+    def _free_s(self) -> float:
+        """Seconds until all readings that are under way are known to be stuck; 0: another one may begin."""
+        began_ns = max((one.began_ns for one in self._reading.values()), default=None)
+        return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
+
     def _next(self) -> _Adapter | None:
         """The adapter to be loaded now. One that is not urgent waits while memory is full of others that nobody had yet."""
+        if self._free_s():
+            return None
         has_room = len(self._in_memory) < self._max_in_memory or any(one.is_taken for one in self._in_memory.values())
         for queue in (self._wanted.urgent, self._wanted.others if has_room else {}):
             while queue:
@@ -493,6 +503,13 @@ class Adapters:
                 if adapter is not None and (adapter.is_held or not adapter.is_retired):
                     return adapter
         return None
+
+    def _is_idle(self) -> bool:
+        """Is this thread one of several, and nothing wanted? Else waits until something may be, and says no."""
+        if len(self._threads) > 1 and not self._is_wanted:
+            return True
+        self._changed.wait(self._free_s() or None)
+        return False
 
     def _make_room(self, num_bytes: int, num_adapters: int = 0) -> None:
         """Let adapters leave memory until so many bytes, and adapters, fit beside the others."""
@@ -548,10 +565,15 @@ class Adapters:
             with self._changed:
                 adapter = None
                 while session == self._session and (adapter := self._next()) is None:
-                    self._changed.wait()
+                    if self._is_idle():
+                        self._threads.discard(threading.current_thread())
+                        return
                 if adapter is None:
                     return
+                if self._reading:
+                    _log.warning("reading adapters does not go on: threads have been at %d for 5 s or more", len(self._reading))
                 reading = self._reading[adapter.number] = _Reading(self._clock.now_ns())
+                self._start_thread()
                 read, pack = self._read, self._pack
             assert read is not None, "a registry that is not closed is connected"
             assert pack is not None, "both or none"
@@ -582,15 +604,10 @@ class Adapters:
                     told = self._settle(asked)
                 del packed, asked
                 wake = self._wake
-                is_spare = now_ns - reading.began_ns >= _STUCK_NS and len(self._threads) > 1
-                if is_spare:
-                    self._threads.discard(threading.current_thread())
                 self._changed.notify_all()
             if told is not None:
                 told()
             wake()
-            if is_spare:
-                return
             del adapter, told
 
     def _load(

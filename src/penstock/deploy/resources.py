@@ -94,7 +94,7 @@ class MemoryBudget:
         self._shares: dict[str, MemoryShare] = {}
         self._stuck: list[_Stuck] = []
         """Shares that nobody uses, and that are not free."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `take` asks what is left
 
     def available_bytes(self, name: str, *, is_restart: bool = False) -> int:
         """Bytes that the model of this name may have: free now, and in no other model's share.
@@ -113,8 +113,8 @@ class MemoryBudget:
 
     def left_bytes(self, name: str = "") -> int:
         """Bytes of the total that no model holds, but for the one of this name, and no stuck step."""
-        free_bytes = self.total_bytes() - self.stuck_bytes()
         with self._lock:
+            free_bytes = self.total_bytes() - self.stuck_bytes()
             return free_bytes - sum(share.num_bytes for other, share in self._shares.items() if other != name)
 
     def stuck_bytes(self, name: str | None = None) -> int:
@@ -132,8 +132,8 @@ class MemoryBudget:
 
     def take(self, name: str, share: MemoryShare) -> None:
         """Set a model's share, in the place of the one it had. Raises NotEnoughMemory if it does not fit beside the others."""
-        left_bytes = self.left_bytes(name)
         with self._lock:
+            left_bytes = self.left_bytes(name)
             if share.num_bytes > left_bytes:
                 raise NotEnoughMemory(
                     f"{name} takes {share}, and {format_size(max(0, left_bytes))} are left.",
