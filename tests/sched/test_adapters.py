@@ -10,7 +10,7 @@ import pytest
 from penstock.admission.checks import Ask
 from penstock.admission.door import Admission, AdmissionLimits
 from penstock.engine.ports import NullObserver
-from penstock.sched.adapters import LOAD_TIMEOUT_NS
+from penstock.sched.adapters import KEPT_NS, LOAD_TIMEOUT_NS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import (
@@ -262,11 +262,42 @@ def test_an_adapter_that_does_not_come_is_given_up() -> None:
     driver = drive(adapters=FakeAdapters(worker=worker))
     driver.turn(Add(request("a", 1)))
     assert driver.was_idle
+    assert driver.core.next_wakeup_ns(driver.clock.now_ns()) == KEPT_NS
+    driver.clock.advance(KEPT_NS)
+    driver.turn()
     assert driver.core.next_wakeup_ns(driver.clock.now_ns()) == LOAD_TIMEOUT_NS
-    driver.clock.advance(LOAD_TIMEOUT_NS)
+    driver.clock.advance_to(LOAD_TIMEOUT_NS)
     driver.turn()
     assert driver.outcomes["a"].finish_reason is FinishReason.REJECTED
     assert driver.outcomes["a"].last.reject_reason == "unavailable"
+
+
+def test_those_who_wait_for_a_disk_that_hangs_keep_rows_from_others_for_a_second_alone() -> None:
+    worker = LateWorker()
+    driver = drive(adapters=FakeAdapters(worker=worker), max_rows=2)
+    driver.turn(*[Add(request(f"r{number}", number)) for number in (1, 2, 3)], Add(request("base")))
+    assert running(driver) == set()
+    assert driver.core.next_wakeup_ns(driver.clock.now_ns()) == KEPT_NS
+    driver.clock.advance(KEPT_NS)
+    driver.turn()
+    assert running(driver) == {"base"}
+    worker.run(2)
+    driver.turn()
+    assert running(driver) == {"base", "r1"}, "it is the next, though its place was not kept"
+    worker.run(worker.num_jobs)
+    finish(driver)
+    assert {outcome.finish_reason for outcome in driver.outcomes.values()} == {FinishReason.LENGTH}
+
+
+def test_an_adapter_that_comes_while_the_engine_sleeps_is_seen_when_it_is_woken() -> None:
+    worker = LateWorker()
+    driver = drive(adapters=FakeAdapters(worker=worker))
+    driver.turn(Add(request("a", 1)))
+    assert driver.core.next_wakeup_ns(driver.clock.now_ns()) is not None
+    worker.run(2)
+    driver.clock.advance(LOAD_TIMEOUT_NS)
+    finish(driver)
+    assert driver.outcomes["a"].finish_reason is FinishReason.LENGTH
 
 
 def test_a_request_that_is_cancelled_while_its_adapter_loads_leaves_nothing() -> None:

@@ -2,8 +2,9 @@
 `Joining`; admits nobody. Where adapters lie in the pool, `kv/adapters.py` knows.
 
     in the pool, or in memory   The request may join. If as many other adapters run as may, it is the next, and nobody passes.
-    not in memory               It stands aside and keeps a row and blocks, as one that waits for a prefix. It is refused if the
-                                adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be in the pool beside it.
+    not in memory               It stands aside and keeps a row and blocks, as one that waits for a prefix, until somebody has
+                                stood aside for `KEPT_NS`: a disk that hangs must not keep all rows from others. It is refused
+                                if the adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be beside it.
 
 A plan sees each adapter as it was when it was first looked at, also if it comes, or leaves memory, while the plan is made. So
 a recording can tell what was seen, and the same plans can be made again.
@@ -27,7 +28,8 @@ from penstock.types.request import Request
 from penstock.types.stats import AdapterChange
 
 LOAD_TIMEOUT_NS = 10_000_000_000
-"""A disk brings an adapter in milliseconds, and those of all rows in a second; one that hangs must not keep rows for ever."""
+KEPT_NS = 1_000_000_000
+"""A disk brings an adapter in milliseconds, and those of all rows in this time."""
 DEFAULT_MAX_ADAPTERS = 32
 MAX_TOLD = 4096
 """Adapters of which it is remembered what was told of them."""
@@ -97,7 +99,7 @@ class Adapters:
         """The wait of a request whose turn has come and that can't join yet, or ever; None: its adapter is there."""
         if request.adapter is None or self._is_usable(request, packed):
             return None
-        return AwaitedAdapter(request.adapter.number, now_ns + LOAD_TIMEOUT_NS)
+        return AwaitedAdapter(request.adapter.number, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
 
     def _is_usable(self, request: Request, packed: PackedAdapter | None) -> bool:
         ref = request.adapter
@@ -117,6 +119,11 @@ class Adapters:
     def is_awaited(self, request: Request) -> bool:
         """Does a request that stood aside for its adapter go on to wait?"""
         return not self._is_usable(request, self.packed(request))
+
+    def are_late(self, now_ns: int) -> bool:
+        """Has somebody stood aside for so long that nobody's place is kept? A place of a later one would be in its way."""
+        first = next(self._waiting.adapters_aside, None)
+        return first is not None and now_ns >= first[1].kept_until_ns
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
         """Requests that stand aside in vain."""
@@ -157,6 +164,12 @@ class Adapters:
 
     def wakeup_ns(self, now_ns: int) -> int | None:
         """When somebody who stands aside is to be looked at again, should nothing happen before."""
-        if any(self._in_vain(now_ns)):
+        is_in_vain = any(self._in_vain(now_ns))
+        self.seen.clear()  # the next look may be much later
+        if is_in_vain:
             return now_ns
-        return min((awaited.until_ns for _, awaited in self._waiting.adapters_aside), default=None)
+        times = (
+            awaited.kept_until_ns if now_ns < awaited.kept_until_ns else awaited.until_ns
+            for _, awaited in self._waiting.adapters_aside
+        )
+        return min(times, default=None)

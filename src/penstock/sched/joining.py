@@ -84,7 +84,7 @@ class Joining:
         draft.promised.num_blocks = sum(map(running.missing_blocks, running))
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
-                self._keep_place(follower, draft)
+                self._keep_place(follower, draft, now_ns)
         packed = self._adapters.packed(request)
         if self._adapters.await_load(request, packed, now_ns) is not None or self._adapters.is_full(request):
             return False
@@ -166,7 +166,7 @@ class Joining:
                 if self._is_full(draft):
                     return
                 draft.num_let_in += request is fresh
-                self._step_aside(request, awaited_adapter, draft)
+                self._step_aside(request, awaited_adapter, draft, now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.ADAPTER))
                 continue
             if self._adapters.is_full(request):
@@ -178,7 +178,7 @@ class Joining:
                 if self._is_full(draft):
                     return
                 draft.num_let_in += request is fresh
-                self._step_aside(request, awaited, draft)
+                self._step_aside(request, awaited, draft, now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.PREFIX))
                 continue
             num_behind = request.num_tokens - hit.num_tokens
@@ -248,12 +248,12 @@ class Joining:
         is_short_of_tokens = draft.budget.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
-    def call_back(self, draft: StepDraft) -> None:
+    def call_back(self, draft: StepDraft, now_ns: int) -> None:
         """Requests that stood aside come back once what they await is there, or comes no more; the others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
-                self._keep_place(follower, draft)
+                self._keep_place(follower, draft, now_ns)
             else:
                 back.append(follower)
         self._waiting.call_back(back)
@@ -264,7 +264,7 @@ class Joining:
             return self._adapters.is_awaited(follower.request)
         return self._kv.prefix.is_coming(awaited)
 
-    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, draft: StepDraft) -> None:
+    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, draft: StepDraft, now_ns: int) -> None:
         kv = self._kv
         num_blocks = kv.num_blocks_for(request.num_tokens)
         if isinstance(awaited, Awaited):
@@ -272,9 +272,11 @@ class Joining:
         most_blocks = self._running.most_blocks(request, request.num_tokens)
         follower = Follower(request, awaited, min(num_blocks, most_blocks))
         self._waiting.step_aside(follower)
-        self._keep_place(follower, draft)
+        self._keep_place(follower, draft, now_ns)
 
-    def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
+    def _keep_place(self, follower: Follower, draft: StepDraft, now_ns: int) -> None:
+        if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(now_ns):
+            return
         draft.promised.num_rows += num_rows_of(follower.request)
         draft.promised.num_blocks += follower.num_blocks
 

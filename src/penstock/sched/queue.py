@@ -189,6 +189,8 @@ class AwaitedAdapter:
     """An adapter that is being loaded."""
 
     number: int
+    kept_until_ns: int
+    """Then it keeps its row and blocks no longer, nor does any other that waits for an adapter."""
     until_ns: int
     """When the request is refused if it has not come."""
 

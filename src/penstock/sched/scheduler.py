@@ -296,7 +296,7 @@ class Scheduler:
         """
         has_waiting = len(self._waiting) > 0
         if has_waiting:
-            self._joining.call_back(draft)
+            self._joining.call_back(draft, now_ns)
         if prefills:
             budget = draft.budget
             self._extending.note_long(draft, prefills)
