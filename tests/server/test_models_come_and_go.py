@@ -20,6 +20,7 @@ from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.served import ModelState, ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
+from penstock.serve.openai import run as run_file
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
 
@@ -63,7 +64,12 @@ class Served:
             raise self.error
         self.memory.take(name, MemoryShare(num_kv_bytes=1, num_reserve_bytes=0))
         runtime = self.make(name)
-        runtime.release = lambda: self.memory.give_back(name)
+
+        def release():  # as that of a model that was loaded from files
+            runtime.bridge.detach()
+            self.memory.give_back(name)
+
+        runtime.release = release
         self.runtimes.append(runtime)
         return runtime
 
@@ -447,7 +453,30 @@ async def test_a_model_in_use_is_unloaded_when_its_answers_have_ended_or_their_t
         gate.open()
         refused = await answer
         assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        assert "its model was unloaded" in refused.json()["error"]["message"], "the server goes on"
         assert (await unloading).status_code == 200
+
+
+async def test_a_request_that_is_read_while_its_model_is_unloaded_by_force_is_told_to_come_again(monkeypatch):
+    is_read, may_go = asyncio.Event(), asyncio.Event()
+    tokenised = run_file._tokenised
+
+    async def read_slowly(call):
+        result = await tokenised(call)
+        is_read.set()
+        await may_go.wait()
+        return result
+
+    async with serving() as world:
+        await world.client.post("/v1/completions", json=ASK)
+        monkeypatch.setattr(run_file, "_tokenised", read_slowly)
+        answer = asyncio.create_task(world.client.post("/v1/completions", json=ASK))
+        await is_read.wait()
+        unloaded = await world.client.post("/models/unload", json={"model": "a", "timeout_s": 0})
+        assert unloaded.status_code == 200
+        may_go.set()
+        refused = await answer
+        assert (refused.status_code, "was unloaded" in refused.text, "retry-after" in refused.headers) == (503, True, True)
 
 
 @pytest.mark.parametrize("path", ["/models/load", "/models/unload"])

@@ -47,7 +47,7 @@ RESTART_RETRY_AFTER_S = 5.0
 """Announced while starting, draining or failed: about the time that a restart takes."""
 
 _UNAVAILABLE_DETAILS = {
-    RejectReason.DRAINING: "the server is shutting down",
+    RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
     RejectReason.UNAVAILABLE: "the engine is not running",
 }
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)

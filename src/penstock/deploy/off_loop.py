@@ -179,7 +179,8 @@ class _Closed(Rejected):
 
 
 def _shutting_down() -> _Closed:
-    return _Closed(RejectReason.DRAINING, "The server is shutting down.", retry_after_s=RETRY_AFTER_S)
+    detail = "The model is being unloaded, or the server is shutting down."
+    return _Closed(RejectReason.DRAINING, detail, retry_after_s=RETRY_AFTER_S)
 
 
 class Job:

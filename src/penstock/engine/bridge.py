@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from penstock.engine.ports import OutputChunk
+from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Bridge:
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
+        self._is_detached = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: dict[str, ChunkReader] = {}
         self._hop: _Hop | None = None
@@ -84,7 +86,7 @@ class Bridge:
         """Forget the engine, which has ended, and the loop. They know the bridge, and what knows each other is freed late or
         never. For any thread.
         """
-        self._engine = None
+        self._is_detached, self._engine = True, None
         hop, self._hop = self._hop, None
         if hop is not None:
             hop.close()
@@ -110,20 +112,24 @@ class Bridge:
     def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
         """Have requests run, and their chunks told to a reader until it has each of them forgotten or aborted.
 
-        Raises what the engine's `submit` raises; then none of them runs.
+        Raises what the engine's `submit` raises, and `Rejected` after `detach`; then none of them runs.
         """
-        if self._engine is None:
+        engine = self._engine
+        if engine is None and self._is_detached:
+            detail = "The model was unloaded, or the server is shutting down."
+            raise Rejected(RejectReason.DRAINING, detail, retry_after_s=1.0)
+        if engine is None:
             raise RuntimeError("attach an engine before opening a stream")
         self._bind(asyncio.get_running_loop())
         for request in requests:
             assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
             self._readers[request.request_id] = reader
-        self._engine.submit(*requests)
+        engine.submit(*requests)
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""
-        if self._engine is not None:
-            self._engine.abort(request_id, detail)
+        if (engine := self._engine) is not None:
+            engine.abort(request_id, detail)
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
         """The engine's sink, called by its thread, once per step. Wakes the event loop at most once per pending batch."""

@@ -117,7 +117,8 @@ class EngineCore:
                 case Stop(request_id, stop_reason):
                     events += self._end(request_id, FinishReason.STOP, now_ns, stop_reason=stop_reason)
                 case Drain():
-                    self._closed = Rejected(RejectReason.DRAINING, "The server is shutting down.")
+                    detail = "The model is being unloaded, or the server is shutting down."
+                    self._closed = Rejected(RejectReason.DRAINING, detail)
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
         refused = self.scheduler.refused(now_ns)

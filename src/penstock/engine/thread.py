@@ -37,7 +37,7 @@ from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 
-SHUTTING_DOWN = "the server is shutting down"
+SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 KEEP_TIMEOUT_S = 5.0
