@@ -507,6 +507,24 @@ def test_no_room_at_all_is_refused(disk: Disk) -> None:
         Adapters(max_in_memory=0)
 
 
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (OSError(5, "Input/output error"), RejectReason.UNAVAILABLE),
+        (TimeoutError("reading took more than 30 s"), RejectReason.UNAVAILABLE),
+        (FileNotFoundError(2, "No such file"), RejectReason.INVALID),
+    ],
+)
+def test_a_disk_that_fails_is_no_fault_of_who_asks(disk: Disk, tmp_path: Path, cause: OSError, reason: RejectReason) -> None:
+    fault = ModelError("it can't be read")
+    fault.__cause__ = cause
+    disk.fault = lambda _: fault
+    with registry(disk, tmp_path, "a") as adapters:
+        adapters.want(ref := found(adapters, "a"))
+        disk.wait()
+        assert adapters.state(ref.number) == AdapterState(None, str(fault), reason)
+
+
 def test_a_name_that_is_unloaded_while_it_is_looked_up_does_not_come_back(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

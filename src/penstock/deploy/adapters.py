@@ -625,7 +625,9 @@ class Adapters:
             return packed, files.digest, "", RejectReason.INVALID
         except PenstockError as error:
             _log.warning("an adapter can't be loaded: %s", error)
-            reason = error.reason if isinstance(error, Rejected) else RejectReason.INVALID
+            is_of_disk = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+            otherwise = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
+            reason = error.reason if isinstance(error, Rejected) else otherwise
             return None, b"", str(error)[:_MAX_FAILURE], reason
         except MemoryError:
             _log.exception("%s: no memory for the adapter", adapter.path)
