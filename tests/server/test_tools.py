@@ -307,7 +307,25 @@ def function(**fields):
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+def deep(num_levels):
+    value = {}
+    for _ in range(num_levels):
+        value = {"properties": {"a": value}}
+    return value
+
+
+def wide(num_fields, **fields):
+    return {"properties": {f"{'x' * 60}{nth}": {"type": "string", **fields} for nth in range(num_fields)}}
+
+
 REFUSED = [
+    ({"tools": [function(parameters=deep(300))]}, "tools[0].function.parameters"),
+    ({"tools": [function(parameters=wide(800))]}, "tools"),
+    ({"tools": [function(description="x" * 40_000)]}, "tools[0].function.description"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": deep(300)}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
     ({"tools": [NOW, NOW]}, "tools[1].function.name"),
     ({"tools": [function(name="a b")]}, "tools[0].function.name"),
     ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
@@ -339,6 +357,18 @@ REFUSED = [
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
 async def test_errors_name_the_field(body, param):
     check(await ask("", expects=400, **body), 400, "invalid_request_error", param=param)
+
+
+async def test_descriptions_inside_a_schema_do_not_count():
+    described = wide(3, description="y" * 40_000, title="t") | {"required": []}
+    described["properties"]["description"] = {"const": "kept"}
+    said = '<tool_call>{"name": "f", "arguments": {"description": "lost"}}</tool_call>'
+    runtime = says(said, chat_template=CHAT_TEMPLATE.replace("{{ suffix }}", "{# tools #}"))
+    async with make_client(runtime) as client:
+        body = ASK | {"tools": [function(parameters=described)], "truncate_prompt_tokens": 100}
+        message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+    runtime.close()
+    assert calls_of(message) == [("f", {"description": "kept"})]
 
 
 async def test_a_schema_that_can_not_be_followed_is_refused_if_it_is_strict():

@@ -19,6 +19,10 @@ from penstock.types.errors import Rejected, RejectReason
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
+_DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
+_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,31 @@ class Tool:
 def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: bool, has_trigger: bool) -> str:
     """The source of a grammar. With a trigger it is for answers that were free until then, in any of the format's ways; else
     it begins with the answer."""
-    described = [[tool.name, tool.parameters, tool.is_strict] for tool in tools]
+    described = [[tool.name, _bare(tool.parameters), tool.is_strict] for tool in tools]
     return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
+
+
+def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A schema without the descriptions inside, which may be long and ask for nothing."""
+    if schema is None:
+        return None
+    whole = dict(schema)
+    waiting = [whole]
+    while waiting:
+        node = waiting.pop()
+        for name in _DESCRIPTIONS:
+            node.pop(name, None)
+        for name, value in node.items():
+            if name in _OF_NAMES and isinstance(value, dict):
+                node[name] = {key: dict(part) if isinstance(part, dict) else part for key, part in value.items()}
+                waiting += [part for part in node[name].values() if isinstance(part, dict)]
+            elif name in _OF_LIST and isinstance(value, list):
+                node[name] = [dict(part) if isinstance(part, dict) else part for part in value]
+                waiting += [part for part in node[name] if isinstance(part, dict)]
+            elif name in _OF_SCHEMA and isinstance(value, dict):
+                node[name] = dict(value)
+                waiting.append(node[name])
+    return whole
 
 
 def triggers_of(source: str) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ def told_tools(tools: Sequence[ToolBody]) -> tuple[Mapping[str, Any], ...]:
         names.add(function.name)
         if (function.parameters or {}).get("type", "object") != "object":
             raise invalid(f"'{param}.parameters' must describe an object.", f"{param}.parameters")
+        _check_depth(function.parameters, f"{param}.parameters")
         fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
         told.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
     return tuple(told)
@@ -123,8 +124,17 @@ def past_calls(message: ChatMessage, param: str) -> tuple[PastCall, ...]:
                 raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
         if not isinstance(arguments, dict):
             raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
+        _check_depth(arguments, f"{at}.arguments")
         calls.append(PastCall(call.id, call.function.name, arguments))
     return tuple(calls)
+
+
+def _check_depth(value: Any, param: str) -> None:
+    """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254."""
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
 
 
 def max_reasoning_tokens(body: ChatCompletionBody, dialect: Dialect) -> int | None:
