@@ -257,14 +257,15 @@ def test_a_folder_that_was_mended_is_read_at_once(disk: Disk, tmp_path: Path) ->
 def test_whatever_goes_wrong_others_are_loaded_after_it(disk: Disk, tmp_path: Path, error: Exception) -> None:
     disk.fault = lambda path: error if path.name == "a" else None
     with registry(disk, tmp_path, "a", "b") as adapters:
-        for name in "ab":
-            adapters.want(found(adapters, name))
+        refs = [found(adapters, name) for name in "ab"]
+        for ref in refs:
+            adapters.want(ref)
         disk.wait(2)
         told = adapters.failure("a")
         assert told is not None
         assert 0 < len(told.detail) <= 1000
         assert told.reason is (RejectReason.INVALID if isinstance(error, ModelError) else RejectReason.UNAVAILABLE)
-        assert is_there(adapters, found(adapters, "b"))
+        assert is_there(adapters, refs[1])
 
 
 def test_an_adapter_is_what_was_read_first_and_its_fingerprint_is_the_hash_of_that(disk: Disk, tmp_path: Path) -> None:
@@ -523,6 +524,19 @@ def test_a_disk_that_fails_is_no_fault_of_who_asks(disk: Disk, tmp_path: Path, c
         adapters.want(ref := found(adapters, "a"))
         disk.wait()
         assert adapters.state(ref.number) == AdapterState(None, str(fault), reason)
+
+
+def test_what_nobody_waits_for_any_more_is_not_read(disk: Disk, tmp_path: Path) -> None:
+    with registry(disk, tmp_path, "a", "refused", "c") as adapters:
+        disk.gate.clear()
+        refs = [found(adapters, name) for name in "ac"]
+        adapters.want(refs[0])
+        assert disk.began.acquire(timeout=WAIT_S)
+        adapters.want(found(adapters, "refused"))
+        adapters.want(refs[1])
+        disk.gate.set()
+        disk.wait(2)
+        assert disk.loads == ["a", "c"]
 
 
 def test_a_name_that_is_unloaded_while_it_is_looked_up_does_not_come_back(

@@ -491,7 +491,10 @@ class Adapters:
         return 0.0 if began_ns is None else max(0, began_ns + _STUCK_NS - self._clock.now_ns()) / 1e9
 
     def _next(self) -> _Adapter | None:
-        """The adapter to be loaded now. One that is not urgent waits while memory is full of others that nobody had yet."""
+        """The adapter to be loaded now. One that is not urgent waits while memory is full of others that nobody had yet.
+
+        One that nobody has any more is passed over: a refused call would else push out an adapter that is of use.
+        """
         if self._free_s():
             return None
         has_room = len(self._in_memory) < self._max_in_memory or any(one.is_taken for one in self._in_memory.values())
@@ -500,7 +503,7 @@ class Adapters:
                 number = next(iter(queue))
                 del queue[number]
                 adapter = self._by_number.get(number)
-                if adapter is not None and (adapter.is_held or not adapter.is_retired):
+                if adapter is not None and adapter.is_held:
                     return adapter
         return None
 
