@@ -115,7 +115,7 @@ CASES = {
         Case(prompt(**{"x" * 10_000: 1}), "Unknown parameter", param="x" * 200 + "..."),
         Case(chat(top_tokens=1), "Unknown parameter", param="top_tokens", path=CHAT),
         Case(chat([{**HI[0], "mood": "good"}]), "Unknown", param="messages[0].mood", path=CHAT),
-        Case(chat(tools=[{"type": "function"}]), "not supported yet", param="tools", path=CHAT),
+        Case(chat(tools=[{"type": "function"}]), "'tools[0].function'", param="tools[0].function", path=CHAT),
         Case(prompt(model="gpt-9"), "'gpt-9'", "Served: 'smollm2:135m'", param="model", code="model_not_found", status=404),
     ],
     "empty prompts": [

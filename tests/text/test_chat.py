@@ -325,13 +325,25 @@ class TestTheProcess:
 
     def test_its_timer_works_though_the_server_was_told_to_ignore_it(self):
         code = (
-            "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN); "
-            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM}); from penstock.text.chat import ChatTemplate; "
+            "import signal; signal.signal(signal.SIGPROF, signal.SIG_IGN); "
+            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF}); from penstock.text.chat import ChatTemplate; "
             "ChatTemplate(input(), special_tokens={}, max_s=0.3).render([{}])"
         )
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, input=BOMBS["nested loops"], capture_output=True, text=True, check=False, timeout=60)
         assert "needs more than 0.3 s" in done.stderr
+
+    def test_time_in_which_it_has_no_core_does_not_count(self):
+        inner = "{% for b in range(200) %}{% if ('ab' * 2000)|upper == b %}{% endif %}{% endfor %}"
+        work = "{% for a in range(200) %}" + inner + "{% endfor %}ok"
+        template = make(work, max_s=1.0)
+        pid = pid_of(template)
+        timers = [threading.Timer(0.05, os.kill, [pid, signal.SIGSTOP]), threading.Timer(1.5, os.kill, [pid, signal.SIGCONT])]
+        for timer in timers:
+            timer.start()
+        assert template.render(HELLO) == "ok"
+        for timer in timers:
+            timer.join()
 
     def test_one_that_cannot_be_started_is_told(self, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/no/such/python")

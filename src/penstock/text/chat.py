@@ -28,7 +28,9 @@ DEFAULT_MAX_CHARS = 8 << 20
 MAX_NAMES = 20
 """Names of a model's templates that a message lists."""
 DEFAULT_MAX_S = 2.0
-"""Time limit of one rendering, and of the compilation."""
+"""CPU time of one rendering, and of the compilation."""
+_WAIT_FACTOR = 30
+"""By the clock they may take so many times that: a busy machine refuses no template."""
 DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
@@ -71,8 +73,8 @@ class ChatTemplate:
 
         `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are
         further variables of the template (`chat_template_kwargs`, `tools`); plain JSON data.
-        Blocks, for up to `max_s` and the renderings before it. Raises `Rejected` if the template refuses the messages,
-        fails on them or reaches a limit, and if its process is lost.
+        Blocks, for up to thirty times `max_s` and the renderings before it. Raises `Rejected` if the template refuses the
+        messages, fails on them or reaches a limit, and if its process is lost.
         """
         self._check(messages, variables, add_generation_prompt=add_generation_prompt, is_continued=continue_final_message)
         if continue_final_message:
@@ -234,7 +236,8 @@ class TemplateProcess:
     def _limit(self, error: _Ended) -> str | None:
         """The limit that ended the process, if one did."""
         limits = {
-            -signal.SIGALRM: f"{self._max_s:g} s",
+            -signal.SIGPROF: f"{self._max_s:g} s",
+            -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
             errno.ENOMEM: f"{self._max_memory_bytes >> 20} MiB of memory",
         }
         return limits.get(error.status)
@@ -258,7 +261,14 @@ class _Child:
 
     def __init__(self, *, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
         """Raises `ConfigError` if no process can be started."""
-        limits = json.dumps({"max_s": max_s, "max_memory_bytes": max_memory_bytes, "max_chars": max_chars})
+        limits = json.dumps(
+            {
+                "max_s": max_s,
+                "max_wait_s": _WAIT_FACTOR * max_s,
+                "max_memory_bytes": max_memory_bytes,
+                "max_chars": max_chars,
+            }
+        )
         # The paths are told, so that it needs no `site`: that saves half of its start and a fifth of its memory.
         paths = [*sys.path, str(Path(__file__).parents[2])]
         self._max_answer_bytes = 4 * max_chars + (1 << 16)

@@ -36,19 +36,25 @@ MAX_ERROR_CHARS = 1000
 """A template can put anything into the message of an error."""
 
 
-def serve(*, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
-    """Answer questions until the pipe is closed. `max_s` bounds each of them, `max_memory_bytes` the whole address space."""
+def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: int) -> None:
+    """Answer questions until the pipe is closed.
+
+    Each may take `max_s` of CPU time and `max_wait_s` by the clock; `max_memory_bytes` bounds the whole address space.
+    """
     # A service manager sends SIGTERM to every process of a server, which still answers those whom it has let in.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the server is gone
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whoever started the server may have ignored or blocked it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    for number in (signal.SIGPROF, signal.SIGALRM):  # whoever started the server may have ignored or blocked them
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
     _set_limit(resource.RLIMIT_AS, max_memory_bytes)
     _set_limit(resource.RLIMIT_CORE, 0)
     template: _Template | None = None
     while (question := _read()) is not None:
-        # SIGALRM ends the process in whatever it is: a loop of the template, or one call that takes minutes.
-        signal.setitimer(signal.ITIMER_REAL, max_s)
+        # A signal ends the process in whatever it is: a loop of the template, or one call that takes minutes. CPU time is
+        # bounded, so that a busy machine refuses no template. The clock's bound is for what takes none.
+        signal.setitimer(signal.ITIMER_PROF, max_s)
+        signal.setitimer(signal.ITIMER_REAL, max_wait_s)
         try:
             try:
                 if template is None:
@@ -60,6 +66,7 @@ def serve(*, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
             answer = text.encode("utf-8", "surrogatepass")
         except MemoryError:
             os._exit(errno.ENOMEM)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(len(answer).to_bytes(8) + answer)
         sys.stdout.buffer.flush()

@@ -254,7 +254,7 @@ class AdapterCounts:
     num_placements: int = 0
     """Since the engine began, as below: how often an adapter was put into the pool."""
     num_evictions: int = 0
-    numbers: Collection[int] = ()
+    numbers: Collection[int] = field(default=(), compare=False)
     """The adapters in the pool. A running engine gives a view that goes on to change, to be asked `in` alone."""
 
 

@@ -1,0 +1,289 @@
+"""Are all calls of tools whole and valid? An agent on a real model: it asks, runs the tools, and asks again.
+
+    python benchmarks/agent_loop.py                                   # Qwen2.5-Coder-1.5B, 50 calls
+    python benchmarks/agent_loop.py --model smollm2:135m --calls 20
+
+Each task is a conversation. The model may call (`auto`), must (`required`), or must call one tool (a name), in turn, streamed
+and not; results go back to it, and an answer in words begins the next task. Every call is parsed as JSON and checked against
+its tool's schema, here, by hand-written rules that know nothing of the server's grammars. After that, each of the tasks
+is asked again with few tokens, so that answers end within a call: none of those may be told as a call.
+
+Told are calls by choice, answers in words, faults of each kind, and seconds. The last line is JSON. Ends with 1 if there was
+a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+from printed import origin, table
+from processes import Contender, started
+
+MAX_TOKENS = 300
+SHORT_TOKENS = (3, 8, 14, 20, 27)
+"""Few enough that most calls do not fit."""
+MAX_TURNS = 6
+"""Answers in one conversation."""
+SYSTEM = "You are an agent in a shop's back office. Call the tools to do what you are asked, one step after the other."
+TASKS = (
+    "How many lamps are in stock in Oslo? Order 20 more if there are fewer than 10.",
+    "Ship two chairs and a table to Ada Lovelace, 12 St James's Square, London. It is urgent.",
+    'Write a note to the buyer that says: "the 3\\" screws {M4} are late", with the labels late and screws.',
+    "What is 17.5 percent of 2,340? Then look up the stock of tables in Rome.",
+    "Convert 250 EUR to JPY, and write a note with the result to the cashier.",
+)
+
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_stock(given: Mapping[str, Any]) -> bool:
+    return given["item"] in ("lamp", "chair", "table") and given["place"] in ("Oslo", "Rome", "Lima")
+
+
+def _is_order(given: Mapping[str, Any]) -> bool:
+    return given["item"] in ("lamp", "chair", "table") and _is_int(given["count"], 1, 500)
+
+
+def _is_parcel(given: Mapping[str, Any]) -> bool:
+    address, lines = given["address"], given["lines"]
+    return (
+        set(address) == {"name", "street", "city"}
+        and all(isinstance(part, str) and len(part) <= 60 for part in address.values())
+        and isinstance(lines, list)
+        and 1 <= len(lines) <= 3
+        and all(set(line) == {"item", "count"} and _is_order(line) for line in lines)
+        and isinstance(given.get("urgent", False), bool)
+    )
+
+
+def _is_note(given: Mapping[str, Any]) -> bool:
+    labels = given.get("labels", [])
+    texts = [given["to"], given["text"], *labels]
+    return isinstance(labels, list) and len(labels) <= 4 and all(isinstance(text, str) and len(text) <= 120 for text in texts)
+
+
+def _is_sum(given: Mapping[str, Any]) -> bool:
+    number = (int, float)
+    return given["op"] in ("+", "-", "*", "/") and isinstance(given["a"], number) and isinstance(given["b"], number)
+
+
+ITEM = {"enum": ["lamp", "chair", "table"]}
+COUNT = {"type": "integer", "minimum": 1, "maximum": 500}
+TOOLS: dict[str, tuple[str, dict[str, Any], list[str], Callable[[Mapping[str, Any]], bool], str]] = {
+    "stock": (
+        "Items in stock.",
+        {"item": ITEM, "place": {"enum": ["Oslo", "Rome", "Lima"]}},
+        ["item", "place"],
+        _is_stock,
+        "7",
+    ),
+    "order": ("Order items.", {"item": ITEM, "count": COUNT}, ["item", "count"], _is_order, "ordered"),
+    "ship": (
+        "Send a parcel.",
+        {
+            "address": {
+                "type": "object",
+                "properties": {part: {"type": "string", "maxLength": 60} for part in ("name", "street", "city")},
+                "required": ["name", "street", "city"],
+                "additionalProperties": False,
+            },
+            "lines": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 3,
+                "items": {
+                    "type": "object",
+                    "properties": {"item": ITEM, "count": COUNT},
+                    "required": ["item", "count"],
+                    "additionalProperties": False,
+                },
+            },
+            "urgent": {"type": "boolean"},
+        },
+        ["address", "lines"],
+        _is_parcel,
+        "shipped as parcel 4711",
+    ),
+    "note": (
+        "Write a note to somebody.",
+        {
+            "to": {"type": "string", "maxLength": 120},
+            "text": {"type": "string", "maxLength": 120},
+            "labels": {"type": "array", "maxItems": 4, "items": {"type": "string", "maxLength": 120}},
+        },
+        ["to", "text"],
+        _is_note,
+        "sent",
+    ),
+    "calculate": (
+        "Compute with two numbers.",
+        {"op": {"enum": ["+", "-", "*", "/"]}, "a": {"type": "number"}, "b": {"type": "number"}},
+        ["op", "a", "b"],
+        _is_sum,
+        "409.5",
+    ),
+}
+"""By name: description, properties, those that are required, whether arguments are valid, and the result."""
+
+
+def told_tools() -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": description,
+                "parameters": {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
+            },
+        }
+        for name, (description, properties, required, _, _) in TOOLS.items()
+    ]
+
+
+def fault_of(call: Mapping[str, Any]) -> str | None:
+    """The fault of a call; None: it has none."""
+    name = call["function"]["name"]
+    if name not in TOOLS or not call.get("id"):
+        return "unknown tool" if call.get("id") else "no id"
+    _, properties, required, is_valid, _ = TOOLS[name]
+    try:
+        given = json.loads(call["function"]["arguments"])
+    except ValueError:
+        return "no JSON"
+    if not isinstance(given, dict) or set(given) - set(properties) or set(required) - set(given) or not is_valid(given):
+        return "not the schema"
+    return None
+
+
+def ask(port: int, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The message of an answer and its finish reason. A stream's message is put together from its deltas."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        if response.status != 200:
+            raise SystemExit(f"{response.status}: {data.decode()}")
+        if not body["stream"]:
+            choice = json.loads(data)["choices"][0]
+            return choice["message"], choice["finish_reason"]
+        events = [json.loads(line[6:]) for line in data.split(b"\n\n") if line.startswith(b"data: {")]
+        return assembled([event["choices"][0] for event in events if event["choices"]])
+    finally:
+        connection.close()
+
+
+def assembled(choices: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    calls: list[dict[str, Any]] = []
+    content, finish = "", ""
+    for choice in choices:
+        delta, finish = choice["delta"], choice["finish_reason"] or finish
+        content += delta.get("content") or ""
+        for piece in delta.get("tool_calls") or ():
+            if piece["index"] == len(calls):
+                calls.append(
+                    {"id": piece["id"], "type": "function", "function": {"name": piece["function"]["name"], "arguments": ""}}
+                )
+            calls[piece["index"]]["function"]["arguments"] += piece["function"].get("arguments") or ""
+    return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}, finish
+
+
+class Loop:
+    """Conversations with one server, and the counts of what came back."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self._port, self._model = port, model
+        self.num_asked = 0
+        self.calls: Counter[str] = Counter()
+        self.words: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+
+    @property
+    def is_streamed(self) -> bool:
+        """The last answer was."""
+        return self.num_asked % 2 == 0
+
+    def choice(self) -> tuple[str, object]:
+        kind = ("auto", "required", "named")[self.num_asked // 2 % 3]
+        name = list(TOOLS)[self.num_asked % len(TOOLS)]
+        return kind, {"type": "function", "function": {"name": name}} if kind == "named" else kind
+
+    def ask(self, messages: list[dict[str, Any]], choice: object, max_tokens: int) -> tuple[dict[str, Any], str]:
+        self.num_asked += 1
+        fields = {"model": self._model, "messages": messages, "tools": told_tools(), "tool_choice": choice}
+        return ask(
+            self._port,
+            fields | {"max_tokens": max_tokens, "temperature": 0.7, "seed": self.num_asked, "stream": self.is_streamed},
+        )
+
+    def converse(self, task: str, num_calls: int) -> None:
+        """One task, until there are so many calls in all, or the model answers in words."""
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
+        for _ in range(MAX_TURNS):
+            kind, choice = self.choice()
+            message, finish = self.ask(messages, choice, MAX_TOKENS)
+            calls = message.get("tool_calls") or []
+            if finish == "length" and calls and self.is_streamed:
+                calls.pop()  # it may have been cut: a stream has told its beginning by then
+            if bool(calls) != (finish == "tool_calls") and finish != "length":
+                self.faults["calls and finish_reason differ"] += 1
+            if kind != "auto" and not calls and finish != "length":
+                self.faults[f"no call with {kind}"] += 1
+            if any(mark in (message.get("content") or "") for mark in ("<tool_call>", "</tool_call>")) and finish != "length":
+                self.faults["half a call in words"] += 1
+            self.faults.update(fault for call in calls if (fault := fault_of(call)) is not None)
+            self.calls[kind] += len(calls)
+            if not calls or self.calls.total() >= num_calls:
+                self.words[kind] += not calls
+                return
+            messages.append(message)
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": TOOLS[call["function"]["name"]][4]} for call in calls
+            ]
+
+    def cut(self, task: str) -> None:
+        """Answers that end soon."""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
+        for max_tokens in SHORT_TOKENS:
+            for choice in ("auto", "required"):
+                message, finish = self.ask(messages, choice, max_tokens)
+                calls = message.get("tool_calls") or []
+                if finish == "tool_calls" or not self.is_streamed:  # a stream has told the beginning of what was cut
+                    self.faults.update(fault for call in calls if (fault := fault_of(call)) is not None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-coder:1.5b")
+    parser.add_argument("--calls", type=int, default=50)
+    args = parser.parse_args()
+    command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}"]
+    server = Contender(name="penstock", command=command)
+    with tempfile.TemporaryDirectory() as folder, started(server, Path(folder, "log")) as (_, port):
+        loop, began_s, number = Loop(port, args.model), time.monotonic(), 0
+        while loop.calls.total() < args.calls:
+            loop.converse(TASKS[number % len(TASKS)], args.calls)
+            number += 1
+        for task in TASKS:
+            loop.cut(task)
+        seconds = time.monotonic() - began_s
+    print(origin(f"{args.model}, {number} conversations, {loop.num_asked} answers, {seconds:.0f} s"))
+    print(table(["choice", "calls", "answers in words"], [[kind, loop.calls[kind], loop.words[kind]] for kind in loop.calls]))
+    print(f"faults: {dict(loop.faults) or 'none'}")
+    print(json.dumps({"calls": dict(loop.calls), "words": dict(loop.words), "faults": dict(loop.faults), "seconds": seconds}))
+    sys.exit(1 if loop.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
