@@ -222,7 +222,7 @@ int Adapters::slot_of(Domain domain, int slot) {
     const std::pair key{domain, slot};
     const auto found = std::find(slot_keys_.begin(), slot_keys_.end(), key);
     if (found != slot_keys_.end()) return static_cast<int>(found - slot_keys_.begin());
-    const int64_t rows = domain == Domain::kSamples ? shape_.max_rows : shape_.max_step_tokens;
+    const int64_t rows = domain == Domain::kSamples ? shape_.max_logits() : shape_.max_step_tokens;
     Slot made;
     made.view.ld = ceil_div(format_->max_rank(), kRanks) * kRanks;
     const auto allocate = [&](auto*& field, int64_t count) {

@@ -194,7 +194,7 @@ void check_step(const Engine& self, const Arrays& a, const Vector<int32_t>& logi
         throw std::invalid_argument("step arrays disagree about the number of rows or tokens");
     }
     if (tokens == 0 || tokens > static_cast<size_t>(shape.max_step_tokens) ||
-        logit_tokens.size() > static_cast<size_t>(shape.max_rows)) {
+        logit_tokens.size() > static_cast<size_t>(shape.max_logits())) {
         throw std::invalid_argument("a step of this size is beyond the engine's capacity");
     }
     for (size_t i = 0; i < rows; ++i) check_row(shape, a, i);
@@ -405,14 +405,14 @@ void bind_engine(nb::module_& m) {
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
-                int num_states, int state_columns, int state_width, std::shared_ptr<Account> account) {
+                int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored) {
                  const EngineShape shape{num_layers, num_kv_heads,    head_dim,  vocab_size, num_blocks,    block_size,
-                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width};
+                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width, max_scored};
                  new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
              "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
-             "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(),
+             "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
              "It takes turns on the team as `account`, by default as one of its own.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")

@@ -62,7 +62,7 @@ class NamedRows {
             to_ints(row.attr("block_ids"), scratch_);
             const int slot = table_.admit(tokens, to_int(row.attr("num_prompt_tokens")), scratch_,
                                           to_int(row.attr("num_computed_tokens")), nb::isinstance(name, padding_id_),
-                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")));
+                                          to_int(row.attr("second_at")), to_int(row.attr("adapter")), num_scored_of(row));
             slots_[name] = slot;
             return slot;
         });
@@ -79,6 +79,7 @@ class NamedRows {
     void plan(const nb::tuple& rows) {
         table_.begin_step();
         sampled_.clear();
+        scored_.clear();
         for (nb::handle row : rows) {
             nb::object name = nb::getattr(row, fields_.request_id);
             const bool samples = nb::cast<int>(nb::getattr(row, fields_.samples)) > 0;  // of several it samples one
@@ -89,6 +90,7 @@ class NamedRows {
                 table_.add_row(slot_of(name), context_len, query_len, scratch_, samples);
                 return 0;
             });
+            if (const auto [first, count] = table_.scored_of_row(); count > 0) scored_.push_back({name, first, count});
             if (samples) sampled_.push_back(std::move(name));
         }
     }
@@ -128,7 +130,7 @@ class NamedRows {
         }
         table_.append_sampled(engine.samples());
         for (size_t i = 0; i < sampled_.size(); ++i) {
-            const int token = engine.samples()[i].token;
+            const int token = engine.samples()[static_cast<size_t>(table_.logit_of(static_cast<int>(i)))].token;
             if (token < 0) {
                 failed.append(sampled_[i]);
             } else {
@@ -166,6 +168,18 @@ class NamedRows {
         return names;
     }
 
+    nb::list sampled_logits() const {
+        nb::list indices;
+        for (int i = 0; i < table_.num_samples(); ++i) indices.append(table_.logit_of(i));
+        return indices;
+    }
+
+    nb::list scored() const {
+        nb::list rows;
+        for (const Scored& row : scored_) rows.append(nb::make_tuple(row.name, row.first, row.count));
+        return rows;
+    }
+
     nb::tuple arrays() const {
         const StepInput in = table_.input();
         const auto list = [](const auto* values, int count) {
@@ -187,6 +201,16 @@ class NamedRows {
     }
 
   private:
+    struct Scored {
+        nb::object name;
+        int first, count;  // of its logits
+    };
+
+    static int64_t num_scored_of(nb::handle row) {
+        nb::object sampling = row.attr("sampling");
+        return sampling.is_none() || sampling.attr("prompt_logprobs").is_none() ? -1 : to_int(row.attr("num_scored"));
+    }
+
     int slot_of(nb::handle name) {
         PyObject* slot = PyDict_GetItemWithError(slots_.ptr(), name.ptr());
         if (slot == nullptr) {
@@ -211,6 +235,7 @@ class NamedRows {
     nb::object padding_id_ = nb::module_::import_("penstock.types.plan").attr("PaddingId");
     nb::dict slots_;                   // request id -> slot
     std::vector<nb::object> sampled_;  // request ids of the step's samples, in order
+    std::vector<Scored> scored_;       // rows of the step that tell of their prompts
     std::vector<int32_t> scratch_;
     std::vector<uint32_t> mask_;  // the bytes of one, where words may lie
 };
@@ -223,11 +248,11 @@ void bind_rows(nb::module_& m) {
         .def(
             "__init__",
             [](NamedRows* self, int num_blocks, int block_size, int max_rows, int max_step_tokens, int max_model_len, int vocab_size,
-               int window, bool is_one_pass) {
-                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window, is_one_pass});
+               int window, bool is_one_pass, int max_scored) {
+                new (self) NamedRows({num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size, window, is_one_pass, max_scored});
             },
             nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_rows"_a, "max_step_tokens"_a, "max_model_len"_a, "vocab_size"_a,
-            "window"_a, "is_one_pass"_a = false)
+            "window"_a, "is_one_pass"_a = false, "max_scored"_a = 0)
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
         .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
@@ -238,6 +263,8 @@ void bind_rows(nb::module_& m) {
         .def("read", &NamedRows::read, "engine"_a,
              "The same for texts: ({request id: answer, as the bytes of float32}, [request ids with one that is no finite number]).")
         .def("sampled", &NamedRows::sampled, "Request ids of the rows that sample in the planned step, in its order.")
+        .def("sampled_logits", &NamedRows::sampled_logits, "Where the logits of each of them are among all of the step.")
+        .def("scored", &NamedRows::scored, "Rows of the planned step that tell of their prompts: (request id, their first logits, how many).")
         .def("arrays", &NamedRows::arrays,
              "Of the planned step: row_slots, query_start_loc, context_lens, token_ids, positions, slot_mapping, logit_tokens,\n"
              "logit_slots; for tests.")

@@ -27,7 +27,7 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 void init_row(RowSampling* self, double temperature, int top_k, double top_p, double min_p, float repetition_penalty,
               float frequency_penalty, float presence_penalty, uint64_t seed, int min_tokens, int num_logprobs,
               std::optional<std::vector<int32_t>> allowed_ids, const std::vector<std::pair<int32_t, float>>& bias,
-              const std::vector<std::vector<int32_t>>& banned_sequences, std::vector<int32_t> stop_ids) {
+              const std::vector<std::vector<int32_t>>& banned_sequences, std::vector<int32_t> stop_ids, int num_prompt_logprobs) {
     new (self) RowSampling();
     self->temperature = temperature;
     self->top_k = top_k;
@@ -39,6 +39,7 @@ void init_row(RowSampling* self, double temperature, int top_k, double top_p, do
     self->seed = seed;
     self->min_tokens = min_tokens;
     self->num_logprobs = num_logprobs;
+    self->num_prompt_logprobs = num_prompt_logprobs;
     self->restricts_ids = allowed_ids.has_value();
     if (allowed_ids) self->allowed_ids = std::move(*allowed_ids);
     for (const auto& [id, value] : bias) {
@@ -68,6 +69,16 @@ nb::tuple sample(const Vector<float>& logits, const RowSampling& row, const Vect
     return nb::make_tuple(result.token, result.logprob, result.rank, top);
 }
 
+nb::tuple score(const Vector<float>& logits, int token, int num_top) {
+    if (token < 0 || static_cast<size_t>(token) >= logits.size()) throw std::invalid_argument("the token is outside the vocabulary");
+    SamplerScratch scratch;
+    SampleResult result;
+    score_token(logits.data(), static_cast<int>(logits.size()), token, num_top, scratch, result);
+    std::vector<std::pair<int, float>> top;
+    for (int i = 0; i < result.num_top; ++i) top.emplace_back(result.top_ids[i], result.top_logprobs[i]);
+    return nb::make_tuple(result.token, result.logprob, result.rank, top);
+}
+
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
@@ -76,12 +87,14 @@ void bind_sampler(nb::module_& m) {
              "repetition_penalty"_a = 1.0f, "frequency_penalty"_a = 0.0f, "presence_penalty"_a = 0.0f, "seed"_a = 0,
              "min_tokens"_a = 0, "num_logprobs"_a = -1, "allowed_ids"_a.none() = nb::none(),
              "bias"_a = std::vector<std::pair<int32_t, float>>(),
-             "banned_sequences"_a = std::vector<std::vector<int32_t>>(), "stop_ids"_a = std::vector<int32_t>());
+             "banned_sequences"_a = std::vector<std::vector<int32_t>>(), "stop_ids"_a = std::vector<int32_t>(),
+             "num_prompt_logprobs"_a = 0);
     nb::class_<SamplerScratch>(m, "SamplerScratch", "Working memory that calls of `sample` may share, one at a time.")
         .def(nb::init<>());
     m.def("sample", &sample, "logits"_a, "row"_a, "tokens"_a, "num_prompt_tokens"_a, "scratch"_a.none() = nb::none(),
           "mask"_a.none() = nb::none(),
           "(token, logprob, rank, [(id, logprob), ...]) of the token after `tokens`; leaves `logits` [vocab_size] alone.\n"
           "Token -1: no logit was a number above -inf, or one was +inf.");
+    m.def("score", &score, "logits"_a, "token"_a, "num_top"_a, "The same of a given token of a prompt; nothing is drawn.");
     m.def("uniform", &uniform, "seed"_a, "position"_a, "The number in (0, 1) that belongs to a seed and a position.");
 }

@@ -43,6 +43,7 @@ const EngineShape& checked(const EngineShape& s) {
     if (s.num_states > 0 && (s.state_columns < 1 || s.state_columns > s.block_size || s.state_width < 1)) {
         throw std::invalid_argument("the state of a layer has 1 to block_size columns of 1 or more numbers");
     }
+    if (s.max_scored < 0) throw std::invalid_argument("max_scored is below 0");
     if (s.num_blocks < 2) throw std::invalid_argument("num_blocks must be at least 2");
     return s;
 }

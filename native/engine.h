@@ -110,7 +110,7 @@ class Engine final : private Work {
         Floats cos, sin;  // [max_step_tokens, half], of this step's tokens
     };
 
-    int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_rows : shape_.max_step_tokens; }
+    int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_logits() : shape_.max_step_tokens; }
 
     // Called by the team.
     void run_task(int index, int task, int member) override;

@@ -140,6 +140,7 @@ struct StepInput {
     int64_t tokens_stride;
     const int32_t* num_tokens_of_slot;  // [max_rows]
     const int32_t* num_prompt_of_slot;  // [max_rows]
+    const int32_t* logit_targets = nullptr;  // [S]: a token of the prompt whose log-probability is told, and -1 of rows that sample; null: all sample
     const uint32_t* const* masks = nullptr;  // of what may be sampled: a bit for each token, or null [S]; null: none has one
 
     const int32_t* second_at_of_slot = nullptr;  // [max_rows], position of a pair's second text, or 0; null: 0 of all
@@ -150,6 +151,7 @@ struct StepInput {
         return static_cast<int>(std::upper_bound(query_start_loc, query_start_loc + num_rows, token) - query_start_loc) - 1;
     }
     const uint32_t* mask_of(int row) const { return masks ? masks[row] : nullptr; }
+    int32_t target_of(int row) const { return logit_targets ? logit_targets[row] : -1; }
 };
 
 struct EngineShape {
@@ -159,6 +161,9 @@ struct EngineShape {
     KvFormat kv_format;
     // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
     int32_t num_states = 0, state_columns = 0, state_width = 0;
+    int32_t max_scored = 0;  // positions of prompts that have logits in a step, beside a row each that samples
+
+    int32_t max_logits() const { return max_rows + max_scored; }
 };
 
 }  // namespace penstock

@@ -17,7 +17,7 @@ constexpr int kTogether = kPanelsTogether * kPanel;
 
 Logits::Logits(const EngineShape& shape, const KernelTable& kernels, int num_members)
     : shape_(shape), kernels_(kernels), sampling_(shape.max_rows), draw_scratch_(num_members), scratch_(num_members) {
-    samples_.reserve(shape.max_rows);
+    samples_.reserve(shape.max_logits());
 }
 
 void Logits::expect_product(float scale, float cap) {
@@ -34,7 +34,9 @@ void Logits::begin_step(const StepInput& input, float* logits, int64_t width, co
     lacks_memory_.store(false, std::memory_order_relaxed);
     wants_best_.assign(input.num_logits, 0);
     if (!input.tokens || product == nullptr) return;
-    for (int row = 0; row < input.num_logits; ++row) wants_best_[row] = wants_best_alone(sampling_[input.logit_slots[row]]);
+    for (int row = 0; row < input.num_logits; ++row) {
+        wants_best_[row] = input.target_of(row) < 0 && wants_best_alone(sampling_[input.logit_slots[row]]);
+    }
     best_stride_ = ceil_div(panels, product->grain) * ceil_div(product->grain, kPanelsTogether);
     best_.assign(int64_t{input.num_logits} * best_stride_, BestLogit{});
 }
@@ -98,6 +100,9 @@ void Logits::draw(int row, int member) {
     const int slot = input_.logit_slots[row];
     SamplerScratch& scratch = draw_scratch_[member];
     try {
+        if (const int32_t target = input_.target_of(row); target >= 0) {
+            return score_token(logits_ + row * width_, shape_.vocab_size, target, sampling_[slot].num_prompt_logprobs, scratch, samples_[row]);
+        }
         sample_row(logits_ + row * width_, shape_.vocab_size, sampling_[slot], input_.mask_of(row),
                    input_.tokens + slot * input_.tokens_stride, input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch,
                    samples_[row]);

@@ -50,7 +50,7 @@ RowTable::Row& RowTable::known(int slot) {
 }
 
 int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks,
-                    int64_t num_computed, bool is_padding, int64_t second_at, int64_t adapter) {
+                    int64_t num_computed, bool is_padding, int64_t second_at, int64_t adapter, int64_t num_scored) {
     const auto num_tokens = static_cast<int64_t>(tokens.size());
     require(!free_slots_.empty(), "is one more than max_rows");
     require(num_prompt >= 1 && num_prompt <= num_tokens, "has no prompt, or more prompt than tokens");
@@ -62,7 +62,8 @@ int RowTable::admit(const std::vector<int32_t>& tokens, int64_t num_prompt, cons
     const int slot = free_slots_.back();
     free_slots_.pop_back();
     Row& row = rows_[static_cast<size_t>(slot)];
-    row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, false, is_padding};
+    row = {static_cast<int32_t>(num_tokens), static_cast<int32_t>(num_prompt), 0, static_cast<int32_t>(num_computed), -1, static_cast<int32_t>(num_scored),
+           false, is_padding};
     std::copy(tokens.begin(), tokens.end(), tokens_of(slot));
     num_tokens_[static_cast<size_t>(slot)] = row.num_tokens;
     num_prompt_[static_cast<size_t>(slot)] = row.num_prompt;
@@ -96,7 +97,10 @@ void RowTable::append_blocks(int slot, const std::vector<int32_t>& blocks, int64
 
 void RowTable::begin_step() {
     ++num_steps_;
-    for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_}) array->clear();
+    for (auto* array : {&row_slots_, &context_lens_, &token_ids_, &positions_, &logit_tokens_, &logit_slots_, &logit_targets_, &sample_logits_}) {
+        array->clear();
+    }
+    num_scored_ = num_row_scored_ = 0;
     slot_mapping_.clear();
     masks_.clear();
     query_start_loc_.assign(1, 0);
@@ -127,21 +131,44 @@ void RowTable::add_row(int slot, int64_t context_len, int64_t query_len, const s
         slot_mapping_.push_back(int64_t{blocks[position / shape_.block_size]} * shape_.block_size + position % shape_.block_size);
     }
     query_start_loc_.push_back(static_cast<int32_t>(token_ids_.size()));
+    num_row_scored_ = 0;
+    if (row.num_scored >= 0) score(slot, context_len, end);
     if (samples) {
+        if (num_scored_ > 0) logit_targets_.push_back(-1);
+        sample_logits_.push_back(static_cast<int32_t>(logit_tokens_.size()));
         logit_tokens_.push_back(static_cast<int32_t>(token_ids_.size()) - 1);
         logit_slots_.push_back(slot);
+    }
+}
+
+// The positions of a row from `context_len` up to `end` whose logits tell of its prompt (types/plan.py, `scored_positions`).
+void RowTable::score(int slot, int64_t context_len, int64_t end) {
+    const Row& row = rows_[static_cast<size_t>(slot)];
+    const int64_t begin = std::max<int64_t>(context_len, row.num_scored);
+    const int64_t count = std::min<int64_t>(end, row.num_prompt - 1) - begin;
+    if (count <= 0) return;
+    require(count <= shape_.max_scored - num_scored_, "scores more positions than max_scored");
+    if (num_scored_ == 0) logit_targets_.assign(logit_tokens_.size(), -1);
+    first_scored_ = static_cast<int32_t>(logit_tokens_.size());
+    num_row_scored_ = static_cast<int32_t>(count);
+    num_scored_ += num_row_scored_;
+    const auto first_token = static_cast<int32_t>(token_ids_.size()) - static_cast<int32_t>(end - begin);
+    for (int32_t i = 0; i < count; ++i) {
+        logit_tokens_.push_back(first_token + i);
+        logit_slots_.push_back(slot);
+        logit_targets_.push_back(tokens_of(slot)[begin + i + 1]);
     }
 }
 
 void RowTable::restrict(int sample, const uint32_t* mask) {
     require(sample >= 0 && sample < num_samples(), "does not sample");
     if (masks_.empty()) {
-        masks_.resize(static_cast<size_t>(num_samples()));
-        mask_bits_.resize(masks_.size() * static_cast<size_t>(mask_words()));
+        masks_.resize(logit_tokens_.size());
+        mask_bits_.resize(static_cast<size_t>(num_samples()) * static_cast<size_t>(mask_words()));
     }
     uint32_t* bits = mask_bits_.data() + int64_t{sample} * mask_words();
     std::copy(mask, mask + mask_words(), bits);
-    masks_[static_cast<size_t>(sample)] = bits;
+    masks_[static_cast<size_t>(logit_of(sample))] = bits;
 }
 
 StepInput RowTable::input() const {
@@ -166,13 +193,15 @@ StepInput RowTable::input() const {
     in.tokens_stride = token_stride_;
     in.num_tokens_of_slot = num_tokens_.data();
     in.num_prompt_of_slot = num_prompt_.data();
+    in.logit_targets = num_scored_ > 0 ? logit_targets_.data() : nullptr;
     in.masks = masks_.empty() ? nullptr : masks_.data();
     return in;
 }
 
 void RowTable::append_sampled(const std::vector<SampleResult>& samples) {
     require(samples.size() == logit_slots_.size(), "the step has another number of samples");
-    for (size_t i = 0; i < samples.size(); ++i) {
+    for (const int32_t logit : sample_logits_) {
+        const auto i = static_cast<size_t>(logit);
         const int slot = logit_slots_[i];
         Row& row = rows_[static_cast<size_t>(slot)];
         require(row.num_tokens <= shape_.max_model_len, "has no place for another token: the step was run twice");
@@ -183,7 +212,8 @@ void RowTable::append_sampled(const std::vector<SampleResult>& samples) {
 
 bool RowTable::fits(const EngineShape& engine) const {
     return engine.num_blocks >= shape_.num_blocks && engine.block_size == shape_.block_size && engine.max_rows >= shape_.max_rows &&
-           engine.max_step_tokens >= shape_.max_step_tokens && engine.vocab_size >= shape_.vocab_size;
+           engine.max_step_tokens >= shape_.max_step_tokens && engine.max_scored >= shape_.max_scored &&
+           engine.vocab_size >= shape_.vocab_size;
 }
 
 }  // namespace penstock

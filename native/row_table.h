@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
@@ -17,6 +18,7 @@ struct RowTableShape {
     int32_t num_blocks, block_size, max_rows, max_step_tokens, max_model_len, vocab_size;
     int32_t window;  // 0, or how many last positions a row reads
     bool is_one_pass = false;  // each row is a text, computed whole in one step, and nothing is appended to it
+    int32_t max_scored = 0;    // positions of prompts that are scored in one step
 };
 
 // A call that breaks the contract of plans throws std::invalid_argument; the table must not be used after that.
@@ -29,9 +31,10 @@ class RowTable {
     // Null blocks may stand for the first blocks if the row reads no position of theirs. Padding has null blocks and no others.
     // Several such rows write to them in one step, and their threads at the same time: what is read there is any of it, and
     // answers nobody. `second_at`: the position of a pair's second text; 0: it is one text.
-    // `adapter`: the number of its adapter; 0: none.
+    // `adapter`: the number of its adapter; 0: none. `num_scored`: of a row whose prompt is scored, the tokens after its first that were
+    // told already; -1: it is not scored.
     int admit(const std::vector<int32_t>& tokens, int64_t num_prompt, const std::vector<int32_t>& blocks, int64_t num_computed,
-              bool is_padding, int64_t second_at = 0, int64_t adapter = 0);
+              bool is_padding, int64_t second_at = 0, int64_t adapter = 0, int64_t num_scored = -1);
     void release(int slot);
 
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
@@ -44,7 +47,11 @@ class RowTable {
     // Points into this table; valid until it changes. Of texts nothing is to be sampled.
     StepInput input() const;
     // Rows of the step that sample, in its order.
-    int num_samples() const { return static_cast<int>(logit_slots_.size()); }
+    int num_samples() const { return static_cast<int>(sample_logits_.size()); }
+    // Where the logits of the i-th of them are among all of the step.
+    int logit_of(int sample) const { return sample_logits_[static_cast<size_t>(sample)]; }
+    // The logits of the row that was added last which score its prompt: the first, and how many.
+    std::pair<int, int> scored_of_row() const { return {first_scored_, num_row_scored_}; }
     // After the step was computed: each of those rows grows by its token; -1 for a row that failed, and must be released.
     void append_sampled(const std::vector<SampleResult>& samples);
 
@@ -55,6 +62,7 @@ class RowTable {
     struct Row {
         int32_t num_tokens = 0, num_prompt = 0, num_blocks = 0, num_computed = 0;
         int64_t last_step = -1;
+        int32_t num_scored = -1;
         bool is_free = true, is_padding = false;
     };
     struct Release {
@@ -66,6 +74,7 @@ class RowTable {
     Row& known(int slot);
     int32_t* tokens_of(int slot) const { return tokens_.get() + int64_t{slot} * token_stride_; }
     int32_t* blocks_of(int slot) const { return blocks_.get() + int64_t{slot} * block_stride_; }
+    void score(int slot, int64_t context_len, int64_t end);
     // The first `num_unread` may be null blocks.
     void append_blocks(int slot, const std::vector<int32_t>& blocks, int64_t num_unread);
 
@@ -80,10 +89,12 @@ class RowTable {
     std::vector<int64_t> adapters_;                 // [max_rows]
     // The step.
     int64_t num_steps_ = 0;
-    std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_;
+    std::vector<int32_t> row_slots_, query_start_loc_, context_lens_, token_ids_, positions_, logit_tokens_, logit_slots_, logit_targets_;
+    std::vector<int32_t> sample_logits_;
+    int32_t num_scored_ = 0, first_scored_ = 0, num_row_scored_ = 0;
     std::vector<int64_t> slot_mapping_;
     std::vector<uint32_t> mask_bits_;     // [num_samples(), mask_words()] if any row has one
-    std::vector<const uint32_t*> masks_;  // [num_samples()] into them, or null; empty if no row has one
+    std::vector<const uint32_t*> masks_;  // of each logit, into them, or null; empty if no row has one
 };
 
 }  // namespace penstock

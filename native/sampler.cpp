@@ -287,7 +287,7 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
     const float max = fill_block_max(raw, vocab_size, scratch);
     const double log_total = std::log(fill_weights(raw, vocab_size, max, 1.0, kTiny, scratch));
     const auto logprob = [&](float x) { return static_cast<float>((static_cast<double>(x) - max) - log_total); };
-    const float chosen = raw[result.token];
+    const float chosen = std::isnan(raw[result.token]) ? -std::numeric_limits<float>::infinity() : raw[result.token];
     int num_likelier = 0;
     for (int i = 0; i < vocab_size; ++i) num_likelier += raw[i] > chosen ? 1 : 0;
     result.logprob = logprob(chosen);
@@ -304,6 +304,16 @@ void fill_logprobs(const float* raw, int vocab_size, int num_top, SamplerScratch
 }
 
 }  // namespace
+
+void score_token(const float* logits, int vocab_size, int token, int num_top, SamplerScratch& scratch, SampleResult& result) {
+    result = {};
+    result.token = token;
+    result.rank = 1;
+    result.logprob = -std::numeric_limits<float>::infinity();
+    if (std::isfinite(fill_block_max(logits, vocab_size, scratch))) {
+        fill_logprobs(logits, vocab_size, std::min(num_top, kMaxLogprobs), scratch, result);
+    }
+}
 
 bool wants_best_alone(const RowSampling& row) { return row.temperature == 0.0 && row.num_logprobs < 0 && !changes_logits(row); }
 

@@ -24,6 +24,7 @@ struct RowSampling {
     uint64_t seed = 0;
     int32_t min_tokens = 0;
     int32_t num_logprobs = -1;   // -1: none; k: the sampled token's and those of the k most likely
+    int32_t num_prompt_logprobs = 0;  // alternatives to each token of the prompt, where that is scored
     bool restricts_ids = false;  // whether allowed_ids holds
     std::vector<int32_t> allowed_ids;
     std::vector<int32_t> bias_ids;
@@ -77,6 +78,10 @@ struct SamplerScratch {
 // the vocabulary are ignored.
 void sample_row(float* logits, int vocab_size, const RowSampling& row, const uint32_t* mask, const int32_t* tokens,
                 int num_tokens, int num_prompt_tokens, SamplerScratch& scratch, SampleResult& result);
+
+// How likely `token` was, of `logits` [vocab_size] as the model gave them, and which `num_top` were the most likely. Where no logit is a
+// number, or one is +inf, the log-probability is -inf and there is no most likely one.
+void score_token(const float* logits, int vocab_size, int token, int num_top, SamplerScratch& scratch, SampleResult& result);
 
 // Whether a row is given the token of its largest logit, of those that its mask allows, and nothing else is asked of them:
 // `look_at` finds it, piece by piece.

@@ -26,11 +26,12 @@ from penstock.sched.policies.reserves import Watermark
 from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.driver import STEP_NS, LateWorker, Outcome
-from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_tokens
+from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel, expected_prompt_logprobs, expected_tokens
 from penstock.types.adapter import BASE, AdapterSource
 from penstock.types.events import Abort, Add, Command, Stop
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
 EOS_TOKEN_ID = 3
@@ -230,6 +231,7 @@ def engines(draw: st.DrawFn, max_model_len: int = 40, *, has_lower_tier: bool = 
         max_step_tokens=draw(st.integers(max(1, max_batch_size), max_model_len)),
         max_model_len=max_model_len,
         has_state=draw(st.booleans()),
+        max_scored=draw(st.integers(1, 9)),
         window=draw(st.sampled_from([0, 0, 2, 5, 9, 20])),
     )
     lora = draw(loras()) if has_adapters else None
@@ -291,6 +293,7 @@ def samplings(max_tokens: int) -> st.SearchStrategy[SamplingParams]:
         seed=st.integers(0, 2),
         stop_token_ids=st.sampled_from([(), (), (EOS_TOKEN_ID,)]),
         follows_grammar=st.sampled_from([False, False, True]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
     )
 
 
@@ -334,6 +337,14 @@ def workloads(
     )
 
 
+def expected_scores(request: Request) -> list[TokenLogprobs]:
+    """What a request has to be told of its prompt."""
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return []
+    return expected_prompt_logprobs(request.prompt_token_ids, num_top, model=MODEL, adapter=request.adapter)
+
+
 def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping[str, Outcome]) -> None:
     """Every request was told what the hash model says; of what was cut short, a part. Raises AssertionError."""
     assert outcomes.keys() == {request.request_id for request in requests}
@@ -356,3 +367,4 @@ def check_answers(engine: Engine, requests: Sequence[Request], outcomes: Mapping
         else:
             answer = (tuple(outcome.token_ids), outcome.finish_reason, outcome.last.stop_reason)
             assert answer == (expected.token_ids, expected.finish_reason, expected.stop_reason)
+            assert request.prompt_logprobs == expected_scores(request)

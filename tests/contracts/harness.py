@@ -46,6 +46,7 @@ class Harness:
             max_rows=MAX_ROWS,
             max_step_tokens=MAX_BLOCKS_PER_ROW * self.block_size,
             max_model_len=MAX_BLOCKS_PER_ROW * self.block_size,
+            max_scored=9,
         )
         self._factory = factory
         self._made: list[Executor] = []
@@ -88,8 +89,10 @@ class Harness:
         **limits: int,
     ) -> list[Outcome]:
         """Run requests together; `limits` narrow the capacity that the scheduler sees. Outcomes as the requests came."""
-        core = make_core(replace(self.capacity, **limits), policies, enable_prefix_caching=caching)
-        outcomes = run_to_completion(core, executor or self.make(), *map(Add, requests))
+        executor = executor or self.make()
+        capacity = replace(self.capacity, max_scored=executor.capacity.max_scored)
+        core = make_core(replace(capacity, **limits), policies, enable_prefix_caching=caching)
+        outcomes = run_to_completion(core, executor, *map(Add, requests))
         return [outcomes[request.request_id] for request in requests]
 
     def answer(self, prompt: Sequence[int], **sampling: object) -> list[int]:

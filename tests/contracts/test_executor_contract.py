@@ -12,6 +12,7 @@ from penstock.engine.ports import BlockMover
 from penstock.testing import HashMatcher
 from penstock.types.plan import PaddingId, RowPlan, StepPlan
 from penstock.types.request import Request
+from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import BeamParams
 
 BROKEN = (ValueError, AssertionError)
@@ -138,11 +139,91 @@ class TestAnswers:
         assert len({tuple(tokens) for tokens in alone}) > 1
 
 
+class TestPrompts:
+    """Log-probabilities of prompts are a function of the prompt alone."""
+
+    def test_there_is_one_for_each_token_but_the_first(self, harness: Harness) -> None:
+        prompt = harness.prompt(harness.block_size + 3)
+        entries = scores(harness, prompt)
+        assert [entry.token_id for entry in entries] == list(prompt[1:])
+        assert all(len(entry.top) == 3 for entry in entries)
+
+    def test_a_prompt_of_one_token_has_none(self, harness: Harness) -> None:
+        assert not scores(harness, harness.prompt(1))
+
+    def test_they_are_those_of_sampling(self, harness: Harness) -> None:
+        """To the last bit: what the model tells of a position does not depend on why it is asked."""
+        prompt = harness.prompt(harness.block_size + 2)
+        entries = scores(harness, prompt)
+        if not harness.computes_logits:
+            return  # a hash tells other numbers of prompts than of samples, so that no mistake shows as another
+        for position, entry in enumerate(entries):
+            (sampled,) = harness.run(request("r", prompt[: position + 1], max_tokens=1, logprobs=3))
+            assert sampled.events[0].logprobs[0].top == entry.top
+            (forced,) = harness.run(
+                request("r", prompt[: position + 1], max_tokens=1, logprobs=0, allowed_token_ids=(entry.token_id,))
+            )
+            assert forced.events[0].logprobs[0] == replace(entry, top=())
+
+    @pytest.mark.parametrize("limits", [{"max_step_tokens": 1}, {"max_step_tokens": 5}, {"max_scored": 1}, {"max_scored": 3}])
+    def test_chunked_is_whole(self, harness: Harness, limits: dict[str, int]) -> None:
+        prompt = harness.prompt(4 * harness.block_size + 2)
+        assert scores(harness, prompt, **limits) == scores(harness, prompt)
+
+    def test_company_changes_nothing(self, harness: Harness) -> None:
+        prompts = [harness.prompt(1 + idx * harness.block_size * 2 // 3, seed=idx + 1) for idx in range(MAX_ROWS)]
+        alone = [scores(harness, prompt) for prompt in prompts]
+        requests = [request(f"r{idx}", prompt, prompt_logprobs=3) for idx, prompt in enumerate(prompts)]
+        requests[1].sampling = replace(requests[1].sampling, prompt_logprobs=None)
+        outcomes = harness.run(*requests, max_scored=5)
+        for idx, (told, prompt, outcome) in enumerate(zip(requests, prompts, outcomes, strict=True)):
+            assert told.prompt_logprobs == ([] if idx == 1 else alone[idx])
+            assert outcome.token_ids == harness.answer(prompt)
+
+    def test_what_is_cached_is_scored_too(self, harness: Harness) -> None:
+        prompt = harness.prompt(3 * harness.block_size + 1)
+        requests = request("first", prompt), request("second", prompt, arrival_ns=1, prompt_logprobs=3)
+        scored_on(harness)
+        harness.run(*requests, caching=True, max_rows=1)
+        assert requests[1].num_cached_tokens == 0
+        assert requests[1].prompt_logprobs == scores(harness, prompt)
+
+    def test_preempted_is_not_preempted(self, harness: Harness) -> None:
+        size = harness.block_size
+        num_tokens = (MAX_BLOCKS_PER_ROW - 4) * size
+        prompts = [harness.prompt(size * 2 - 1, seed=seed) for seed in (1, 2, 3)]
+        requests = [
+            request(f"r{idx}", prompt, max_tokens=num_tokens, arrival_ns=idx, prompt_logprobs=3)
+            for idx, prompt in enumerate(prompts)
+        ]
+        alone = [scores(harness, prompt) for prompt in prompts]
+        outcomes = harness.run(*requests, num_blocks=1 + MAX_BLOCKS_PER_ROW, max_scored=2)
+        assert sum(r.num_preemptions for r in requests) > 0
+        assert [told.prompt_logprobs for told in requests] == alone
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.token_ids == harness.answer(prompt, max_tokens=num_tokens)
+
+
+def scored_on(harness: Harness) -> None:
+    if not harness.make().capacity.max_scored:
+        pytest.skip("this executor tells no log-probabilities of prompts")
+
+
+def scores(harness: Harness, prompt: Sequence[int], **limits: int) -> list[TokenLogprobs]:
+    """What a fresh executor tells of a prompt alone, with three alternatives."""
+    scored_on(harness)
+    told = request("alone", prompt, prompt_logprobs=3)
+    harness.run(told, **limits)
+    assert told.is_scored
+    return told.prompt_logprobs
+
+
 class TestSteps:
     """Plans made by hand."""
 
     def test_the_capacity_is_the_one_asked_for(self, harness: Harness) -> None:
-        assert harness.make().capacity == harness.capacity
+        # How many positions of prompts it can score, each executor knows best.
+        assert replace(harness.make().capacity, max_scored=harness.capacity.max_scored) == harness.capacity
 
     def test_only_rows_that_sample_have_a_token(self, harness: Harness) -> None:
         feed = Feed(harness.make())

@@ -27,6 +27,16 @@ NO_USABLE_STATE = "the model's answer to this text has an entry that is no numbe
 """The same for a text."""
 
 
+MAX_SCORED_BYTES = 32 * 2**20
+"""Memory for logits of prompts whose log-probabilities a step tells."""
+MIN_SCORED, MAX_SCORED = 16, 256
+
+
+def max_scored_positions(vocab_size: int) -> int:
+    """`Capacity.max_scored` of a vocabulary: with a large one, fewer positions have logits at a time."""
+    return min(max(MIN_SCORED, MAX_SCORED_BYTES // (4 * vocab_size)), MAX_SCORED)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
     """One step in arrays, all C-contiguous: R rows, T tokens, S sampled tokens."""

@@ -132,7 +132,9 @@ class KVManager:
         """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self._names_content:
             return NO_HIT
-        return self.prefix.lookup(request, self._table(request))
+        table = self._table(request)
+        # What others have computed has no logits, so whose prompt is to be scored computes all of it.
+        return self.prefix.lookup(request, table) if request.is_scored else NO_HIT
 
     def allocate(
         self, request: Request, hit: PrefixHit, num_tokens: int, packed: PackedAdapter | None = None

@@ -157,6 +157,8 @@ class PrefixCache:
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
+        if not request.is_scored:
+            return PrefixStop(PrefixEnd.SCORED, position)
         table = self._tables[request.request_id]
         has_other_root = self._begin(request)
         longest = request.num_tokens - 1
@@ -197,7 +199,7 @@ class PrefixCache:
 
         Only a whole block, or all that is left of the prompt but its last token, where a hit may end inside a block.
         """
-        if not self.leaders:
+        if not self.leaders or not request.is_scored:
             return None
         table, num_blocks = self._tables[request.request_id], len(hit.block_ids)
         start = num_blocks * self._block_size

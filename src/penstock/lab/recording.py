@@ -99,6 +99,8 @@ class Arrival:
     beam_width: int
     """0: no beam search."""
     has_grammar: bool
+    is_scored: bool
+    """It asks for log-probabilities of its prompt."""
     blocks: tuple[BlockId, ...]
     """The prompt, the last piece included that fills no block. Empty: not known."""
     is_repeated: bool
@@ -401,6 +403,7 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         deadline_ns=line.get("deadline"),
         beam_width=line.get("beams", 0),
         has_grammar=line.get("grammar", False),
+        is_scored=line.get("scored", False),
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
         arm=line.get("arm", ""),

@@ -33,14 +33,15 @@ from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.adapter import BASE, AdapterOutlook, AdapterRef, AdapterState, NoAdapters, PackedAdapter
 from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
-from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason, Request
-from penstock.types.result import StepResult, StepTiming
+from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
 STOP_TOKEN_ID = 0
 UNKNOWN_TOKEN_ID = (1 << 31) - 1
 """Any token of an answer that had not ended, or of nobody."""
+NO_LOGPROBS = TokenLogprobs(UNKNOWN_TOKEN_ID, 0.0, 1, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,12 @@ def _request(arrival: Arrival, contents: _Contents) -> Request:
     return Request(
         request_id=str(arrival.id),
         prompt_token_ids=tuple(contents.tokens(arrival.blocks, arrival.num_prompt_tokens)),
-        sampling=SamplingParams(max_tokens=arrival.max_tokens, temperature=0.0, stop_token_ids=(STOP_TOKEN_ID,)),
+        sampling=SamplingParams(
+            max_tokens=arrival.max_tokens,
+            temperature=0.0,
+            stop_token_ids=(STOP_TOKEN_ID,),
+            prompt_logprobs=0 if arrival.is_scored else None,
+        ),
         arrival_ns=arrival.arrival_ns,
         priority=arrival.priority,
         deadline_ns=arrival.deadline_ns,
@@ -310,6 +316,8 @@ class _RecordedExecutor(NoAdapters):
         self._num_begun = 0
         self._flights: deque[StepDone] = deque()
         self._results: dict[int, StepResult] = {}
+        self._scored: dict[str, AdmitRow] = {}
+        """Of rows whose prompts are scored, by request id."""
 
     @property
     def has_more(self) -> bool:
@@ -354,8 +362,24 @@ class _RecordedExecutor(NoAdapters):
                 # Rows of padding, of requests that ended in the step before, and of those that were still running at the end.
                 tokens[row.request_id] = (left.popleft() if left else UNKNOWN_TOKEN_ID,)
         timing = StepTiming(plan.now_ns + waited_ns, step_end_ns, waited_ns=waited_ns)
-        self._results[plan.step_id] = StepResult(plan.step_id, tokens, timing, failures=failures)
+        self._results[plan.step_id] = StepResult(
+            plan.step_id, tokens, timing, prompt_logprobs=self._score(plan), failures=failures
+        )
         return Ticket(plan.step_id, step_end_ns)
+
+    def _score(self, plan: StepPlan) -> dict[str, tuple[TokenLogprobs, ...]]:
+        """Something for each token of prompts that are scored: plans depend on how many were told, and on nothing of it."""
+        for request_id in plan.releases:
+            self._scored.pop(request_id, None)
+        self._scored |= {admit.request_id: admit for admit in plan.admits if admit.sampling.prompt_logprobs is not None}
+        if not self._scored:
+            return {}
+        rows = [(row, self._scored[row.request_id]) for row in plan.rows if row.request_id in self._scored]
+        return {
+            row.request_id: (NO_LOGPROBS,)
+            * len(scored_positions(row.context_len, row.query_len, admit.num_prompt_tokens, admit.num_scored))
+            for row, admit in rows
+        }
 
     def _compare(self, plan: StepPlan, step: StepDone) -> None:
         if self.difference:

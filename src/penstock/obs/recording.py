@@ -361,6 +361,8 @@ class _Writer:
             line["beams"] = sampling.beams.width
         if sampling.follows_grammar:
             line["grammar"] = True
+        if sampling.prompt_logprobs is not None:
+            line["scored"] = True
         if request.adapter is not None:
             line["adapter"] = request.adapter.number
             if content != request.adapter.number:

@@ -83,6 +83,7 @@ class StepDraft:
         "lacks_memory",
         "num_decode_rows",
         "num_let_in",
+        "num_scored_left",
         "padding_rows",
         "preemptions",
         "promised",
@@ -91,7 +92,9 @@ class StepDraft:
         "set_aside",
     )
 
-    def __init__(self, limits: StepLimits, *, is_ahead: bool = False, takes_whole_texts: bool = False) -> None:
+    def __init__(
+        self, limits: StepLimits, *, is_ahead: bool = False, takes_whole_texts: bool = False, max_scored: int = 0
+    ) -> None:
         self.is_ahead = is_ahead
         """A step is in flight, with rows of the running requests: nobody is preempted."""
         self.counts = StepCounts()
@@ -105,6 +108,8 @@ class StepDraft:
         self.admits: dict[str, AdmitRow] = {}
         self.num_let_in = 0
         """Number of requests that the gate lets in and that were admitted or held back."""
+        self.num_scored_left = max_scored
+        """Positions of prompts whose log-probabilities the step may still tell."""
         self.lacks_memory = False
         """A running request had to be preempted for another: nobody joins."""
         self.puts_off_pause = False
@@ -112,6 +117,15 @@ class StepDraft:
         self.admissions: list[Admission] = []
         self.preemptions: list[Preemption] = []
         self.set_aside: list[tuple[str, WaitReason]] = []
+
+    def chunk(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens that a prefill may compute in this step, if so many are computed or found; 0: it has to wait."""
+        num_behind = request.num_tokens - num_computed_tokens
+        query_len = self.budget.chunk(num_behind)
+        scored = request.positions_to_score(num_computed_tokens, query_len)
+        if len(scored) > self.num_scored_left:
+            query_len = scored[0] + self.num_scored_left - num_computed_tokens
+        return query_len
 
     def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
         """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
@@ -123,6 +137,7 @@ class StepDraft:
         row = AdmitRow(
             request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at, number
         )
+        row.num_scored = len(request.prompt_logprobs)
         self.admits[request.request_id] = row
 
     def add_row(
@@ -149,6 +164,7 @@ class StepDraft:
         self.rows.append(row)
         if is_prefill:
             counts.prefills.append(row)
+            self.num_scored_left -= len(request.positions_to_score(context_len, query_len))
         if query_len > 1:
             counts.num_prefill_pairs += num_pairs(row)
         if request.max_computed_tokens:
@@ -177,6 +193,7 @@ class StepDraft:
                     counts.num_decodes -= row.num_positions
                 if row in counts.prefills:
                     counts.prefills.remove(row)
+                    self.num_scored_left += len(request.positions_to_score(row.context_len, row.query_len))
                 counts.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
                 counts.num_recomputed_tokens -= num_recomputed(request, row)
                 del self.rows[idx]

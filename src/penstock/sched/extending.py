@@ -55,7 +55,7 @@ class Extending:
         """A row for a prefill, if tokens are left. One that was paused meanwhile, and had room to come back, has its row."""
         if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
             return
-        if query_len := draft.budget.chunk(request.num_behind):
+        if query_len := draft.chunk(request, request.num_computed_tokens):
             draft.promised.num_blocks -= self._running.missing_blocks(request)
             self._extend(draft, request, query_len, is_prefill=True)
             draft.promised.num_blocks += self._running.missing_blocks(request)

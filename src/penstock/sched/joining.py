@@ -191,7 +191,7 @@ class Joining:
             if self._padding.is_active and not self._padding.pad_prompt(request, draft):
                 counts.waits_for = WaitReason.TOKENS
                 return
-            query_len = budget.chunk(num_behind)
+            query_len = draft.chunk(request, hit.num_tokens)
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
@@ -334,7 +334,7 @@ class Joining:
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
         """Is the tier below the pool bringing more of its prefix? Only as much as others leave it room for."""
         swapping = self._kv.swapping
-        if swapping is None:
+        if swapping is None or not request.is_scored:
             return False
         num_spare = self._kv.pool.num_available - draft.promised.num_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token

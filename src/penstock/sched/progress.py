@@ -8,6 +8,8 @@ by the scheduler and its parts; holds no state, and knows no blocks, queues or p
     advance                  + query_len               - query_len       + sampled tokens
     preempt                      0                         0
 
+What the executor tells of prompts (`score`) is kept with the request, and stays there when it is preempted.
+
 Two functions are loops over all rows of a step, without a call for each row: `plan_decodes` and `advance`.
 """
 
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from penstock.types.events import TokenEvent
 from penstock.types.plan import RowPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
-from penstock.types.result import StepResult
+from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import StepCounts
 
 # one request
@@ -46,6 +48,14 @@ def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[
 def plan(request: Request, query_len: int) -> None:
     """A step computes the request's next tokens."""
     request.num_inflight_tokens = query_len
+
+
+def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> None:
+    """A row told of its prompt. Before the step is counted. Raises ValueError for another number than of its positions."""
+    num_expected = len(request.positions_to_score(row.context_len, row.query_len))
+    if len(entries) != num_expected:
+        raise ValueError(f"{request.request_id!r} was told of {len(entries)} tokens of its prompt, not of {num_expected}")
+    request.prompt_logprobs += entries
 
 
 def preempt(request: Request) -> None:

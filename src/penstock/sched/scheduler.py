@@ -39,7 +39,7 @@ split and end with their first step, and each holds one block meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
@@ -260,7 +260,9 @@ class Scheduler:
         decision = self._joining.ask_gate(now_ns)
         capacity = self.capacity
         limits = StepLimits(capacity.max_step_tokens)
-        draft = StepDraft(limits, is_ahead=bool(self._flights), takes_whole_texts=capacity.is_one_pass)
+        draft = StepDraft(
+            limits, is_ahead=bool(self._flights), takes_whole_texts=capacity.is_one_pass, max_scored=capacity.max_scored
+        )
         if self._padding.is_active:
             self._padding.begin(draft)
         prefills = self._extending.decodes(draft)
@@ -345,9 +347,12 @@ class Scheduler:
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
         outcome = StepOutcome(flight.counts, flight.void)
         grouped, failures = tuple(self._groups.by_id), result.failures
+        rows = flight.live(plan.rows) if flight.void else plan.rows
+        if result.prompt_logprobs:
+            self._score(rows, result)
         advances = progress.advance(
             self._running.requests,
-            flight.live(plan.rows) if flight.void else plan.rows,
+            rows,
             result,
             now_ns,
             outcome,
@@ -371,6 +376,12 @@ class Scheduler:
         for answer in self._chooser.choose(now_ns) if grouped else ():
             self._tell(answer, outcome, now_ns)
         return outcome
+
+    def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
+        """Keep what the step told of prompts."""
+        for row in rows:
+            if row.request_id in result.prompt_logprobs:
+                progress.score(self._running.requests[row.request_id], row, result.prompt_logprobs[row.request_id])
 
     def _settle(self, advance: Advance, outcome: StepOutcome) -> None:
         """After a row's tokens are counted: publish its blocks, and end its request if that has come to its end."""
@@ -451,6 +462,9 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
     if capacity.is_one_pass:
         return _refuse_text(request, capacity)
+    if request.sampling.prompt_logprobs is not None and not capacity.max_scored:
+        detail = "The server's backend tells no log-probabilities of prompts: that needs --backend native or reference."
+        return Rejected(RejectReason.INVALID, detail, param="prompt_logprobs")
     if num_prompt + 1 > capacity.max_model_len:
         detail = (
             f"The prompt has {counted(num_prompt, 'token')} and needs room for at least one more, but prompt and output "

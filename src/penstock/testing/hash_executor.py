@@ -27,10 +27,11 @@ import struct
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from penstock.types.adapter import BASE, AdapterRef, PackedAdapter
 from penstock.types.errors import ExecutorFailure, GrammarFailure
-from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket
+from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
@@ -111,6 +112,12 @@ class HashModel:
         top = tuple((other, -0.6931471805599453 * (idx + 1)) for idx, other in enumerate(others))
         return TokenLogprobs(token_id, -0.6931471805599453, 1, top)
 
+    def prompt_logprobs(self, value: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """Of a token of a prompt after a prefix of this value, on which all of it depends."""
+        state = mix(value, token_id)
+        top = tuple((self._draw(mix(value, idx)), -(idx + 1) / 4) for idx in range(num_top))
+        return TokenLogprobs(token_id, -(state % 10_000) / 1000, 1 + state % 100, top)
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -147,6 +154,17 @@ def expected_tokens(
             matcher.accept((token_id,))
 
 
+def expected_prompt_logprobs(
+    prompt_token_ids: Sequence[int], num_top: int, *, model: HashModel, adapter: AdapterRef | None = None
+) -> list[TokenLogprobs]:
+    """The oracle of a prompt's log-probabilities."""
+    value, entries = root_of(adapter), []
+    for token_id, following in pairwise(prompt_token_ids):
+        value = mix(value, token_id)
+        entries.append(model.prompt_logprobs(value, following, num_top))
+    return entries
+
+
 STATE_WIDTH = 4
 
 
@@ -169,7 +187,7 @@ NULL_BLOCK = 0
 SLOT_BYTES = 8
 """Bytes of a hash, in the content that `read_blocks` gives."""
 
-DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096)
+DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096, max_scored=100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +213,7 @@ class HashRow:
     """With those that steps in flight sample."""
     block_ids: list[int] = field(default_factory=list)
     second_at: int = 0
+    num_scored: int = 0
     adapter: int = BASE
     placed: PlacedAdapter | None = None
     """Its adapter as it was placed when the row was admitted."""
@@ -367,6 +386,7 @@ class HashExecutor:
         held = frozenset(block_id for row in rows for block_id in row.held) if self.depth > 1 else frozenset[int]()
         awaits_masks = any(plan.samples and row.sampling.follows_grammar for plan, row in zip(plan.rows, rows, strict=True))
         step = HashStep(plan, rows, held, awaits_masks)
+        self._check_scored(step)
         self._in_flight.append(step)
         self._to_compute.append(step)
         if self.depth == 1 or self._random.random() < 0.5:
@@ -420,6 +440,10 @@ class HashExecutor:
             f"{plan.num_tokens} tokens of at most {self._capacity.max_step_tokens}"
         )
 
+    def _check_scored(self, step: HashStep) -> None:
+        num_scored = sum(len(_scored(plan, row)) for plan, row in zip(step.plan.rows, step.rows, strict=True))
+        assert num_scored <= self._capacity.max_scored, f"{num_scored} positions of at most {self._capacity.max_scored} tell"
+
     def _check_block_id(self, block_id: int) -> None:
         assert NULL_BLOCK < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
 
@@ -455,7 +479,7 @@ class HashExecutor:
                 raise ValueError(f"token {token_id} is outside the vocabulary of {self.model.vocab_size}")
         num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
-        row.second_at = admit.second_at
+        row.second_at, row.num_scored = admit.second_at, admit.num_scored
         assert admit.adapter == BASE or admit.adapter in self._adapters, f"the adapter of {admit.request_id!r} is not placed"
         row.adapter, row.placed = admit.adapter, self._adapters.get(admit.adapter)
         self._rows[admit.request_id] = row
@@ -534,15 +558,20 @@ class HashExecutor:
     def _compute(self, step: HashStep) -> None:
         token_ids: dict[str, tuple[int, ...]] = {}
         logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
+        prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         states: dict[str, bytes] = {}
         for plan, row in zip(step.plan.rows, step.rows, strict=True):
             if not self._capacity.is_one_pass:
                 self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
+                if scored := _scored(plan, row):
+                    prompt_logprobs[plan.request_id] = self._score(row, scored)
             elif plan.samples:
                 states[plan.request_id] = expected_state(row.token_ids, row.second_at)
         timing = StepTiming(self.num_steps * self._step_ns, (self.num_steps + 1) * self._step_ns)
         self.num_steps += 1
-        self._results[step.plan.step_id] = StepResult(step.plan.step_id, token_ids, timing, logprobs, states=states)
+        self._results[step.plan.step_id] = StepResult(
+            step.plan.step_id, token_ids, timing, logprobs, prompt_logprobs, states=states
+        )
 
     def _run(
         self,
@@ -567,6 +596,10 @@ class HashExecutor:
             if row.sampling.logprobs is not None:
                 num_top = row.sampling.logprobs
                 logprobs[plan.request_id] = tuple([self.model.logprobs(token_id, num_top) for token_id in sampled])
+
+    def _score(self, row: HashRow, positions: range) -> tuple[TokenLogprobs, ...]:
+        num_top, token_ids = row.sampling.prompt_logprobs or 0, row.token_ids
+        return tuple([self.model.prompt_logprobs(self._content(row, at), token_ids[at + 1], num_top) for at in positions])
 
     def _read_adapter(self, row: HashRow) -> int:
         """The value before position 0, after a look at all pages of the row's adapter."""
@@ -620,6 +653,13 @@ class HashExecutor:
             end = self._ends[block_id]
             assert end == offset + 1, f"block {block_id} has the state after {end} positions, and {offset + 1} are wanted"
         return self._content(row, position)
+
+
+def _scored(plan: RowPlan, row: HashRow) -> range:
+    """Positions of the step that tell of the row's prompt."""
+    if row.sampling.prompt_logprobs is None or isinstance(plan.request_id, PaddingId):
+        return range(0)
+    return scored_positions(plan.context_len, plan.query_len, row.num_prompt_tokens, row.num_scored)
 
 
 SHARE = 3

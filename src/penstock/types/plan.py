@@ -51,6 +51,8 @@ class AdmitRow:
     """Position of the first token of a pair's second text; 0: it is one text."""
     adapter: int = BASE
     """Number of its adapter, which was placed before this step and is not dropped before the row is released."""
+    num_scored: int = 0
+    """With `sampling.prompt_logprobs`: so many tokens of the prompt, after its first, have told their log-probabilities. Each step tells those of `scored_positions`."""
 
 
 @dataclass(slots=True)
@@ -122,6 +124,9 @@ class Capacity:
     window: int = 0
     """No layer sees other positions of a row than the last so many, the one that it computes included; 0: some layer sees all.
     The executor may read others, whatever is there by then, if no bit of an answer depends on it."""
+    max_scored: int = 0
+    """Positions of prompts of which one step tells log-probabilities, at most (`SamplingParams.prompt_logprobs`): their logits
+    take memory and time. 0: the executor tells none."""
     is_one_pass: bool = False
     """Each request is a text that is computed whole, in one step, and its answer is `StepResult.states`. Nothing is kept of it:
     its block, of which each is long enough for any text, is no more than its place in the step."""
@@ -147,6 +152,14 @@ def most_blocks(num_positions: int, block_size: int, *, window: int, max_step_to
     """Blocks that a request holds at most: those of all positions, or of a window and of what one step computes behind it."""
     num_blocks = -(-num_positions // block_size)
     return min(num_blocks, 1 - (2 - window - max_step_tokens) // block_size) if window else num_blocks
+
+
+def scored_positions(context_len: int, query_len: int, num_prompt_tokens: int, num_scored: int) -> range:
+    """Positions of a row's step whose logits say how likely the next token of the prompt was, of a request that wants to know.
+
+    `num_scored`: tokens told already. The last position of a prompt is none of them: what follows it is sampled.
+    """
+    return range(max(context_len, num_scored), min(context_len + query_len, num_prompt_tokens - 1))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from penstock.types.adapter import BASE, AdapterRef
+from penstock.types.plan import scored_positions
+from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
 
 ARM_A, ARM_B = "A", "B"
@@ -87,6 +89,8 @@ class Request:
     num_preemptions: int = 0
     max_computed_tokens: int = 0
     """Most that `num_computed_tokens` was when it was preempted: up to there, tokens are computed again."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """What is known of its prompt, if `sampling.prompt_logprobs` asks for it: of its tokens in order, without the first."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None
@@ -109,3 +113,14 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Nothing of its prompt's log-probabilities is left to tell, so it may pass over what others have computed."""
+        return self.sampling.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1
+
+    def positions_to_score(self, context_len: int, query_len: int) -> range:
+        """Positions of a step's row whose logits tell of its prompt; empty unless it asks for that."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return scored_positions(context_len, query_len, self.num_prompt_tokens, len(self.prompt_logprobs))

@@ -135,6 +135,8 @@ class SamplingParams:
     """64-bit unsigned. The maker of the request draws one if the user gave none."""
     logprobs: int | None = None
     """None: none. k >= 0: the sampled token's log-probability and those of the k most likely tokens."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first, which nothing comes before; at most `MAX_LOGPROBS`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token_id, bias) pairs, ids ascending and unique."""
     allowed_token_ids: tuple[int, ...] | None = None

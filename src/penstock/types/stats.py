@@ -44,6 +44,8 @@ class PrefixEnd(StrEnum):
     SALT = "different salt or adapter"
     """The same tenant sent the same tokens under another salt, or for another adapter."""
     UNSEEN = "never seen"
+    SCORED = "log-probabilities of the prompt"
+    """The request asks for them, and they are computed of each token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK
+from penstock.backends.batch import NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, max_scored_positions
 from penstock.backends.native._native import (
     Account,
     AdapterFormat,
@@ -72,7 +72,10 @@ class NativeExecutor:
     ) -> None:
         state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = Capacity(*sizes, has_state=state is not None, window=program.window, is_one_pass=is_one_pass)
+        max_scored = 0 if is_one_pass else max_scored_positions(program.vocab_size)
+        self._capacity = Capacity(
+            *sizes, has_state=state is not None, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass
+        )
         if is_one_pass != isinstance(program.ending, States):
             raise ModelError(
                 f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
@@ -97,6 +100,7 @@ class NativeExecutor:
             state_columns=state.num_columns if state else 0,
             state_width=state.width if state else 0,
             account=account,
+            max_scored=max_scored,
         )
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
@@ -126,8 +130,11 @@ class NativeExecutor:
             vocab_size=program.vocab_size,
             window=self._capacity.window,
             is_one_pass=is_one_pass,
+            max_scored=max_scored,
         )
         self._wants_logprobs: set[str] = set()
+        """Request ids."""
+        self._scores_prompts: set[str] = set()
         """Request ids."""
         self._with_grammar: set[str] = set()
         """Request ids of rows whose masks come step by step."""
@@ -236,6 +243,7 @@ class NativeExecutor:
         for request_id in plan.releases:
             rows.release(request_id)
             self._wants_logprobs.discard(request_id)
+            self._scores_prompts.discard(request_id)
             self._with_grammar.discard(request_id)
         for row in plan.admits:
             if row.adapter != BASE and row.adapter not in self._placed:
@@ -246,6 +254,8 @@ class NativeExecutor:
             self._engine.set_sampling(slot, make_row_sampling(row.sampling))
             if row.sampling.logprobs is not None:
                 self._wants_logprobs.add(row.request_id)
+            if row.sampling.prompt_logprobs is not None:
+                self._scores_prompts.add(row.request_id)
             if row.sampling.follows_grammar:
                 self._with_grammar.add(row.request_id)
         rows.plan(plan.rows)
@@ -284,6 +294,7 @@ class NativeExecutor:
             token_ids,
             timing=self._timing(start_ns),
             logprobs=self._logprobs() if self._wants_logprobs else {},
+            prompt_logprobs=self._prompt_logprobs() if self._scores_prompts else {},
             failures=dict.fromkeys(failed, NO_USABLE_LOGIT),
         )
 
@@ -310,11 +321,18 @@ class NativeExecutor:
 
     def _logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for index, name in enumerate(self._rows.sampled()):
+        for index, name in zip(self._rows.sampled_logits(), self._rows.sampled(), strict=True):
             if name in self._wants_logprobs:
                 token_id, logprob, rank, top = self._engine.logprobs(index)
                 if token_id >= 0:  # else the row failed, and the others are of an earlier step
                     found[name] = (TokenLogprobs(token_id, logprob, rank, tuple(top)),)
+        return found
+
+    def _prompt_logprobs(self) -> dict[str, tuple[TokenLogprobs, ...]]:
+        found: dict[str, tuple[TokenLogprobs, ...]] = {}
+        for name, first, count in self._rows.scored():
+            told = [self._engine.logprobs(index) for index in range(first, first + count)]
+            found[name] = tuple([TokenLogprobs(token_id, logprob, rank, tuple(top)) for token_id, logprob, rank, top in told])
         return found
 
     def forward_logits(self, token_ids: Sequence[int], *, adapter: int = BASE) -> NDArray[np.float32]:
@@ -411,4 +429,5 @@ def make_row_sampling(params: SamplingParams) -> RowSampling:
         bias=list(params.logit_bias),
         banned_sequences=[list(sequence) for sequence in params.banned_token_sequences],
         stop_ids=list(params.stop_token_ids),
+        num_prompt_logprobs=params.prompt_logprobs or 0,
     )

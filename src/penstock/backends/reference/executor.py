@@ -10,19 +10,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backends.batch import NO_TOKEN, NO_USABLE_LOGIT, NO_USABLE_STATE, NULL_BLOCK, BatchBuilder, StepBatch
+from penstock.backends.batch import (
+    NO_TOKEN,
+    NO_USABLE_LOGIT,
+    NO_USABLE_STATE,
+    NULL_BLOCK,
+    BatchBuilder,
+    StepBatch,
+    max_scored_positions,
+)
 from penstock.backends.reference.adapters import PagedFactors, pack_factors
 from penstock.backends.reference.interpreter import Interpreter, RowRun
 from penstock.backends.reference.kv_cache import KvCache
-from penstock.backends.reference.sampling import NoCandidateError, Sample, sample
+from penstock.backends.reference.sampling import NoCandidateError, Sample, sample, token_logprobs
 from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
 from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.errors import ExecutorFailure, ModelError
 from penstock.types.kv_dtype import KvDtype
-from penstock.types.plan import Capacity, StepPlan, Ticket
-from penstock.types.result import StepResult, StepTiming
+from penstock.types.plan import Capacity, StepPlan, Ticket, scored_positions
+from penstock.types.result import StepResult, StepTiming, TokenLogprobs
 from penstock.types.sampling import SamplingParams
 
 
@@ -59,7 +67,10 @@ class ReferenceExecutor:
     ) -> None:
         has_state, is_one_pass = program.state is not None, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
-        self._capacity = Capacity(*sizes, has_state=has_state, window=program.window, is_one_pass=is_one_pass)
+        max_scored = 0 if is_one_pass else max_scored_positions(program.vocab_size)
+        self._capacity = Capacity(
+            *sizes, has_state=has_state, window=program.window, max_scored=max_scored, is_one_pass=is_one_pass
+        )
         if is_one_pass != isinstance(program.ending, States):
             raise ModelError(
                 f"the program ends in {type(program.ending).__name__}, and reads {'texts' if is_one_pass else 'a KV cache'}.",
@@ -78,6 +89,8 @@ class ReferenceExecutor:
         self._batches = BatchBuilder(self._capacity, vocab_size=program.vocab_size, placed=self._adapters.keys())
         self._sampling: dict[int, SamplingParams] = {}
         """Parameters by slot."""
+        self._num_scored: dict[int, int] = {}
+        """Tokens of its prompt that were told before it was admitted, by slot of a row whose prompt is scored."""
         self._awaits: _Awaits | None = None
         self._results: deque[StepResult] = deque()
         self._is_closed = False
@@ -165,7 +178,11 @@ class ReferenceExecutor:
             raise ValueError(f"step {plan.step_id} writes one KV slot twice")
         for slot in batch.released:
             del self._sampling[slot]
+            self._num_scored.pop(slot, None)
         self._sampling.update((slot, row.sampling) for slot, row in batch.admitted)
+        self._num_scored.update(
+            (slot, row.num_scored) for slot, row in batch.admitted if row.sampling.prompt_logprobs is not None
+        )
         self._forget_stale_blocks(plan)
         follow = {request_id for request_id, slot in _samplers(batch) if self._sampling[slot].follows_grammar}
         if follow:
@@ -192,7 +209,7 @@ class ReferenceExecutor:
         if self._capacity.is_one_pass:
             self._read_texts(batch, start_ns)
             return
-        samples = self._run_rows(batch, masks)
+        samples, prompt_logprobs = self._run_rows(batch, masks)
         self._batches.append_sampled(
             batch, np.array([NO_TOKEN if s is None else s.token_id for s in samples.values()], np.int32)
         )
@@ -202,6 +219,7 @@ class ReferenceExecutor:
                 token_ids={request_id: (s.token_id,) for request_id, s in samples.items() if s is not None},
                 timing=StepTiming(start_ns, time.monotonic_ns()),
                 logprobs={request_id: (s.logprobs,) for request_id, s in samples.items() if s and s.logprobs is not None},
+                prompt_logprobs=prompt_logprobs,
                 failures={request_id: NO_USABLE_LOGIT for request_id, s in samples.items() if s is None},
             )
         )
@@ -211,7 +229,7 @@ class ReferenceExecutor:
         failures: dict[str, str] = {}
         sampling_rows = set(batch.sample_rows.tolist())
         for i, request_id in enumerate(batch.request_ids):
-            state = self._run_row(batch, i, samples=i in sampling_rows)
+            state = self._run_row(batch, i, range(0), samples=i in sampling_rows)
             if i not in sampling_rows:  # padding
                 continue
             if np.isfinite(state).all():
@@ -262,18 +280,39 @@ class ReferenceExecutor:
         for row in plan.rows:
             self._cache.forget(row.new_block_ids, 0)
 
-    def _run_rows(self, batch: StepBatch, masks: Mapping[str, bytes]) -> dict[str, Sample | None]:
-        """Request id -> what it sampled, or None if no logit was a number, in the order of the rows."""
+    def _run_rows(
+        self, batch: StepBatch, masks: Mapping[str, bytes]
+    ) -> tuple[dict[str, Sample | None], dict[str, tuple[TokenLogprobs, ...]]]:
+        """Request id -> what it sampled, or None if no logit was a number, in the order of the rows; and of prompts that are
+        scored what the step tells of them."""
         samples: dict[str, Sample | None] = {}
+        prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         sampling_rows = set(batch.sample_rows.tolist())
         for i, request_id in enumerate(batch.request_ids):
-            logits = self._run_row(batch, i, samples=i in sampling_rows)
+            slot, scored = int(batch.row_slots[i]), self._scored(batch, i)
+            logits = self._run_row(batch, i, scored, samples=i in sampling_rows)
+            if scored:
+                num_top, token_ids = self._sampling[slot].prompt_logprobs or 0, self._batches.tokens[slot]
+                prompt_logprobs[request_id] = tuple(
+                    [token_logprobs(row, int(token_ids[at + 1]), num_top) for row, at in zip(logits, scored, strict=False)]
+                )
             if i in sampling_rows:
-                samples[request_id] = self._sample(int(batch.row_slots[i]), logits[0], masks.get(request_id))
-        return samples
+                samples[request_id] = self._sample(slot, logits[-1], masks.get(request_id))
+        return samples, prompt_logprobs
 
-    def _run_row(self, batch: StepBatch, i: int, *, samples: bool) -> NDArray[np.float32]:
+    def _scored(self, batch: StepBatch, i: int) -> range:
+        """Positions of a row whose logits tell of its prompt."""
+        slot = int(batch.row_slots[i])
+        if slot not in self._num_scored:
+            return range(0)
+        query_len = int(batch.query_start_loc[i + 1] - batch.query_start_loc[i])
+        num_prompt_tokens = int(self._batches.num_prompt_tokens[slot])
+        return scored_positions(int(batch.context_lens[i]), query_len, num_prompt_tokens, self._num_scored[slot])
+
+    def _run_row(self, batch: StepBatch, i: int, scored: range, *, samples: bool) -> NDArray[np.float32]:
+        """Logits of the positions that are scored, then of the last one if it samples; or the states of a text."""
         start, end = int(batch.query_start_loc[i]), int(batch.query_start_loc[i + 1])
+        gathered = [at - int(batch.context_lens[i]) for at in scored] + [end - start - 1] * samples
         return self._interpreter.run(
             RowRun(
                 cache=self._cache,
@@ -281,7 +320,7 @@ class ReferenceExecutor:
                 context_len=int(batch.context_lens[i]),
                 slots=batch.slot_mapping[start:end],
                 block_table=self._batches.block_tables[batch.row_slots[i]],
-                gathered=np.array([end - start - 1] if samples else [], np.int64),
+                gathered=np.array(gathered, np.int64),
                 second_at=int(self._batches.second_at[batch.row_slots[i]]),
                 adapter=self._adapter(int(self._batches.adapters[batch.row_slots[i]])),
             )

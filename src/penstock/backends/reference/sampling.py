@@ -9,6 +9,7 @@ Arithmetic: changes to logits are float32; weights, sums and probabilities are f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,13 @@ def sample(
 
 
 def token_logprobs(raw: F32, token_id: int, num_top: int) -> TokenLogprobs:
-    """Step 1: log-softmax of the model's own logits [vocab_size], for one token and the `num_top` most likely."""
+    """Step 1: log-softmax of the model's own logits [vocab_size], for one token and the `num_top` most likely.
+
+    Where no logit is a number, or one is +inf, every log-probability is -inf, and none is the most likely.
+    """
+    raw = np.where(np.isnan(raw), np.float32(-np.inf), raw)
+    if not np.isfinite(raw.max()):
+        return TokenLogprobs(token_id, -math.inf, 1, ())
     x = raw.astype(np.float64)
     logprobs = x - x.max() - np.log(np.exp(x - x.max()).sum())
     top = by_likelihood(raw)[:num_top]

@@ -293,6 +293,8 @@ def _why_no_more(told: Explanation) -> str:
             why = "it is cached under another salt"
         case PrefixEnd.UNSEEN:
             why = "what follows was never seen" if stop.position else "its beginning was never seen"
+        case PrefixEnd.SCORED:
+            why = "it asks for its prompt's log-probabilities, which the cache does not have"
     return f" ({why})"
 
 
