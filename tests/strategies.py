@@ -338,7 +338,7 @@ def workloads(
 
 
 def expected_scores(request: Request) -> list[TokenLogprobs]:
-    """What a request has to be told of its prompt."""
+    """The entries that a request has to be given for its prompt."""
     num_top = request.sampling.prompt_logprobs
     if num_top is None:
         return []

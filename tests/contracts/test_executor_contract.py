@@ -210,7 +210,7 @@ def scored_on(harness: Harness) -> None:
 
 
 def scores(harness: Harness, prompt: Sequence[int], **limits: int) -> list[TokenLogprobs]:
-    """What a fresh executor tells of a prompt alone, with three alternatives."""
+    """The entries that a fresh executor gives to a prompt alone, with three alternatives."""
     scored_on(harness)
     told = request("alone", prompt, prompt_logprobs=3)
     harness.run(told, **limits)

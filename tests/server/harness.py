@@ -39,7 +39,7 @@ from penstock.types.encoder import EncoderInfo, ScoreFunction
 from penstock.types.plan import Capacity
 from penstock.types.vocab import GgufVocab
 
-CAPACITY = Capacity(num_blocks=513, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048)
+CAPACITY = Capacity(num_blocks=513, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048, max_scored=20)
 MODEL_NAME = "toy"
 SPECIAL_TOKENS = ("<|end|>", "<|begin|>", "<|turn|>")
 END_ID = 0

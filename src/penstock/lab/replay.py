@@ -317,7 +317,7 @@ class _RecordedExecutor(NoAdapters):
         self._flights: deque[StepDone] = deque()
         self._results: dict[int, StepResult] = {}
         self._scored: dict[str, AdmitRow] = {}
-        """Of rows whose prompts are scored, by request id."""
+        """Rows whose prompts are scored, by request id."""
 
     @property
     def has_more(self) -> bool:

@@ -8,7 +8,7 @@ by the scheduler and its parts; holds no state, and knows no blocks, queues or p
     advance                  + query_len               - query_len       + sampled tokens
     preempt                      0                         0
 
-What the executor tells of prompts (`score`) is kept with the request, and stays there when it is preempted.
+The request keeps what the executor tells of its prompt (`score`), also when it is preempted.
 
 Two functions are loops over all rows of a step, without a call for each row: `plan_decodes` and `advance`.
 """

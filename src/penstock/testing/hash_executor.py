@@ -113,7 +113,7 @@ class HashModel:
         return TokenLogprobs(token_id, -0.6931471805599453, 1, top)
 
     def prompt_logprobs(self, value: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """Of a token of a prompt after a prefix of this value, on which all of it depends."""
+        """The same for a token of a prompt after a prefix of this value; all of it depends on both."""
         state = mix(value, token_id)
         top = tuple((self._draw(mix(value, idx)), -(idx + 1) / 4) for idx in range(num_top))
         return TokenLogprobs(token_id, -(state % 10_000) / 1000, 1 + state % 100, top)

@@ -52,7 +52,8 @@ class AdmitRow:
     adapter: int = BASE
     """Number of its adapter, which was placed before this step and is not dropped before the row is released."""
     num_scored: int = 0
-    """With `sampling.prompt_logprobs`: so many tokens of the prompt, after its first, have told their log-probabilities. Each step tells those of `scored_positions`."""
+    """With `sampling.prompt_logprobs`: so many tokens of the prompt, after its first, have their log-probabilities. Each step
+    tells those of `scored_positions`."""
 
 
 @dataclass(slots=True)

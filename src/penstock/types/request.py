@@ -90,7 +90,7 @@ class Request:
     max_computed_tokens: int = 0
     """Most that `num_computed_tokens` was when it was preempted: up to there, tokens are computed again."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """What is known of its prompt, if `sampling.prompt_logprobs` asks for it: of its tokens in order, without the first."""
+    """The entries of its prompt's tokens in order, without the first, if `sampling.prompt_logprobs` asks for them."""
     first_scheduled_ns: int | None = None
     first_token_ns: int | None = None
     finish_reason: FinishReason | None = None

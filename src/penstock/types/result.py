@@ -42,7 +42,7 @@ class StepResult:
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only rows that asked for them; as long as that row's `token_ids`."""
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """Of rows that asked for them: request_id -> one for each of the row's `scored_positions`, about the token after it."""
+    """Only rows that asked for them: request_id -> one for each of the row's `scored_positions`, about the token after it."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """request_id -> why this row has no token though it samples (no logit was a number). Its request ends; the others go on."""
     states: Mapping[str, bytes] = field(default_factory=dict)

@@ -108,6 +108,12 @@ class AnswerOptions:
     """A stream ends with an event of token counts."""
     has_continuous_usage: bool
     has_logprobs: bool
+    num_prompt_logprobs: int | None = None
+    """vLLM's `prompt_logprobs`: so many alternatives to each token of the prompt; None: it is not told of."""
+    num_echo_logprobs: int | None = None
+    """The same of a prompt that is echoed with `logprobs`."""
+    is_empty: bool = False
+    """`max_tokens` is 0. The engine makes one token all the same, of which nothing is told."""
     has_token_ids: bool
     has_prompt: bool
     """Each answer begins with its prompt (`echo`)."""

@@ -18,12 +18,13 @@ from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
+from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
 from penstock.obs.explain.journal import Journal
 from penstock.serve.openai.call import Call, Owner, Terms
 from penstock.text.answers import AnswerForm
-from penstock.types.request import Request, RequestStatus
+from penstock.types.request import FinishReason, Request, RequestStatus
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +126,20 @@ class RunningCall:
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}
         """The engine's request id -> index of the choice."""
+
+    async def next_chunks(self) -> list[OutputChunk]:
+        """The stream's chunks, to be told. Those of an empty answer keep no more than their times and ends."""
+        chunks = await self.stream.next_chunks()
+        for chunk in chunks if self.answer.is_empty else ():
+            chunk.text, chunk.token_ids, chunk.logprobs, chunk.num_generated_tokens = "", (), (), 0
+            if chunk.finish_reason is FinishReason.STOP:
+                chunk.finish_reason, chunk.stop_reason = FinishReason.LENGTH, None
+        return chunks
+
+    def scores_of(self, index: int) -> Request:
+        """The request that tells of the prompt of choice `index`: its own, or that of the prompt's first choice."""
+        request = self.requests[index]
+        return self.requests[index - index % self.num_choices] if request.sampling.prompt_logprobs is None else request
 
     def abort(self, detail: str) -> None:
         for engine_id in self.engine_ids:

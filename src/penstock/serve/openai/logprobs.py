@@ -10,7 +10,10 @@ from typing import Any
 
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import MAX_LOGPROBS
 
+_MOST_AROUND = 4
+"""Special tokens that a model wants before a text, or behind it, at most."""
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI writes this for a probability of zero."""
 
@@ -35,10 +38,23 @@ class CompletionLogprobs:
             "top_logprobs": [self._top(entry) for entry in entries],
         }
 
-    def _advance(self, token_id: int) -> int:
-        """Where this token begins."""
+    def _num_hidden(self, token_ids: Sequence[int], begins: Sequence[int], num_chars: int) -> int:
+        """Characters at the beginning of a prompt's tokens that are no part of its text, which has `num_chars`.
+
+        They are those of special tokens, of which as many stand at the end as fit; else a space, or what a tokenizer's
+        normaliser changes. `begins`: where each token begins, and where the last ends.
+        """
+        is_special, num_tokens = self._tokenizer.is_special, len(token_ids)
+        for first in range(min(num_tokens, _MOST_AROUND) + 1):
+            for last in range(num_tokens, max(first, num_tokens - _MOST_AROUND) - 1, -1):
+                if begins[last] - begins[first] == num_chars and all(map(is_special, (*token_ids[:first], *token_ids[last:]))):
+                    return begins[first]
+        return begins[-1] - num_chars
+
+    def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
+        """Where this token begins. `is_shown`: also a special one."""
         begin = self._offset
-        if self._skips_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skips_special_tokens and not is_shown and self._tokenizer.is_special(token_id):
             return begin
         data = self._tokenizer.token_bytes(token_id)
         was_within = self._is_within_character()
@@ -51,10 +67,42 @@ class CompletionLogprobs:
     def _is_within_character(self) -> bool:
         return bool(self._decoder.getstate()[0])
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs, num_top: int = MAX_LOGPROBS) -> dict[str, float]:
         # The sampled token is always there, so k alternatives may make k + 1 entries.
-        pairs = [*entry.top, (entry.token_id, entry.logprob)]
+        pairs = [*entry.top[:num_top], (entry.token_id, entry.logprob)]
         return {_legacy_text(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in reversed(pairs)}
+
+    def write_prompt(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, text: str
+    ) -> dict[str, Any]:
+        """The same of a prompt, before anything else; its first token has null. `text`: the prompt as it is shown.
+
+        Tokens around the prompt that its text does not have, such as the one that begins every text, begin where it does.
+        """
+        begins = [self._advance(token_id, is_shown=True) for token_id in token_ids]
+        num_hidden = self._num_hidden(token_ids, [*begins, self._offset], len(text))
+        self._offset = len(text)
+        told = [None, *entries]
+        return {
+            "text_offset": [min(max(0, begin - num_hidden), len(text)) for begin in begins],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in told],
+            "tokens": [_legacy_text(self._tokenizer, token_id) for token_id in token_ids],
+            "top_logprobs": [None if entry is None else self._top(entry, num_top) for entry in told],
+        }
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: of each token of the prompt by id the token's own and the likeliest; the first has null."""
+    return [None, *[_of_prompt(tokenizer, entry, num_top) for entry in entries]]
+
+
+def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
+    told = {token_id: (logprob, rank) for token_id, logprob, rank in ranked} | {entry.token_id: (entry.logprob, entry.rank)}
+    return {
+        str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        for token_id, (logprob, rank) in told.items()
+    }
 
 
 class ChatLogprobs:

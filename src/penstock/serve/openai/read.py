@@ -225,11 +225,14 @@ class Reader:
     def read_completion(self, body: CompletionBody, data: bytes, scope: Scope) -> Call:
         """The same for a completion. Raises `ApiError`."""
         running, adapter, terms = self._begin(body, scope)
-        if body.echo and body.logprobs is not None:
-            raise invalid("'echo' with 'logprobs' needs the prompt's log-probabilities, which are not supported yet.", "echo")
         if body.best_of is not None and body.best_of != body.num_choices:
             raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
+        if body.max_tokens == 0 and body.min_tokens:
+            raise invalid(f"'min_tokens' ({body.min_tokens}) is larger than 'max_tokens' (0).", "min_tokens")
         sampling, grammar = read_sampling(body, body.logprobs, running), asked_grammar(body)
+        num_echo_logprobs = body.logprobs if body.echo else None
+        if num_echo_logprobs is not None:
+            sampling = dataclasses.replace(sampling, prompt_logprobs=max(num_echo_logprobs, body.prompt_logprobs or 0))
         prompts = _prompts(body.prompt, running.model.vocab_size)
         if len(prompts) * body.num_choices > MAX_CHOICES:
             raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
@@ -243,11 +246,13 @@ class Reader:
             grammar,
             prompts=prompts,
             adds_special_tokens=body.add_special_tokens is not False,
-            max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
             max_tokens_param=None if body.max_tokens is None else "max_tokens",
             answer_id=f"cmpl-{terms.request_id}",
             has_logprobs=body.logprobs is not None,
             has_prompt=bool(body.echo),
+            num_echo_logprobs=num_echo_logprobs,
+            is_empty=body.max_tokens == 0,
         )
 
     def _begin(self, body: GenerationBody, scope: Scope) -> tuple[RunningModel, AdapterRef | None, Terms]:
@@ -283,6 +288,8 @@ class Reader:
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             param = "stream_options.continuous_usage_stats"
             raise invalid(f"'{param}' needs 'include_usage': true.", param)
+        if body.prompt_logprobs is not None and body.stream:
+            raise invalid("'prompt_logprobs' is not told in a stream: ask without 'stream'.", "prompt_logprobs")
         return running, adapter, terms
 
 
@@ -323,6 +330,7 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logprobs=num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
         allowed_token_ids=_allowed(body.allowed_token_ids, model.vocab_size),
         stop_token_ids=tuple(sorted(stop_token_ids)),
@@ -358,6 +366,8 @@ def _call(
     answer_id: str,
     has_logprobs: bool,
     has_prompt: bool = False,
+    num_echo_logprobs: int | None = None,
+    is_empty: bool = False,
     tool_use: ToolUse | None = None,
     max_reasoning_tokens: int | None = None,
     has_reasoning: bool = True,
@@ -374,6 +384,9 @@ def _call(
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.continuous_usage_stats),
         has_logprobs=has_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        num_echo_logprobs=num_echo_logprobs,
+        is_empty=is_empty,
         has_token_ids=bool(body.return_token_ids),
         has_prompt=has_prompt,
         skips_special_tokens=body.skip_special_tokens is not False,
@@ -443,6 +456,7 @@ def _beam_sampling(
         temperature=0.0,
         beams=beams,
         logprobs=max(width + len(stop_token_ids), num_logprobs or 0),
+        prompt_logprobs=body.prompt_logprobs,
         stop_token_ids=stop_token_ids,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,

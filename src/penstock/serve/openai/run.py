@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 2**20
 """Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
 _MAX_TOLD_CHARS = 200
+MAX_SCORED = 2**19
+"""Log-probabilities of prompts in one answer, alternatives included: some 80 MB until they are told."""
 _DEFAULT_ROOM = 16
 """Tokens that a truncated prompt leaves room for, if the client does not say how many it wants."""
 
@@ -218,6 +220,7 @@ def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: R
     banned = banned_sequences(call.bad_words, call.sampling, running)
     all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
+    _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
     if call.answer.has_prompt:  # as far as the model sees it
         is_whole = call.truncate_prompt_tokens is None
@@ -283,6 +286,25 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     return max_tokens
 
 
+def _check_scored(num_prompt_tokens: int, call: Call) -> None:
+    """Raise INVALID if the answer would tell of more tokens of prompts than it may."""
+    num_top = call.sampling.prompt_logprobs
+    if num_top is None:
+        return
+    num_entries = num_prompt_tokens * (1 + num_top) * (call.num_choices if _each_scores(call) else 1)
+    if num_entries > MAX_SCORED:
+        raise _invalid(
+            f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
+            f"most {MAX_SCORED} are told in one answer. Ask for fewer alternatives, or send fewer prompts at once.",
+            "logprobs" if call.answer.num_prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
+def _each_scores(call: Call) -> bool:
+    """Each choice of a prompt tells of it: in a stream none waits for another. Else the first does for all."""
+    return call.answer.is_streamed and call.sampling.beams is None
+
+
 def _asked_tokens(call: Call) -> int | None:
     """The longest answer that the client asks for, or else that the model's files name; None: what the context leaves."""
     default = call.running.defaults.max_tokens
@@ -346,6 +368,7 @@ def _requests(
                 max_tokens=tokenised.max_tokens[prompt_index],
                 seed=(prompt_seed + nth) % 2**64,  # choices differ, and repeat
                 banned_token_sequences=tokenised.banned,
+                prompt_logprobs=call.sampling.prompt_logprobs if nth == 0 or _each_scores(call) else None,
             )
             requests.append(
                 Request(

@@ -314,6 +314,8 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     """The answer follows one of these; see `grammars`."""
 
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """vLLM's: how likely each token of the prompt was, and so many of the likeliest there. Not of a stream."""
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -348,7 +350,6 @@ class GenerationBody(Body):
     kv_transfer_params: Annotated[Any, NotYet({})] = None
     logits_processors: Annotated[Any, NotYet([])] = None
     logprob_token_ids: Annotated[Any, NotYet()] = None
-    prompt_logprobs: Annotated[Any, NotYet()] = None
     repetition_detection: Annotated[Any, NotYet()] = None
     return_mm_kwargs: Annotated[Any, NotYet(True)] = None
     return_token_offsets: Annotated[Any, NotYet(False)] = None
@@ -368,6 +369,8 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
+    """0: nothing is generated; the prompt is computed, and scored if that is asked for."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

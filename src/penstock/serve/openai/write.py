@@ -27,7 +27,7 @@ from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.call import Terms
 from penstock.serve.openai.in_flight import RunningCall
-from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from penstock.text.answers import (
     Answer,
     AnswerForm,
@@ -214,6 +214,13 @@ class AnswerWriter(Writer):
             "system_fingerprint": options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter else ""),
         }
 
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """The field that tells of a choice's prompt; none if nobody asked for it."""
+        num_top = self._options.num_prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)}
+
     def _usage_suffix(self) -> bytes:
         if not self._options.has_continuous_usage:
             return self._suffix
@@ -263,7 +270,7 @@ class ChatWriter(AnswerWriter):
         answer = super().whole(records)
         if self._options.has_token_ids:
             answer["prompt_token_ids"] = self._call.requests[0].prompt_token_ids
-        return answer
+        return answer | self._prompt_logprobs(0)
 
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
         """Events of what a chunk says, taken apart; log-probabilities and tokens, which are of the text as it was sampled, have
@@ -407,7 +414,7 @@ class CompletionWriter(AnswerWriter):
 
     def begin(self) -> bytes:
         self._open()
-        if not self._options.has_prompt:
+        if not self._options.has_prompt or self._options.num_echo_logprobs is not None:
             return b""
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         echoes = [self._echo(index) for index in range(len(self._prefixes))]
@@ -418,8 +425,23 @@ class CompletionWriter(AnswerWriter):
         self.usage.add(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
             return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
+        echo = b"" if self._options.num_echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)
         fields = self._fields(index, chunk)
-        return self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        return (
+            echo + self._prefixes[index] + orjson.dumps(chunk.text) + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+        )
+
+    def _scored_echo(self, index: int) -> bytes:
+        """The event of a prompt with its log-probabilities, which are there with the first token; none if it failed before."""
+        if not self._call.scores_of(index).is_scored:
+            return b""
+        fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}
+        text = orjson.dumps(self._echo(index))
+        return self._prefixes[index] + text + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
+
+    def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> dict[str, Any]:
+        request, num_top = self._call.scores_of(index), self._options.num_echo_logprobs or 0
+        return writer.write_prompt(request.prompt_token_ids, request.prompt_logprobs, num_top, self._echo(index))
 
     def _fields(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -438,7 +460,10 @@ class CompletionWriter(AnswerWriter):
     def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
         logprobs = None
         if self._options.has_logprobs:
-            logprobs = self._logprob_writer().write([entry for chunk in record.chunks for entry in chunk.logprobs])
+            writer = self._logprob_writer()
+            echoed = {} if self._options.num_echo_logprobs is None else self._echo_logprobs(index, writer)
+            logprobs = writer.write([entry for chunk in record.chunks for entry in chunk.logprobs])
+            logprobs = {name: echoed.get(name, []) + values for name, values in logprobs.items()}
         choice: dict[str, Any] = {
             "index": index,
             "text": self._echo(index) + record.text,
@@ -449,7 +474,7 @@ class CompletionWriter(AnswerWriter):
         if self._options.has_token_ids:
             choice["token_ids"] = record.token_ids
             choice["prompt_token_ids"] = self._call.requests[index].prompt_token_ids
-        return choice
+        return choice | self._prompt_logprobs(index)
 
     def _echo(self, index: int) -> str:
         return self._call.echoes[index // self._call.num_choices]
@@ -465,7 +490,7 @@ async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list
     """All that the choices say, once they have said it."""
     records = [ChoiceRecord() for _ in call.requests]
     with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
-        while chunks := await call.stream.next_chunks():
+        while chunks := await call.next_chunks():
             _raise_if_over(call, chunks)
             for chunk in chunks:
                 index = call.index_of[chunk.request_id]
@@ -480,6 +505,7 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
     """The whole answer, with `Server-Timing` of its first choice."""
     num_tokens = sum([record.last.num_generated_tokens for record in records])
     size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
+    size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
     data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
     headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.model_wait_ns)}
     return Response(data, media_type="application/json", headers=headers)
@@ -492,7 +518,7 @@ async def _stream(http: HttpRequest, call: RunningCall, writer: Writer) -> Respo
     """Begins when there is something to say: a refusal is still an HTTP status."""
     watch = ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT))
     try:
-        first_chunks = await call.stream.next_chunks()
+        first_chunks = await call.next_chunks()
         _raise_if_over(call, first_chunks)
     except BaseException:
         watch.stop()
@@ -546,7 +572,7 @@ class EventStream(Response):
             if data:
                 await send(_piece(data, more=True))
                 data = b""
-            chunks = await stream.next_chunks()
+            chunks = await self._call.next_chunks()
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
         await send(_piece(b"", more=False))
 
