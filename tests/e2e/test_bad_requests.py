@@ -150,8 +150,8 @@ CASES = {
         Case({"tokens": [VOCAB_SIZE]}, "49152", param="tokens", path="/detokenize"),
     ],
     "max_tokens": [
-        Case(prompt(max_tokens=0), "at least 1", param="max_tokens"),
-        Case(prompt(max_tokens=-5), "at least 1", param="max_tokens"),
+        Case(chat(max_tokens=0), "at least 1", param="max_tokens", path=CHAT),
+        Case(prompt(max_tokens=-5), "at least 0", param="max_tokens"),
         Case(prompt(max_tokens=MAX_MODEL_LEN), "8192", "8193 together", param="max_tokens", code=TOO_LONG),
         Case(prompt(max_tokens=2**31 - 1), "8192", param="max_tokens", code=TOO_LONG),
         Case(prompt(max_tokens=2**31), "at most", param="max_tokens"),
