@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 PROGRAMS = ("chromium", "chromedriver")
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 """WebDriver's characters for these keys."""
@@ -49,12 +49,12 @@ class Browser:
         """The result of a JavaScript function's body; `arguments[0]` is its first argument."""
         return self._call("POST", "execute/sync", {"script": script, "args": list(arguments)})
 
-    def until(self, script: str, *arguments: object) -> Any:
+    def until(self, script: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> Any:
         """The result of the script, once that is true."""
-        end_s = time.monotonic() + TIMEOUT_S
+        end_s = time.monotonic() + timeout_s
         while not (value := self.run(script, *arguments)):
             if time.monotonic() > end_s:
-                raise BrowserError(f"not true within {TIMEOUT_S:g} s: {script} {arguments}\n{self.text('body')}")
+                raise BrowserError(f"not true within {timeout_s:g} s: {script} {arguments}\n{self.text('body')}")
             time.sleep(0.02)
         return value
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from e2e.conftest import weights
 from page.browser import browsing, missing
+
+__all__ = ["weights"]
 
 
 @pytest.fixture(scope="session")

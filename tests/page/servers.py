@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.config import ServerConfig
-from penstock.testing.hash_executor import HashModel
-from server.harness import (
-    END_ID,
-    FIRST_PRINTABLE_ID,
-    OTHER_BYTES,
-    PRINTABLE,
-    SPECIAL_TOKENS,
-    VOCAB_SIZE,
-    GatedExecutor,
-    running,
-)
+from penstock.testing.hash_executor import HashExecutor, HashModel
+from server.harness import CAPACITY, END_ID, FIRST_PRINTABLE_ID, OTHER_BYTES, PRINTABLE, SPECIAL_TOKENS, VOCAB_SIZE, running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +31,39 @@ def _token_of(byte: int) -> int:
     return len(SPECIAL_TOKENS) + OTHER_BYTES.index(byte)
 
 
+class Gate(HashExecutor):
+    """Ends a step only when it was allowed to: `allow(n)`; `open()` for no limit. Meanwhile the engine's books can be read."""
+
+    def __init__(self, model) -> None:
+        super().__init__(CAPACITY, model=model)
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+
+    def allow(self, num_steps: int) -> None:
+        self._permits.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+    def collect(self, ticket):
+        self._permits.acquire()
+        if self._is_open:
+            self._permits.release()
+        return super().collect(ticket)
+
+
 @contextmanager
 def speaking(text, *, is_open=True, config=None, **fields):
     """A live server and the gate before its steps. `server.says[0]` is what its model says."""
     model = SpeakingModel(vocab_size=VOCAB_SIZE, says=[text])
-    gate = GatedExecutor(model=model)
+    gate = Gate(model)
     if is_open:
         gate.open()
     config = config or ServerConfig(port=0, shutdown_timeout_s=0.0)
     with running(gate, config=config, **fields) as server:
         server.gate, server.says = gate, model.says
-        yield server
-        gate.open()
+        try:
+            yield server
+        finally:
+            gate.open()

@@ -20,7 +20,7 @@ let isAsking = false;
 
 // Asking
 
-const isShown = () => !document.hidden && !byId("live-view").hidden;
+const isShown = () => !document.hidden && location.hash === "#live"; // As shell.js shows it.
 
 /** Asks now if somebody looks, and again after a period. */
 async function turn() {
@@ -155,18 +155,19 @@ function showModels({ models, memory }, metrics) {
 function showFigures(load) {
   const [before, now] = [since(WINDOW_S), latest()];
   const steps = stepsBetween(since(5), now);
-  const told = (name, part) => {
+  const told = (name, part, inWords) => {
     const ms = quantile(before, now, name, part);
-    return ms === null ? "–" : duration(ms);
+    return ms === null ? "–" : inWords(ms);
   };
-  const latency = (name) => [told(name, 0.5), `p95 ${told(name, 0.95)}, p99 ${told(name, 0.99)}`];
+  const roughly = (ms) => (ms < 1000 ? `${Number(ms.toPrecision(2))} ms` : `${Number((ms / 1000).toPrecision(2))} s`);
+  const latency = (name) => [told(name, 0.5, duration), `p95 ${told(name, 0.95, roughly)} · p99 ${told(name, 0.99, roughly)}`];
   const asked = grown(before, now, "prefix_cache_queries_total");
   const figures = [
     ["Running", count(load.requests_running), load.state === "loaded" ? "" : `the model is ${load.state}`],
     ["Waiting", count(load.requests_waiting), load.requests_waiting && load.waiting_for ? `for ${load.waiting_for}` : ""],
     ["Tokens per second", isFinite(steps.generatedPerSecond) ? count(steps.generatedPerSecond) : "–", "of the last 5 s"],
-    ["First token, median", ...latency("time_to_first_token_seconds")],
-    ["Between tokens, median", ...latency("inter_token_latency_seconds")],
+    ["First token", ...latency("time_to_first_token_seconds")],
+    ["Between tokens", ...latency("inter_token_latency_seconds")],
     ["Prefix cache", asked ? share(grown(before, now, "prefix_cache_hits_total"), asked) : "–", `of prompts, last ${WINDOW_S} s`],
     ["Busy", share(load.sustained.utilisation, 1), `of the last ${load.sustained.window_s} s`],
   ];
@@ -186,8 +187,8 @@ function showCharts() {
   const points = seconds();
   const end = latest().at;
   const x = (at) => CHART_S - (end - at);
-  const grid = () => [10, 20, 30].map((y) => drawn("line", { class: "grid", x1: 0, x2: 120, y1: y, y2: y }));
-  const top = (values) => Math.max(1, ...values) * 1.05;
+  const grid = () => [0, 10, 20, 30, 40].map((y) => drawn("line", { class: "grid", x1: 0, x2: 120, y1: y, y2: y }));
+  const top = (values) => roundUp(Math.max(1, ...values));
 
   const high = top(points.flatMap((point) => [point.generatedPerSecond, point.promptsPerSecond]));
   const y = (value) => 40 - (40 * value) / high;
@@ -196,18 +197,26 @@ function showCharts() {
     drawn("path", { class: "area-decode", d: `M${x(points[0].at)} 40L${path("generatedPerSecond")}L${x(end)} 40` }),
     drawn("path", { class: "line-prefill", d: `M${path("promptsPerSecond")}` }),
   ] : [];
+  byId("tokens-top").textContent = count(high);
   byId("tokens-chart").replaceChildren(...grid(), ...shapes);
   const last = points.at(-1);
-  tell("tokens", last ? `${count(last.generatedPerSecond)} generated, ${count(last.promptsPerSecond)} of prompts; the top line is ${count(high / 1.05)}` : "Two readings make a rate.");
+  tell("tokens", last ? `${count(last.generatedPerSecond)} generated, ${count(last.promptsPerSecond)} of prompts` : "Two readings make a rate.");
 
   const most = top(points.map((point) => point.decoded + point.prompts));
   const height = (value) => (40 * value) / most;
+  byId("batches-top").textContent = count(most);
   byId("batches-chart").replaceChildren(...grid(), ...points.flatMap((point) => {
     const [decoded, prompts] = [height(point.decoded), height(point.prompts)];
     const bar = (name, top, tall) => drawn("rect", { class: name, x: (x(point.at) - 0.8).toFixed(2), width: 0.8, y: top.toFixed(2), height: tall.toFixed(2) });
     return [bar("bar-decode", 40 - decoded, decoded), bar("bar-prefill", 40 - decoded - prompts, prompts)];
   }));
   tell("batches", last ? `${count(last.perSecond)} steps per second, of ${last.rows.toFixed(1)} requests: ${last.decoded.toFixed(1)} decoded tokens and ${last.prompts.toFixed(1)} of prompts` : "");
+}
+
+/** The next number of 1, 2 or 5 and zeros. */
+function roundUp(number) {
+  const unit = 10 ** Math.floor(Math.log10(number));
+  return unit * [1, 2, 5, 10].find((times) => times * unit >= number);
 }
 
 /** The words above a picture, which say the same to whoever does not see it. */
@@ -259,9 +268,10 @@ const lanes = new Map(); // Request id -> its elements, kept from look to look: 
 function showLanes(requests, pool) {
   const shown = requests.filter(({ age_ms: age, choices }) => choices[0].state !== "ended" || age - choices[0].time_ms.total < LANES_MS);
   const running = shown.filter(({ choices }) => choices[0].state !== "ended");
-  const listed = [...shown].sort((a, b) => a.age_ms - b.age_ms).slice(0, MAX_LANES);
+  const ended = shown.filter((told) => !running.includes(told));
+  const listed = [...running, ...ended].slice(0, MAX_LANES).sort((a, b) => a.age_ms - b.age_ms);
   byId("lanes-words").textContent = shown.length
-    ? `${counted(running.length, "request")} on the way${listed.length < shown.length ? `; the last ${MAX_LANES} are shown` : ""}`
+    ? `${counted(running.length, "request")} on the way${listed.length < shown.length ? `; ${MAX_LANES} of ${shown.length} are shown` : ""}`
     : "None in the last minute. Requests under other keys are not told.";
   const owners = new Map((pool?.owners ?? []).map((owner, index) => [owner.request, index % NUM_OWNERS]));
   const seen = new Set();
@@ -280,9 +290,11 @@ function showLanes(requests, pool) {
 }
 
 function newLane(id) {
-  const [chip, state, line, tokens] = ["chip", "state", "line", "tokens"].map((className) => element("span", { className }));
+  const part = (className) => element("span", { className });
+  const [chip, state, line] = ["chip", "state", "line"].map(part);
+  const [prompt, answer, time] = ["number", "number", "number"].map(part);
   const button = element("button", { type: "button", className: "lane", "aria-expanded": "false" },
-    chip, element("span", { className: "id", title: id }, id), state, line, tokens);
+    chip, element("span", { className: "id", title: id }, id), state, line, prompt, answer, time);
   const panel = element("div", { className: "lane-why", hidden: true });
   let told = null;
   button.addEventListener("click", () => {
@@ -295,8 +307,10 @@ function newLane(id) {
     told = request;
     const choice = told.choices[0];
     chip.className = owner === undefined ? "chip" : `chip owner-${owner}`;
-    state.textContent = choice.state;
-    tokens.textContent = `${count(choice.prompt_tokens)} in, ${count(choice.completion_tokens)} out, ${duration(choice.time_ms.total)}`;
+    state.textContent = choice.waited.now_for ? `${choice.state}: ${choice.waited.now_for}` : choice.state;
+    [prompt.textContent, answer.textContent] = [count(choice.prompt_tokens), count(choice.completion_tokens)];
+    time.textContent = duration(choice.time_ms.total);
+    button.ariaLabel = `${id}, ${state.textContent}, ${prompt.textContent} tokens in, ${answer.textContent} out, ${time.textContent}`;
     drawPhases(line, phasesOf(choice), told.age_ms - LANES_MS, LANES_MS);
     if (!panel.hidden && !wasOver) panel.replaceChildren(...explanation(told));
   };

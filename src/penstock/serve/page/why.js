@@ -4,7 +4,7 @@ import { askJson, count, counted, duration, element, share } from "./shared.js";
 
 const WAITS = {
   model: "Its model was loaded",
-  intake: "Its prompt was tokenised, and the step that ran came to its end",
+  intake: "Its prompt was tokenised, a step ended",
   rows: "As many requests ran as may",
   tokens: "Other prompts took the tokens of the step",
   memory: "The KV cache was full",

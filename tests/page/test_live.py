@@ -1,0 +1,158 @@
+"""The live view of the page at `/`, in a browser."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import httpx
+
+from page.servers import speaking
+from penstock.admission.door import AdmissionLimits
+from penstock.config import ServerConfig
+from server.harness import make_runtime, wait_until
+
+CELLS = "return document.querySelectorAll('#kv-map rect[class^=owner]').length"
+
+
+def ask(server, request_id, *, max_tokens=20) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": f"This is {request_id}."}], "max_tokens": max_tokens}
+    headers = {"X-Request-Id": request_id}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+
+
+@contextmanager
+def asked(server, *request_ids):
+    """Requests are on the way during the block."""
+    threads = [threading.Thread(target=ask, args=(server, request_id)) for request_id in request_ids]
+    for thread in threads:
+        thread.start()
+    try:
+        # Those that came during a step join with the next one.
+        wait_until(lambda: len(httpx.get(f"{server.url}/v1/requests").json()["data"]) == len(threads))
+        server.gate.allow(1)
+        wait_until(lambda: server.runtime.engine.load().num_running == len(threads))
+        yield
+    finally:
+        server.gate.open()
+        for thread in threads:
+            thread.join(120)
+
+
+def figure(browser, name, pattern):
+    """Wait until a figure says so."""
+    script = "return Array.from(document.querySelectorAll('#figures > div'), (one) => one.innerText)"
+    browser.until(f"{script}.some((one) => new RegExp(arguments[0]).test(one))", rf"^{name}\n{pattern}")
+
+
+def test_a_running_request_is_a_lane_until_a_minute_after_its_end(browser):
+    with speaking("A long answer.", is_open=False) as server:
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Running", "0")
+        assert "None in the last minute" in browser.text("#lanes-words")
+        with asked(server, "first", "second"):
+            server.gate.allow(4)
+            figure(browser, "Running", "2")
+            browser.wait_text("#lanes-words", "2 requests on the way")
+            browser.until(
+                "return Array.from(document.querySelectorAll('.lane .state')).every((one) => one.innerText === 'decode')"
+            )
+            browser.until(f"{CELLS} >= 2")
+            colours = "return Array.from(document.querySelectorAll('.lane .chip'), (one) => one.className)"
+            assert sorted(browser.run(colours)) == ["chip owner-0", "chip owner-1"]
+            assert browser.run("return document.querySelectorAll('.lane .phase').length") >= 2
+            browser.click("#lanes .lane")
+            browser.wait_text(".lane-why:not([hidden])", "tokens so far")
+        browser.wait_text("#lanes-words", "0 requests on the way")
+        browser.wait_text(".lane-why:not([hidden])", "Took .* in all")
+        labels = browser.run("return Array.from(document.querySelectorAll('#lanes .lane'), (one) => one.ariaLabel)")
+        assert len(labels) == 2
+        assert all(", ended, " in label and "15 out" in label for label in labels)
+
+
+def test_rates_and_latencies_are_those_since_it_looked(browser):
+    with speaking("A long answer.") as server:
+        ask(server, "before")
+        browser.open(f"{server.url}/#live")
+        figure(browser, "First token", "–")
+        for number in range(3):
+            ask(server, f"after-{number}")
+        figure(browser, "First token", r"[\d.]+ m?s\np95 [\d.]+ m?s · p99 [\d.]+ m?s")
+        figure(browser, "Between tokens", r"[\d.]+ m?s\n")
+        figure(browser, "Tokens per second", "[1-9]")
+        browser.until("return document.querySelectorAll('#batches-chart rect.bar-decode').length > 0")
+        assert "generated" in browser.run("return document.getElementById('tokens-chart').ariaLabel")
+        assert "512 blocks of 16 tokens" in browser.run("return document.getElementById('kv-map').ariaLabel")
+
+
+def test_refusals_are_told_by_their_reason(browser):
+    with speaking("Hello.", is_open=False, limits=AdmissionLimits(max_queue=1)) as server:
+        browser.open(f"{server.url}/#live")
+        browser.wait_text("#refusals", "none")
+        threads = [threading.Thread(target=ask, args=(server, f"r{number}")) for number in range(68)]
+        for thread in threads:
+            thread.start()
+        browser.wait_text("#refusals", r"queue\D+[1-9]")
+        server.gate.open()
+        for thread in threads:
+            thread.join(120)
+
+
+def test_several_models_are_listed_and_one_is_chosen(browser):
+    other = make_runtime(served_names=("other",), aliases=())
+    try:
+        with speaking("Hello.", others=(other,)) as server:
+            browser.open(f"{server.url}/#live")
+            browser.wait_text("#models", r"toy[\s\S]*other")
+            browser.run(
+                "const one = document.getElementById('live-model'); one.value = 'other'; one.dispatchEvent(new Event('change'))"
+            )
+            browser.until("return performance.getEntriesByType('resource').some((one) => one.name.endsWith('/kv?model=other'))")
+            figure(browser, "Running", "0")
+    finally:
+        other.close()
+
+
+def test_nobody_who_looks_costs_nothing(browser):
+    """Neither behind another tab nor beside the chat does it ask."""
+    with speaking("Hello.") as server:
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Running", "0")
+        asked_of = "return performance.getEntriesByType('resource').filter((one) => /load|metrics|kv/.test(one.name)).length"
+        hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true})"
+        tell = "document.dispatchEvent(new Event('visibilitychange'))"
+        for leave, come_back in (
+            (f"{hide}; {tell}".replace("arguments[0]", "true"), f"{hide}; {tell}".replace("arguments[0]", "false")),
+            ("location.hash = '#chat'", "location.hash = '#live'"),
+        ):
+            browser.run(leave)
+            browser.run("window.left = Date.now()")
+            browser.until("return Date.now() - window.left > 1100")  # what was under way has ended
+            number = browser.run(asked_of)
+            browser.until("return Date.now() - window.left > 2500")
+            assert browser.run(asked_of) == number
+            browser.run(come_back)
+            browser.until(f"{asked_of} > arguments[0]", number)
+
+
+def test_a_server_that_is_gone_is_told(browser):
+    with speaking("Hello.") as server:
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Running", "0")
+        server.stop()
+        browser.wait_text("#live-status", "The server does not answer")
+        assert [message for message in browser.complaints() if "ERR_" not in message] == []
+
+
+def test_under_a_key_it_asks_once_and_goes_on(browser):
+    config = ServerConfig(port=0, api_keys=("secret",), shutdown_timeout_s=0.0)
+    with speaking("Hello.", config=config) as server:
+        browser.open(f"{server.url}/#live")
+        browser.find("#key")
+        browser.press("\ue00c")
+        browser.wait_text("#live-status", "key")
+        browser.click("#live-again")
+        browser.type("#key", "secret\ue007")
+        figure(browser, "Running", "0")
+        assert browser.text("#live-status") == ""
+        assert [message for message in browser.complaints() if "401" not in message] == []
