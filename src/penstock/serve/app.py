@@ -98,6 +98,9 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     with_body: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [
         ("/v1/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
         ("/v1/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
+        ("/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
+        ("/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
+        ("/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
         ("/v1/load_lora_adapter", "Load an adapter", [LoadAdapterBody], lora.load),
         ("/v1/unload_lora_adapter", "Forget an adapter", [UnloadAdapterBody], lora.unload),
         ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody], tokenize),
@@ -124,6 +127,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     of_model = ("model",)
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ()),
+        ("GET", "/models", "List models", models.list, ()),
         ("GET", "/v1/models/{model_id:path}", "Get a model", folder.when_found(models.get), ()),
         ("GET", "/v1/requests", "List your requests", requests.list, ("ended",)),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain, ()),

@@ -133,6 +133,8 @@ class Call:
     terms: Terms
     prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...]
     adds_special_tokens: bool
+    suffix: str = ""
+    """The text behind the completion, which fills in the middle then."""
     truncate_prompt_tokens: int | None
     """Keep the last so many tokens of a prompt; -1: as many as fit; None: all."""
     num_choices: int

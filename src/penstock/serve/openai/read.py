@@ -233,7 +233,14 @@ class Reader:
         num_echo_logprobs = body.logprobs if body.echo else None
         if num_echo_logprobs is not None:
             sampling = dataclasses.replace(sampling, prompt_logprobs=max(num_echo_logprobs, body.prompt_logprobs or 0))
-        prompts = _prompts(body.prompt, running.model.vocab_size)
+        if body.suffix:
+            for field, asks in (("echo", body.echo), ("truncate_prompt_tokens", body.truncate_prompt_tokens)):
+                if asks:
+                    raise invalid(f"'{field}' is not supported with 'suffix', which makes another prompt of the two.", field)
+        if body.suffix and body.prompt == "":
+            prompts: tuple[TextPrompt | TokenPrompt, ...] = (TextPrompt("", "prompt"),)
+        else:
+            prompts = _prompts(body.prompt, running.model.vocab_size)
         if len(prompts) * body.num_choices > MAX_CHOICES:
             raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
         return _call(
@@ -251,6 +258,7 @@ class Reader:
             answer_id=f"cmpl-{terms.request_id}",
             has_logprobs=body.logprobs is not None,
             has_prompt=bool(body.echo),
+            suffix=body.suffix or "",
             num_echo_logprobs=num_echo_logprobs,
             is_empty=body.max_tokens == 0,
         )
@@ -366,6 +374,7 @@ def _call(
     answer_id: str,
     has_logprobs: bool,
     has_prompt: bool = False,
+    suffix: str = "",
     num_echo_logprobs: int | None = None,
     is_empty: bool = False,
     tool_use: ToolUse | None = None,
@@ -399,6 +408,7 @@ def _call(
         terms=terms,
         prompts=prompts,
         adds_special_tokens=adds_special_tokens,
+        suffix=suffix,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         num_choices=body.num_choices,
         sampling=dataclasses.replace(sampling, follows_grammar=grammar is not None or max_reasoning_tokens is not None),

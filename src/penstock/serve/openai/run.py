@@ -30,6 +30,7 @@ from penstock.types.sampling import Matcher, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.text.answer_matcher import AnswerPlan
+    from penstock.text.fim import FillInTheMiddle
 
 MAX_TEXT_CHARS = 2**20
 """Characters of one text, unless the model's context holds more; tokenising them takes about a second."""
@@ -49,6 +50,8 @@ class Tokenised:
     """Text before the answers to each prompt."""
     banned: tuple[tuple[int, ...], ...]
     """Token sequences of the bad words, and those that the model's files ban."""
+    end_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the answers."""
 
 
 async def run(call: Call, in_flight: InFlight) -> RunningCall:
@@ -130,6 +133,7 @@ def _ask(call: Call) -> Ask:
     else:
         num_prompts = len(prompts)
         num_chars = sum([len(prompt.text) for prompt in prompts if isinstance(prompt, TextPrompt)])
+        num_chars += len(call.suffix) * num_prompts
         num_token_ids = sum([len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokenPrompt)])
     max_tokens = _asked_tokens(call)
     # An answer that nothing can stop is as long as it may be.
@@ -218,7 +222,8 @@ def render_here(conversation: Conversation, running: RunningModel) -> str:
 def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
     """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
     banned = banned_sequences(call.bad_words, call.sampling, running)
-    all_ids = [_token_ids(prompt, call, running) for prompt in prompts]
+    fim = _fill_in_the_middle(call, running)
+    all_ids = [_token_ids(prompt, call, running, fim) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
@@ -228,11 +233,35 @@ def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: R
             prompt.text if is_whole and isinstance(prompt, TextPrompt) else running.tokenizer.decode(ids)
             for ids, prompt in zip(all_ids, prompts, strict=True)
         ]
-    return Tokenised(all_ids, max_tokens, echoes, banned)
+    adds_ends = fim is not None and call.sampling.stop_token_ids and call.sampling.beams is None
+    return Tokenised(all_ids, max_tokens, echoes, banned, fim.end_token_ids if fim is not None and adds_ends else ())
 
 
-def _token_ids(prompt: TextPrompt | TokenPrompt, call: Call, running: RunningModel) -> tuple[int, ...]:
-    """The prompt's tokens, truncated as the client asked."""
+def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | None:
+    """The model's tokens for it, if the call has a suffix. Raises INVALID if it has none."""
+    if not call.suffix:
+        return None
+    from penstock.text.fim import NAMES, find_fim
+
+    fim = find_fim(running.tokenizer)
+    if fim is None:
+        raise _invalid(
+            f"{running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: 'suffix' needs a model that was "
+            "trained for it, such as Qwen2.5-Coder.",
+            "suffix",
+        )
+    return fim
+
+
+def _token_ids(
+    prompt: TextPrompt | TokenPrompt, call: Call, running: RunningModel, fim: FillInTheMiddle | None = None
+) -> tuple[int, ...]:
+    """The prompt's tokens, truncated as the client asked. With `fim` they ask for what stands before the suffix."""
+    if fim is not None:
+        check_text_size(call.suffix, running, "suffix")
+        if isinstance(prompt, TokenPrompt):
+            return tuple(fim.token_ids(prompt.token_ids, call.suffix, running.tokenizer))
+        prompt = TextPrompt(fim.text(prompt.text, call.suffix), prompt.param)
     max_model_len, keep = running.model.max_model_len, call.truncate_prompt_tokens
     token_ids: Sequence[int]
     if isinstance(prompt, TokenPrompt):
@@ -368,6 +397,7 @@ def _requests(
                 max_tokens=tokenised.max_tokens[prompt_index],
                 seed=(prompt_seed + nth) % 2**64,  # choices differ, and repeat
                 banned_token_sequences=tokenised.banned,
+                stop_token_ids=tuple(sorted({*call.sampling.stop_token_ids, *tokenised.end_token_ids})),
                 prompt_logprobs=call.sampling.prompt_logprobs if nth == 0 or _each_scores(call) else None,
             )
             requests.append(

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_SUFFIX_CHARS = 2**20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1000
 MAX_STOP_TOKENS = 256
@@ -374,7 +375,8 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    suffix: Annotated[Any, NotYet("")] = None
+    suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
+    """The text behind the completion: the model fills in the middle. Empty: nothing does."""
     prompt_embeds: Annotated[Any, NotYet()] = None
 
 
