@@ -34,6 +34,7 @@ CASES = {
         "/v1/chat/completions",
         {"messages": HI, "max_tokens": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
+    "message": ("/v1/messages", {"model": "toy", "messages": HI, "max_tokens": 4}),
 }
 
 
@@ -78,14 +79,17 @@ async def test_stream_is_as_recorded(name):
         data = await transcript(server, gate, path, body, num_choices)
         gate.open()
     for line in data.decode().split("\n\n")[:-2]:
-        orjson.loads(line.removeprefix("data: "))
+        orjson.loads(line.partition("data: ")[2])
     check(name, data)
 
 
-async def test_stream_that_fails_is_as_recorded():
+@pytest.mark.parametrize(
+    ("name", "path"), [("chat_engine_failed", "/v1/chat/completions"), ("message_engine_failed", "/v1/messages")]
+)
+async def test_stream_that_fails_is_as_recorded(name, path):
     gate = GatedExecutor()
     with running(FailingExecutor(gate, fail_at_step=3)) as server:
-        data = await transcript(server, gate, "/v1/chat/completions", {"messages": HI, "max_tokens": 9}, 1)
+        data = await transcript(server, gate, path, {"model": "toy", "messages": HI, "max_tokens": 9}, 1)
         gate.open()
         await until(lambda: server.runtime.bridge.num_open_requests == 0)
-    check("chat_engine_failed", data)
+    check(name, data)

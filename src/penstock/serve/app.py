@@ -18,12 +18,16 @@ from starlette.routing import Route
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
+from penstock.serve.anthropic.endpoints import AnthropicModels, MessagesEndpoint
+from penstock.serve.anthropic.read import MessagesReader
+from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
+from penstock.serve.anthropic.write import anthropic_words
 from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
 from penstock.serve.http.cors import Cors
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
-from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
+from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.loading import FolderWatch, when_loaded
 from penstock.serve.openai.read import Reader
@@ -45,7 +49,9 @@ from penstock.serve.texts.tei import EmbedBody, PredictBody, TeiFace, TeiRerankB
 from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, VllmFace
 from penstock.types.errors import ModelAway
 
-_ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType({})
+_ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
+    {"/v1/messages": anthropic_words, "/v1/messages/count_tokens": anthropic_words}
+)
 """Paths whose errors are told in the words of another API than OpenAI's."""
 
 
@@ -91,6 +97,9 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     reader, tokens = Reader(deployment, config, ignored), TokenizeEndpoint(deployment, config, ignored)
     off_loop, lora = deployment.off_loop, AdaptersEndpoint(deployment, ignored)
+    messages = MessagesEndpoint(
+        CallEndpoint(reader, in_flight, off_loop), MessagesReader(reader, deployment, ignored), config, off_loop
+    )
     texts = TextsReader(deployment, config, ignored), TextsEndpoint(deployment, config, in_flight)
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
@@ -101,6 +110,8 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
         ("/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
         ("/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
+        ("/v1/messages", "Chat (Anthropic)", [MessagesBody], messages.create),
+        ("/v1/messages/count_tokens", "Count tokens (Anthropic)", [CountTokensBody], messages.count),
         ("/v1/load_lora_adapter", "Load an adapter", [LoadAdapterBody], lora.load),
         ("/v1/unload_lora_adapter", "Forget an adapter", [UnloadAdapterBody], lora.unload),
         ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody], tokenize),
@@ -123,12 +134,17 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/models/unload", "Unload a model", [UnloadModelBody], life.unload),
     ]
     folder = FolderWatch(deployment)
-    models, status, requests = ModelsEndpoint(deployment, folder), StatusEndpoint(deployment), RequestsEndpoint(in_flight)
+    openai_models, status, requests = (
+        ModelsEndpoint(deployment, folder),
+        StatusEndpoint(deployment),
+        RequestsEndpoint(in_flight),
+    )
+    models = AnthropicModels(openai_models.list, folder.when_found(openai_models.get))
     of_model = ("model",)
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
-        ("GET", "/v1/models", "List models", models.list, ()),
+        ("GET", "/v1/models", "List models", models.list, ("limit", "after_id", "before_id")),
         ("GET", "/models", "List models", models.list, ()),
-        ("GET", "/v1/models/{model_id:path}", "Get a model", folder.when_found(models.get), ()),
+        ("GET", "/v1/models/{model_id:path}", "Get a model", models.get, ()),
         ("GET", "/v1/requests", "List your requests", requests.list, ("ended",)),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain, ()),
         ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel, ()),

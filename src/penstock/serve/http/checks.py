@@ -49,6 +49,9 @@ LINGER_S = 2.0
 """Time for which a refused client's further bytes are read and dropped. Closing at once would reset the connection before the
 client reads its answer."""
 ID_HEADER = b"x-request-id"
+ANTHROPIC_VERSION = b"anthropic-version"
+"""A header that Anthropic's clients send with every request, and others don't."""
+_ANTHROPIC_ID_HEADER = b"request-id"
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
@@ -203,6 +206,8 @@ class RequestChecks:
                 await exchange.send(preflight)
                 await exchange.send({"type": "http.response.body"})
                 return
+        if ANTHROPIC_VERSION in headers_of(scope):
+            exchange.more_headers = [*exchange.more_headers, (_ANTHROPIC_ID_HEADER, identity.request_id.encode())]
         try:
             self._check_head(scope, identity)
             exchange.check_length(_announced_bytes(scope))
@@ -347,14 +352,18 @@ def key_of(scope: Scope) -> ApiKey | None:
 
 def _sent_key(scope: Scope, keys: KeyRing) -> ApiKey:
     """The known key that was sent. Raises `ApiError`."""
-    given = values_of(scope, b"authorization")
+    name, given = "Authorization", values_of(scope, b"authorization")
     if not given:
-        raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>'.")
+        name, given = "X-Api-Key", values_of(scope, b"x-api-key")  # Anthropic's clients send theirs so
+    if not given:
+        raise invalid_api_key("No API key was sent. Send the header 'Authorization: Bearer <key>' or 'X-Api-Key: <key>'.")
     if len(given) > 1:
-        raise invalid_api_key("The header Authorization was sent more than once. Send it once.")
-    scheme, _, key = given[0].partition(b" ")
-    if scheme.lower() != b"bearer" or not key.strip():
-        raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
+        raise invalid_api_key(f"The header {name} was sent more than once. Send it once.")
+    key = given[0]
+    if name == "Authorization":
+        scheme, _, key = key.partition(b" ")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise invalid_api_key("The header Authorization holds no bearer's key. Send 'Authorization: Bearer <key>'.")
     found = keys.find(key.strip())
     if found is None:
         raise invalid_api_key("The API key is wrong.")

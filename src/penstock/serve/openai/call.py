@@ -155,6 +155,8 @@ class Call:
     """None: what the model's files name, or the context leaves."""
     max_tokens_param: str | None
     """The field that said it; None if it is the API's default."""
+    ends_with_context: bool = False
+    """An answer may have fewer tokens than `max_tokens` because the context is full. Else such a call is refused."""
     answer: AnswerOptions
     num_bytes: int
     """Size of the body."""

@@ -113,6 +113,8 @@ class RunningCall:
         self.running = call.running
         self.terms = call.terms
         self.answer = call.answer
+        self.max_tokens = call.max_tokens
+        """As the client asked; the requests have what the context leaves of it."""
         self.num_choices = call.num_choices
         """Answers to each prompt."""
         self.requests = requests

@@ -295,7 +295,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     room = max_len - num_prompt_tokens
     asked = _asked_tokens(call)
     max_tokens = max(1, room) if asked is None else asked
-    if call.max_tokens is None:
+    if call.max_tokens is None or call.ends_with_context:
         max_tokens = min(max_tokens, max(1, room))  # the model's limit is none that the client could keep
     if max_tokens > room:
         limit, remedy = f"The model's context is {max_model_len} tokens.", "Shorten the prompt or ask for fewer tokens."

@@ -19,7 +19,10 @@ from penstock.text.dialects import NAME_CHARS, Dialect, PastCall
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.text.tool_grammar import Tool, tool_source
 
-_NAME = re.compile(f"[{NAME_CHARS}]{{1,64}}")
+MAX_NAME_CHARS = 128
+"""Anthropic's limit. OpenAI's is 64."""
+TOOL_NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
+NAME_RULE = f"must be 1 to {MAX_NAME_CHARS} letters, digits or any of _ . -"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
 """vLLM's name, and those of others."""
@@ -33,14 +36,14 @@ def told_tools(tools: Sequence[ToolBody]) -> tuple[Mapping[str, Any], ...]:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         function, param = tool.function, f"tools[{index}].function"
-        if not _NAME.fullmatch(function.name):
-            raise invalid(f"'{param}.name' must be 1 to 64 letters, digits or any of _ . -", f"{param}.name")
+        if not TOOL_NAME.fullmatch(function.name):
+            raise invalid(f"'{param}.name' {NAME_RULE}.", f"{param}.name")
         if function.name in names:
             raise invalid(f"'{param}.name' {function.name!r} is the name of another tool, too.", f"{param}.name")
         names.add(function.name)
         if (function.parameters or {}).get("type", "object") != "object":
             raise invalid(f"'{param}.parameters' must describe an object.", f"{param}.parameters")
-        _check_depth(function.parameters, f"{param}.parameters")
+        check_depth(function.parameters, f"{param}.parameters")
         fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
         told.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
     return tuple(told)
@@ -114,8 +117,8 @@ def past_calls(message: ChatMessage, param: str) -> tuple[PastCall, ...]:
     calls: list[PastCall] = []
     for index, call in enumerate(message.tool_calls or ()):
         at = f"{param}.tool_calls[{index}].function"
-        if not _NAME.fullmatch(call.function.name):
-            raise invalid(f"'{at}.name' must be 1 to 64 letters, digits or any of _ . -", f"{at}.name")
+        if not TOOL_NAME.fullmatch(call.function.name):
+            raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
         arguments = call.function.arguments
         if isinstance(arguments, str):
             try:
@@ -124,12 +127,12 @@ def past_calls(message: ChatMessage, param: str) -> tuple[PastCall, ...]:
                 raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
         if not isinstance(arguments, dict):
             raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
-        _check_depth(arguments, f"{at}.arguments")
+        check_depth(arguments, f"{at}.arguments")
         calls.append(PastCall(call.id, call.function.name, arguments))
     return tuple(calls)
 
 
-def _check_depth(value: Any, param: str) -> None:
+def check_depth(value: Any, param: str) -> None:
     """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254."""
     try:
         orjson.dumps(value)

@@ -97,13 +97,18 @@ class Usage:
         """Tokens of all prompts, and of all answers so far."""
         return self._num_prompt_tokens, sum(self._num_generated)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of all prompts that were found in the cache."""
+        return sum(self._num_cached[:: self._num_choices])
+
     def body(self) -> dict[str, Any]:
         num_generated = sum(self._num_generated)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_generated,
             "total_tokens": self._num_prompt_tokens + num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached[:: self._num_choices])},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
 
 
@@ -336,10 +341,11 @@ class ChatWriter(AnswerWriter):
 class ReadChoice:
     """One choice whose text is taken apart. A face with other events makes them of the same parts."""
 
-    def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
+        """`id_prefix`: of the ids of calls, where the model's template wants none of its own form."""
         form = call.form or AnswerForm()
         self._has_reasoning = call.has_reasoning
-        self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars))
+        self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
         skips = call.answer.skips_special_tokens and not call.requests[index].sampling.skip_special_tokens
         self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
         self.num_calls = 0
@@ -358,17 +364,22 @@ class ReadChoice:
                 self.is_cut |= not part.is_whole
         return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
+    @property
+    def has_calls(self) -> bool:
+        """The choice ended with calls, all of them whole."""
+        return self.num_calls > 0 and not self.is_cut
+
     def finish_word(self, chunk: OutputChunk) -> str | None:
         """OpenAI's word for the end of a choice whose last chunk this is."""
-        if chunk.finish_reason is FinishReason.STOP and self.num_calls and not self.is_cut:
+        if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
         return _finish_word(chunk)
 
 
-def _call_id(engine_id: str, id_chars: int, index: int) -> str:
+def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
     """The id of a call: another one for each that this process has told of."""
     name = short_id(f"{engine_id}.{index}", id_chars or 24)
-    return name if id_chars else f"call_{name}"
+    return name if id_chars else prefix + name
 
 
 def _delta(part: Part) -> dict[str, Any] | None:

@@ -1,0 +1,130 @@
+"""Anthropic's API as endpoints: `POST /v1/messages`, `/v1/messages/count_tokens`, and `GET /v1/models` in its shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from penstock.config import ServerConfig
+from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.running import RunningModel
+from penstock.serve.anthropic.read import MessagesReader
+from penstock.serve.anthropic.write import MessageWriter, anthropic_words
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
+from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.read import read_owner
+from penstock.serve.openai.run import check_text_size, render
+from penstock.serve.openai.schemas import INLINE_MAX_BYTES
+
+DEFAULT_PAGE, MAX_PAGE = 20, 1000
+"""Models that one answer lists; as at Anthropic."""
+
+
+class MessagesEndpoint:
+    def __init__(self, endpoint: CallEndpoint, reader: MessagesReader, config: ServerConfig, off_loop: OffLoop) -> None:
+        """`off_loop`: for large bodies."""
+        self._endpoint = endpoint
+        self._reader = reader
+        self._config = config
+        self._off_loop = off_loop
+
+    async def create(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer a conversation, in the shape of Anthropic's Messages API."""
+        return await self._endpoint.answer(data, http, lambda data, scope: (self._reader.message(data, scope), MessageWriter))
+
+    async def count(self, data: bytes, http: HttpRequest) -> Response:
+        """The number of tokens of a conversation with its tools, as the model would read them."""
+        running, conversation = await self._off_loop.run(
+            len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
+        )
+        with running.using():
+            tenant = read_owner(http.scope, self._config).tenant
+            prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
+            num_tokens = await running.off_loop.run(len(prompt), lambda: _num_tokens(prompt, running))
+        return Response(orjson.dumps({"input_tokens": num_tokens}), media_type="application/json")
+
+
+def _num_tokens(prompt: str, running: RunningModel) -> int:
+    check_text_size(prompt, running, "messages")
+    return len(running.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+Ask = Callable[[HttpRequest], Awaitable[dict[str, Any]]]
+
+
+class AnthropicModels:
+    """The models in Anthropic's shape for its clients, and in OpenAI's for all others."""
+
+    def __init__(self, list_openai: Ask, get_openai: Ask) -> None:
+        self._list = list_openai
+        self._get = get_openai
+
+    async def list(self, http: HttpRequest) -> dict[str, Any] | Response:
+        """The names under which models are served, and those of adapters that were named or asked for.
+
+        A key that opens some models alone sees those. With the header `anthropic-version` the list has Anthropic's shape, and
+        its `limit`, `after_id` and `before_id`.
+        """
+        return await _told(http, self._list, lambda found: _page(found["data"], http.query_params))
+
+    async def get(self, http: HttpRequest) -> dict[str, Any] | Response:
+        """The model with this name, in Anthropic's shape with the header `anthropic-version`."""
+        return await _told(http, self._get, _card)
+
+
+async def _told(http: HttpRequest, ask: Ask, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | Response:
+    if ANTHROPIC_VERSION not in headers_of(http.scope):
+        return await ask(http)
+    try:
+        return tell(await ask(http))
+    except ApiError as error:
+        return error.response(anthropic_words)
+
+
+def _card(card: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
+
+
+def _page(found: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    cards = [_card(card) for card in found]
+    ids = [card["id"] for card in cards]
+    limit = query.get("limit", str(DEFAULT_PAGE))
+    if not (re.fullmatch("[0-9]{1,4}", limit) and 0 < int(limit) <= MAX_PAGE):
+        raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
+    first, last = 0, len(cards)
+    if "after_id" in query:
+        first = _place(query["after_id"], ids, "after_id") + 1
+    if "before_id" in query:
+        last = _place(query["before_id"], ids, "before_id")
+    if "before_id" in query and "after_id" not in query:  # the page just before it
+        shown = cards[max(first, last - int(limit)) : last]
+    else:
+        shown = cards[first : min(last, first + int(limit))]
+    return {
+        "data": shown,
+        "has_more": len(shown) < last - first,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+    }
+
+
+def _place(name: str, ids: list[str], param: str) -> int:
+    if name not in ids:
+        raise invalid(f"'{param}' is {shorten(name)!r}, the id of no model here.", param)
+    return ids.index(name)

@@ -1,0 +1,142 @@
+"""The request bodies of Anthropic's Messages API, as types with names, kinds and ranges of every field.
+
+Messages and their blocks are checked in `read`, where an error can name the block. Facts of the API are from
+https://platform.claude.com/docs/en/api/messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from penstock.serve.errors import RULE, shorten
+from penstock.serve.openai.schemas import (
+    CACHE_CONTROL,
+    INT32_MAX,
+    MAX_DESCRIPTION_CHARS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_LIMIT,
+    MAX_TOOLS,
+    Body,
+    NotYet,
+    Schema,
+)
+
+MAX_USER_ID_CHARS = 512
+"""Anthropic's limit."""
+CacheControl = Annotated[Any, NotYet(*CACHE_CONTROL)]
+_BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+def _a_tool_of_the_client(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in (None, "custom"):
+        return value
+    message = "has the type {kind}: only tools with an 'input_schema', whose type is 'custom', are supported"
+    raise PydanticCustomError(RULE, message, {"kind": repr(kind) if not isinstance(kind, str) else repr(shorten(kind))})
+
+
+class MessageBody(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Any, WithJsonSchema(_BLOCKS)]
+    """A string, or a list of blocks."""
+
+
+class ClientTool(Body):
+    """A tool that the client runs."""
+
+    name: str
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    input_schema: Schema
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    """True: a schema that can't be followed is refused. Else the input is any object then."""
+    eager_input_streaming: bool | None = None
+    """Without effect: input is streamed as it is written."""
+    cache_control: CacheControl = None
+    allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
+    defer_loading: Annotated[Any, NotYet(False)] = None
+    input_examples: Annotated[Any, NotYet([])] = None
+
+
+class ToolChoiceBody(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The tool, with `tool`."""
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingBody(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Tokens of the reasoning block, after which its end is forced."""
+    display: Literal["summarized", "omitted"] | None = None
+    """Omitted: the answer leaves the reasoning out. Else it is shown as it is."""
+
+
+class OutputFormatBody(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfigBody(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormatBody | None = None
+
+
+class MetadataBody(Body):
+    user_id: Annotated[str, Field(max_length=MAX_USER_ID_CHARS)] | None = None
+
+
+class CountTokensBody(Body):
+    """`POST /v1/messages/count_tokens`: what a prompt is made of."""
+
+    model: str
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Annotated[Any, WithJsonSchema(_BLOCKS)] = None
+    """A string, or a list of text blocks."""
+    tools: (
+        Annotated[
+            list[Annotated[ClientTool, BeforeValidator(_a_tool_of_the_client)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+        ]
+        | None
+    ) = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingBody | None = None
+    """Without it nothing is reasoned."""
+    output_config: OutputConfigBody | None = None
+
+    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL, is_hint=True)] = None
+    context_management: Annotated[Any, NotYet({}, {"edits": []})] = None
+    mcp_servers: Annotated[Any, NotYet([])] = None
+    speed: Annotated[Any, NotYet("standard", is_hint=True)] = None
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)]
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """0 and -1 keep all."""
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+            Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    metadata: MetadataBody | None = None
+    thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
+    """Refused in `read`, in the way that has the client send whole conversations."""
+
+    container: Annotated[Any, NotYet()] = None
+    diagnostics: Annotated[Any, NotYet({}, is_hint=True)] = None
+    inference_geo: Annotated[Any, NotYet(is_hint=True)] = None
+    service_tier: Annotated[Any, NotYet("auto", "standard_only", is_hint=True)] = None

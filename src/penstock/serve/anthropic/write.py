@@ -1,0 +1,190 @@
+"""From the chunks of a running call to a message of Anthropic's API, or to its server-sent events; and its errors.
+
+Events: https://platform.claude.com/docs/en/build-with-claude/streaming. Errors: https://platform.claude.com/docs/en/api/errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.errors import ApiError
+from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""By the status. All others are the client's fault."""
+NO_THREADS = "thread_unsupported_request"
+"""Code of the error that has Anthropic's client send the whole conversation each time, and hold no thread at the server."""
+_ID_PREFIX = "toolu_"
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+def anthropic_words(error: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's API tells it. The message names the field, for which there is no place beside it."""
+    kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": told}
+
+
+class MessageWriter(Writer):
+    """The events of a streamed message are its head, blocks that begin, grow and end, one after the other, and its end."""
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        super().__init__(call)
+        self._choice = ReadChoice(call, 0, tokenizer, id_prefix=_ID_PREFIX)
+        self._is_plain = call.form is None and (
+            call.requests[0].sampling.skip_special_tokens == call.answer.skips_special_tokens
+        )
+        """The answer is nothing but text."""
+        self._has_begun = False
+        self._kind = ""
+        """Type of the block that is open; empty: none is."""
+        self._index = 0
+        """The number of the block that is open, or comes next."""
+        self._text_head = b""
+        """Stands before a piece of text."""
+        self._signature = hashlib.blake2b(digest_size=16)
+
+    def begin(self) -> bytes:
+        return b""  # the head has numbers of the first chunk
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        events = b"" if self._has_begun else self._begin()
+        if self._is_plain:
+            events += self._say(chunk.text) if chunk.text else b""
+        else:
+            events += b"".join([self._part(part) for part in self._choice.read(chunk)])
+        if chunk.finish_reason is None:
+            return events
+        delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage()}
+        return events + self._close() + _event(delta) + _event({"type": "message_stop"})
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        return _event(anthropic_words(error))
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        [record] = records
+        if self._is_plain:
+            content = [{"type": "text", "text": record.text}] if record.text else []
+        else:
+            content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
+        return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
+
+    def _begin(self) -> bytes:
+        self._has_begun = True
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return _event({"type": "message_start", "message": message}) + _PING
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens that were found in the cache are none of `input_tokens` at Anthropic."""
+        num_prompt, num_generated = self.usage.counts()
+        num_cached = self.usage.num_cached
+        return {
+            "input_tokens": num_prompt - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": num_generated,
+        }
+
+    def _end_fields(self, chunk: OutputChunk) -> dict[str, Any]:
+        reason, sequence = "end_turn", None
+        if chunk.finish_reason is FinishReason.LENGTH:
+            asked = self._call.max_tokens
+            is_cut_short = asked is not None and chunk.num_generated_tokens < asked
+            reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
+        elif isinstance(chunk.stop_reason, str):
+            reason, sequence = "stop_sequence", chunk.stop_reason
+        elif self._choice.has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    # Blocks of a stream
+
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Content(text):
+                return self._say(text)
+            case Reasoning(text):
+                opened = self._open({"type": "thinking", "thinking": "", "signature": ""})
+                self._signature.update(text.encode())
+                return opened + self._delta({"type": "thinking_delta", "thinking": text})
+            case CallBegin(_, call_id, name):
+                return self._close() + self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+            case CallArguments(_, text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case CallEnd():
+                return self._close() if self._kind == "tool_use" else b""
+
+    def _say(self, text: str) -> bytes:
+        opened = b""
+        if self._kind != "text":
+            opened = self._open({"type": "text", "text": ""})
+            head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,' % self._index
+            self._text_head = head + b'"delta":{"type":"text_delta","text":'
+        return opened + self._text_head + orjson.dumps(text) + b"}}\n\n"
+
+    def _open(self, block: dict[str, Any]) -> bytes:
+        """The beginning of a block, unless one of this type is open. Another one ends."""
+        if self._kind == block["type"]:
+            return b""
+        closed = self._close()
+        self._kind = block["type"]
+        return closed + _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        signed = b""
+        if self._kind == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": self._signature.hexdigest()})
+        closed = signed + _event({"type": "content_block_stop", "index": self._index})
+        self._kind, self._index = "", self._index + 1
+        return closed
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), orjson.dumps(data))
+
+
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The blocks of an answer that comes whole: reasoning, text and calls. A call that was cut is text."""
+    answer = gather(parts)
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        signature = hashlib.blake2b(answer.reasoning.encode(), digest_size=16).hexdigest()
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
+    if answer.content:
+        blocks.append({"type": "text", "text": answer.content})
+    for call in answer.calls:
+        value = orjson.loads(call.arguments)
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
+    return blocks
