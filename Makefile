@@ -15,7 +15,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-schemas test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ test-page: $(INSTALLED_TEST)  ## the page at / in headless Chromium (apt install
 
 test-clients: $(INSTALLED)  ## the clients that people have, by URL, in an environment of their own (downloads them; minutes)
 	@tests/clients/run.sh
+
+test-schemas: $(INSTALLED)  ## answers to JSON schemas against jsonschema and its suite of tests (downloads both; a minute)
+	@tests/schemas/run.sh $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)
 	@tests/backends/cuda/run.sh $(ARGS)

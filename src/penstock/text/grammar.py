@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.text import grammar_source, tool_grammar
+from penstock.text import grammar_source, schema_places, tool_grammar
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
 
@@ -185,7 +185,14 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         _check_source(grammar)
         if grammar.kind is not GrammarKind.TOOLS:
-            return self._of_lark(grammar, _TO_LARK[grammar.kind](grammar.source))
+            lark = _TO_LARK[grammar.kind](grammar.source)
+            try:
+                return self._of_lark(grammar, lark)
+            except Rejected as rejected:
+                if grammar.kind is not GrammarKind.JSON_SCHEMA:
+                    raise
+                place = schema_places.found(grammar.source, rejected.detail)
+                raise Rejected(RejectReason.INVALID, f"{rejected.detail}{place}") from rejected
         try:
             return self._of_lark(grammar, tool_grammar.of_tools(grammar.source, self._tokens.spell)[0])
         except Rejected as rejected:

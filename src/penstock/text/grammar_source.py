@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from penstock.text.schema_places import Place, place_of, told
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
 MAX_CAUSE_CHARS = 300
@@ -41,10 +42,22 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "A regex has look-around or a word boundary, which are not supported.",
         r"Say it without (?=...), (?!...), (?<=...), (?<!...), \b and \B.",
     ),
+    (r"unrecognized escape sequence", "A pattern or a regex has an escape that is not known.", r"Write \x03 for \cC."),
     (r"Regex is empty", "No string can have all of a pattern, format and length at once.", "Check what contradicts what."),
     (r"oneOf constraints", "Two schemas of a oneOf might hold at once.", "Use anyOf, or a const that tells them apart."),
     (r"NoExtension", "No answer can follow it.", "Check what contradicts what."),
     (r"doesn't satisfy the grammar", "A token was sampled that it forbids.", ""),
+    (
+        r"^patternProperty regexes (/.*/ and /.*/) are not disjoint",
+        "Two of the patternProperties, {}, may match the same name.",
+        "Give patterns that can't, such as ones that begin with ^ and another letter.",
+    ),
+    (
+        r"^Resource '([^']*)' is not present",
+        "A $ref or $schema, {}, leads out of the schema, and nothing is fetched.",
+        "Put what it names under $defs, and refer to that.",
+    ),
+    (r"^Unsatisfiable schema: schema is false", "No value follows the schema false.", "Leave it out."),
     (r"^recursion limit exceeded", "It is nested too deeply.", "Use $ref and $defs for what lies further inside."),
 )
 
@@ -63,9 +76,9 @@ def refusal(name: str, error: GrammarFailure) -> Rejected:
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
-def refused_schema(what: str) -> Rejected:
+def refused_schema(what: str, place: Place = None) -> Rejected:
     """The refusal of a schema before it is compiled; `what` says what "a json_schema" does not do, and the remedy."""
-    return Rejected(RejectReason.INVALID, f"A json_schema {what}")
+    return Rejected(RejectReason.INVALID, f"A json_schema {what}{told([place])}")
 
 
 def _cause(message: str) -> str:
@@ -96,19 +109,20 @@ _LITERALS = ("const", "enum")
 
 def check_numbers(schema: dict[str, Any]) -> None:
     """Each by itself, and exclusive bounds beside others. Raises `Rejected`."""
-    for value, is_literal in _values(schema):
+    for value, place, is_literal in _values(schema):
         if is_literal and isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise refused_schema(f"takes integers up to 2^53 in const and enum, not {_shown(value)}. Ask for it as a string.")
-    for node in _objects(schema):
-        _check_object(node)
+            what = f"takes integers up to 2^53 in const and enum, not {_shown(value)}"
+            raise refused_schema(f"{what}. Ask for it as a string.", place)
+    for node, place in _objects(schema):
+        _check_object(node, place)
         if node.get("type") != "integer":
-            _check_exclusive(node, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
-            _check_exclusive(node, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
+            _check_exclusive(node, place, "exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1)
+            _check_exclusive(node, place, "exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1)
 
 
 def check_multiples(schema: dict[str, Any], *, are_put_together: bool) -> None:
     """Check the cost of all `multipleOf`; those of schemas that are put together have a common one. Raises `Rejected`."""
-    found = [_significant(node.get("multipleOf")) for node in _objects(schema)]
+    found = [_significant(node.get("multipleOf")) for node, _ in _objects(schema)]
     if max(sum(found), math.prod(set(found) - {0}) if are_put_together else 0) > MAX_MULTIPLES:
         what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
         raise refused_schema(
@@ -116,23 +130,26 @@ def check_multiples(schema: dict[str, Any], *, are_put_together: bool) -> None:
         )
 
 
-def _check_object(node: dict[str, Any]) -> None:
+def _check_object(node: dict[str, Any], place: Place) -> None:
+    """Writes whole counts such as 2.0 as integers, which llguidance wants. Raises `Rejected`."""
     for name in _BOUNDS:
         value = _number(node.get(name))
         if value is None:
             continue
         if name == "multipleOf" and value <= 0:
-            raise refused_schema(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.")
+            raise refused_schema(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.", place)
         if abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER:
             what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
-            raise refused_schema(f"{what}. Leave it out, or give one of fewer digits.")
+            raise refused_schema(f"{what}. Leave it out, or give one of fewer digits.", place)
     for name in _COUNTS:
         value = _number(node.get(name))
         if value is not None and value > MAX_COUNT:
-            raise refused_schema(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.")
+            raise refused_schema(f"takes {name} of at most {MAX_COUNT}, not {_shown(value)}. Leave it out.", place)
+        if isinstance(value, float) and value.is_integer():
+            node[name] = int(value)
 
 
-def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], sign: int) -> None:
+def _check_exclusive(node: dict[str, Any], place: Place, name: str, others: tuple[str, str], sign: int) -> None:
     """llguidance takes the bound itself for allowed if it is a whole number, and the other lies before the next one."""
     bound = _number(node.get(name))
     for other in others:
@@ -140,25 +157,26 @@ def _check_exclusive(node: dict[str, Any], name: str, others: tuple[str, str], s
         if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
             inclusive = name.replace("exclusiveM", "m")
             raise refused_schema(
-                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}."
+                f"does not support {name} {bound} beside {other} {end}. Give {inclusive}, such as {bound + sign * 1e-6}.",
+                place,
             )
 
 
-def _objects(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _objects(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Place]]:
     """All that may be a schema, wherever it stands: a $ref may point anywhere."""
-    return (node for node, _ in _values(schema) if isinstance(node, dict))
+    return ((node, place) for node, place, _ in _values(schema) if isinstance(node, dict))
 
 
-def _values(value: Any) -> Iterator[tuple[Any, bool]]:
-    """Itself, and all that is inside, once; whether it stands in a const or an enum."""
-    waiting = [(value, False)]
+def _values(value: Any) -> Iterator[tuple[Any, Place, bool]]:
+    """Itself, and all that is inside, once, with its place; whether it stands in a const or an enum."""
+    waiting: list[tuple[Any, Place, bool]] = [(value, None, False)]
     while waiting:
-        node, is_literal = waiting.pop()
-        yield node, is_literal
+        node, place, is_literal = waiting.pop()
+        yield node, place, is_literal
         if isinstance(node, dict):
-            waiting += [(inside, is_literal or name in _LITERALS) for name, inside in node.items()]
+            waiting += [(inside, (place, name), is_literal or name in _LITERALS) for name, inside in node.items()]
         elif isinstance(node, list):
-            waiting += [(inside, is_literal) for inside in node]
+            waiting += [(inside, (place, str(nth)), is_literal) for nth, inside in enumerate(node)]
 
 
 def _significant(value: Any) -> int:
@@ -225,11 +243,11 @@ def prepare_schema(schema: dict[str, Any], count: SchemaCount | None = None) -> 
     """Takes what asks for nothing out of it. `count` has the schemas before it in the same grammar. Raises `Rejected`."""
     check_numbers(schema)
     name_patterns: set[str] = set()
-    for node in _nodes(schema):
-        _check_node(node)
+    for node, place in _nodes(schema):
+        _check_node(node, place)
         name_patterns |= _dict(node, "patternProperties").keys()
         if node is not schema and (isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)):
-            raise refused_schema("does not support $id inside it, only around all of it. Leave it out.")
+            raise refused_schema("does not support $id inside it, only around all of it. Leave it out.", place)
     if len(name_patterns) > MAX_NAME_PATTERNS:
         what = f"has {len(name_patterns)} different patterns in patternProperties, and at most {MAX_NAME_PATTERNS} are taken"
         raise refused_schema(f"{what}. Put some together as one pattern.")
@@ -260,36 +278,37 @@ class SchemaCount:
             raise refused_schema(f"{what}, or {why}. Leave the $ref alone, use anyOf alone, and ask for less at once.")
 
 
-def _check_node(node: dict[str, Any]) -> None:
+def _check_node(node: dict[str, Any], place: Place) -> None:
     if unsupported := sorted(_UNSUPPORTED.intersection(node)):
-        raise refused_schema(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.")
+        raise refused_schema(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.", place)
     for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(name), bool):
-            raise refused_schema(f"takes {name} as a number, not as true or false. Give the bound itself.")
+            raise refused_schema(f"takes {name} as a number, not as true or false. Give the bound itself.", place)
 
 
-def _nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every schema inside a schema, and itself, once; not what stands in const, enum, default or examples."""
+def _nodes(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Every schema inside a schema, and itself, once, with its place; not what stands in const, enum, default or examples."""
     named: set[str] = set()
     seen_ids: set[int] = set()
     """A place has many spellings, such as #/a and #/%61, so that the names alone do not tell what came before."""
-    waiting: list[Any] = [schema]
+    waiting: list[tuple[Any, Place]] = [(schema, None)]
     while waiting:
-        node = waiting.pop()
+        node, place = waiting.pop()
         if not isinstance(node, dict) or id(node) in seen_ids:
             continue
         seen_ids.add(id(node))
         _take_out_neutral(node)
-        yield node
+        yield node, place
+        _spell_format(node)
         ref = node.get("$ref")
         if isinstance(ref, str) and ref not in named:
             named.add(ref)
-            waiting.append(_named(schema, ref))
-        waiting += [node[name] for name in _OF_SCHEMA if name in node]
+            waiting.append((_named(schema, ref), place_of(ref)))
+        waiting += [(node[name], (place, name)) for name in _OF_SCHEMA if name in node]
         for name in _OF_LIST:
-            waiting += _list(node, name)
+            waiting += [(inside, ((place, name), str(nth))) for nth, inside in enumerate(_list(node, name))]
         for name in _OF_NAMES:
-            waiting += _dict(node, name).values()
+            waiting += [(inside, ((place, name), key)) for key, inside in _dict(node, name).items()]
 
 
 def _has_pattern(node: dict[str, Any]) -> bool:
@@ -407,6 +426,26 @@ def _list(node: dict[str, Any], name: str) -> list[Any]:
 def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
     found = node.get(name)
     return found if isinstance(found, dict) else {}
+
+
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMAT_PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[Tt]{_TIME}$"}
+"""Those of RFC 3339, without leap seconds. llguidance would take 29 February in every year, and a 60th second in every minute."""
+
+
+def _spell_format(node: dict[str, Any]) -> None:
+    pattern = _FORMAT_PATTERNS.get(node["format"]) if isinstance(node.get("format"), str) else None
+    if pattern is None:
+        return
+    del node["format"]
+    if "pattern" not in node:
+        node["pattern"] = pattern
+    elif isinstance(node.get("allOf", []), list):  # else llguidance refuses it
+        node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
 
 
 def _take_out_neutral(node: dict[str, Any]) -> None:
