@@ -56,7 +56,11 @@ class Bytewise:
 
     def is_answer(self, schema: Any, text: str) -> bool:
         """Whether a text may be the whole answer."""
-        matcher = self.matcher(schema)
+        return self.follows(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), text)
+
+    def follows(self, grammar: Grammar, text: str) -> bool:
+        """As `is_answer`, for any grammar."""
+        matcher = self._grammars.matcher(grammar)
         try:
             for byte in text.encode():
                 token_id = self._ids[bytes((byte,))]

@@ -52,6 +52,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "grammar"
+    """Lark, or GBNF where its rules are written with `::=`."""
     TOOLS = "tools"
 
 
@@ -60,7 +61,7 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.JSON_OBJECT: grammar_source.of_json_object,
     GrammarKind.REGEX: grammar_source.of_regex,
     GrammarKind.CHOICE: grammar_source.of_choices,
-    GrammarKind.LARK: grammar_source.of_lark,
+    GrammarKind.LARK: grammar_source.of_grammar,
 }
 
 

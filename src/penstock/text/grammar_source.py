@@ -19,6 +19,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from penstock.text import gbnf
 from penstock.text.schema_places import Place, place_of, told
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
@@ -434,7 +435,7 @@ _DAY = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMAT_PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[Tt]{_TIME}$"}
-"""Those of RFC 3339, without leap seconds. llguidance would take 29 February in every year, and a 60th second in every minute."""
+"""Those of RFC 3339, without leap seconds. llguidance would take 29 February in every year, and 60 seconds in every minute."""
 
 
 def _spell_format(node: dict[str, Any]) -> None:
@@ -552,6 +553,11 @@ def of_choices(source: str) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise _rejected("The choice must be a list of at least one string, none of them empty.")
     return of_regex("|".join(re.escape(choice) for choice in dict.fromkeys(choices)))
+
+
+def of_grammar(source: str) -> str:
+    """From Lark, or from GBNF where rules are written with `::=`. Raises `Rejected`."""
+    return f"{gbnf.to_lark(source)}\n{OPTIONS}" if gbnf.is_gbnf(source) else of_lark(source)
 
 
 def of_lark(source: str) -> str:
