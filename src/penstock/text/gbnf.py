@@ -15,9 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from penstock.text import lexemes
+from penstock.text.lexemes import Node, safe
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_DEPTH = 60
@@ -52,29 +51,6 @@ def to_lark(source: str) -> str:
     """In which `start` is the rule `root`. Raises `Rejected`, with the line and the column."""
     rules = _Parser(source).rules()
     return _Writer(rules).lark()
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A part of a rule: a character, the name of a rule, or a combination of parts."""
-
-    kind: Literal["char", "text", "name", "all", "any", "repeat"]
-    """`text` is a row of characters that was written as one."""
-    text: str = ""
-    """A character or a class as a regex, the name of a rule, the sign of a repetition, the characters of a text."""
-    parts: tuple[Node, ...] = ()
-    ranges: tuple[tuple[int, int], ...] = ()
-    """First and last code points of what a "char" may be."""
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether it may come several times."""
-        return self.text not in ("?", "{1}", "{0,1}", "{1,1}", "{0}", "{0,0}")
-
-    @property
-    def may_miss(self) -> bool:
-        """Whether a repetition may come no time."""
-        return self.text in ("?", "*") or self.text.startswith(("{0,", "{0}"))
 
 
 @dataclass(slots=True)
@@ -264,7 +240,7 @@ class _Writer:
     def __init__(self, rules: dict[str, Node]) -> None:
         self._rules = rules
         recurring = _recurring({name: set(names_of(node)) for name, node in rules.items()})
-        self._terminals, self._texts = lexemes.safe(rules, rules.keys() - recurring)
+        self._terminals, self._texts = safe(rules, rules.keys() - recurring)
         self._numbers = {name: nth for nth, name in enumerate(rules)}
 
     def lark(self) -> str:

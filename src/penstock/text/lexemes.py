@@ -14,16 +14,37 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.text.gbnf import Node
+from dataclasses import dataclass
+from typing import Literal
 
 MAX_ROUNDS = 12
 MAX_POSITIONS = 2_000
 MAX_STATES = 400
 MAX_DEPTH = 150
 """Rules and groups inside each other, in one terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of a rule: a character, the name of a rule, or a combination of parts."""
+
+    kind: Literal["char", "text", "name", "all", "any", "repeat"]
+    """`text` is a row of characters that was written as one."""
+    text: str = ""
+    """A character or a class as a regex, the name of a rule, the sign of a repetition, the characters of a text."""
+    parts: tuple[Node, ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
+    """First and last code points of what a "char" may be."""
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether it may come several times."""
+        return self.text not in ("?", "{1}", "{0,1}", "{1,1}", "{0}", "{0,0}")
+
+    @property
+    def may_miss(self) -> bool:
+        """Whether a repetition may come no time."""
+        return self.text in ("?", "*") or self.text.startswith(("{0,", "{0}"))
 
 
 class _TooLargeError(Exception):
