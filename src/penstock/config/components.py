@@ -505,6 +505,14 @@ class ServerConfig(Component):
     embedding_cache_bytes: int = size(
         0, "Memory for the numbers of texts that an encoder was asked for last, for each model; 0: none is kept.", minimum=0
     )
+    response_store_bytes: int = size(
+        64 << 20,
+        "Memory for responses that are kept for those that follow them, and for GET /v1/responses/{id}; 0: none is kept.",
+        minimum=0,
+    )
+    response_ttl_s: float = duration(
+        86400.0, "Time for which a response is kept that nobody asks for, and none follows.", minimum=1.0
+    )
     explained_requests: int = count(
         1000,
         "Ended requests that GET /v1/requests/{id} still explains; 0: none is explained, not even one that runs.",

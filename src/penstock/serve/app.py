@@ -40,6 +40,8 @@ from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
+from penstock.serve.responses.endpoint import ResponsesEndpoint
+from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.texts.cohere import CohereEmbedBody, CohereFace
 from penstock.serve.texts.endpoint import TextsEndpoint, by_field
 from penstock.serve.texts.openai import EmbeddingsBody, EmbeddingsFace
@@ -104,6 +106,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
     any_rerank = by_field("texts", tei.rerank, rerank.rerank, off_loop)
+    responses = ResponsesEndpoint(reader, in_flight, off_loop, config, deployment.clock)
     with_body: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [
         ("/v1/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
         ("/v1/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
@@ -112,6 +115,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
         ("/v1/messages", "Chat (Anthropic)", [MessagesBody], messages.create),
         ("/v1/messages/count_tokens", "Count tokens (Anthropic)", [CountTokensBody], messages.count),
+        ("/v1/responses", "Respond", [ResponsesBody], responses.create),
         ("/v1/load_lora_adapter", "Load an adapter", [LoadAdapterBody], lora.load),
         ("/v1/unload_lora_adapter", "Forget an adapter", [UnloadAdapterBody], lora.unload),
         ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody], tokenize),
@@ -140,11 +144,15 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         RequestsEndpoint(in_flight),
     )
     models = AnthropicModels(openai_models.list, folder.when_found(openai_models.get))
-    of_model = ("model",)
+    of_model, listed = ("model",), ("after", "limit", "order")
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ("limit", "after_id", "before_id")),
         ("GET", "/models", "List models", models.list, ()),
         ("GET", "/v1/models/{model_id:path}", "Get a model", models.get, ()),
+        ("GET", "/v1/responses/{response_id}", "Get a response", responses.get, ()),
+        ("DELETE", "/v1/responses/{response_id}", "Forget a response", responses.delete, ()),
+        ("POST", "/v1/responses/{response_id}/cancel", "Cancel a response", responses.cancel, ()),
+        ("GET", "/v1/responses/{response_id}/input_items", "List a question", responses.input_items, listed),
         ("GET", "/v1/requests", "List your requests", requests.list, ("ended",)),
         ("GET", "/v1/requests/{request_id:path}", "Why does it take so long?", requests.explain, ()),
         ("DELETE", "/v1/requests/{request_id:path}", "Cancel a request", requests.cancel, ()),

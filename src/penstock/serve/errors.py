@@ -254,7 +254,7 @@ def from_finding(finding: Mapping[str, Any]) -> ApiError:
         place += (finding["ctx"]["names"][0],)
     if not place:
         return not_an_object()
-    param = _param_path(place)
+    param = param_path(place)
     return invalid(_explain(finding, param), param)
 
 
@@ -280,7 +280,7 @@ def _is_beyond_64_bits(value: object) -> bool:
     return isinstance(value, float) and value.is_integer() and abs(value) >= 2**63
 
 
-def _param_path(place: Sequence[str | int]) -> str:
+def param_path(place: Sequence[str | int]) -> str:
     """`("messages", 0, "role")` as `messages[0].role`."""
     path = ""
     for part in place:

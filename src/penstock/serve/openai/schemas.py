@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from penstock.serve.errors import RULE, from_finding, invalid
+from penstock.serve.errors import RULE, from_finding, invalid, param_path
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
@@ -105,7 +105,7 @@ class NotYet:
 
 CACHE_CONTROL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"})
 """Anthropic's. Prefixes are cached in any case, so a hint at one asks for nothing."""
-_CACHE_OPTIONS: tuple[dict[str, str], ...] = ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
+CACHE_OPTIONS: tuple[dict[str, str], ...] = ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
 
 
 class Body(BaseModel):
@@ -217,6 +217,8 @@ Metadata = Annotated[
     ],
     _at_most(MAX_METADATA),
 ]
+
+TemplateVariables = Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)]
 
 
 class StreamOptions(Body):
@@ -332,7 +334,7 @@ class GenerationBody(Body):
     """Without effect, too: a token's text is the same wherever it stands."""
 
     cache_control: Annotated[Any, NotYet(*CACHE_CONTROL, is_hint=True)] = None
-    prompt_cache_options: Annotated[Any, NotYet(*_CACHE_OPTIONS, is_hint=True)] = None
+    prompt_cache_options: Annotated[Any, NotYet(*CACHE_OPTIONS, is_hint=True)] = None
     prompt_cache_retention: Annotated[Any, NotYet("in_memory", "in-memory", is_hint=True)] = None
     service_tier: Annotated[Any, NotYet("auto", "default", is_hint=True)] = None
     store: Annotated[Any, NotYet(False, is_hint=True)] = None
@@ -440,7 +442,7 @@ class ChatTemplateFields(Body):
     messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     chat_template: Annotated[Any, NotYet()] = None
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
@@ -530,6 +532,17 @@ def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | 
     if ignored is not None:
         ignored.note(hints)
     return body
+
+
+def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
+    """A part of a body that was left as it came; `place` says where it stands. Raises 400."""
+    try:
+        part = part_type.model_validate(value)
+    except ValidationError as error:
+        finding = error.errors(include_url=False)[0]
+        raise from_finding({**finding, "loc": (*place, *finding["loc"])}) from None
+    _refuse_unsupported(part, prefix=f"{param_path(place)}.")
+    return part
 
 
 def _refuse_unsupported(body: Body, *, prefix: str = "", ignores_hints: bool = False) -> list[str]:

@@ -116,20 +116,24 @@ def past_calls(message: ChatMessage, param: str) -> tuple[PastCall, ...]:
     """The calls of an assistant's message. Raises 400."""
     calls: list[PastCall] = []
     for index, call in enumerate(message.tool_calls or ()):
-        at = f"{param}.tool_calls[{index}].function"
-        if not TOOL_NAME.fullmatch(call.function.name):
-            raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
-        arguments = call.function.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = orjson.loads(arguments or "{}")
-            except orjson.JSONDecodeError:
-                raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
-        if not isinstance(arguments, dict):
-            raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
-        check_depth(arguments, f"{at}.arguments")
-        calls.append(PastCall(call.id, call.function.name, arguments))
+        name, arguments = call.function.name, call.function.arguments
+        calls.append(past_call(call.id, name, arguments, f"{param}.tool_calls[{index}].function"))
     return tuple(calls)
+
+
+def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
+    """A call whose `name` and `arguments`, an object or its JSON text, stand at this place in the body. Raises 400."""
+    if not TOOL_NAME.fullmatch(name):
+        raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
+    if not isinstance(arguments, dict):
+        raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
+    check_depth(arguments, f"{at}.arguments")
+    return PastCall(call_id, name, arguments)
 
 
 def check_depth(value: Any, param: str) -> None:

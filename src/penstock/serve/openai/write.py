@@ -25,7 +25,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
-from penstock.serve.openai.call import Terms
+from penstock.serve.openai.call import AnswerOptions, Terms
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from penstock.text.answers import (
@@ -210,13 +210,13 @@ class AnswerWriter(Writer):
 
     def _answer_head(self, kind: str) -> dict[str, object]:
         """The fields that every answer and every event of a stream begins with."""
-        options, adapter = self._options, self._options.adapter
+        options = self._options
         return {
             "id": options.answer_id,
             "object": kind,
             "created": options.created_unix_s,
             "model": options.model_name,
-            "system_fingerprint": options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter else ""),
+            "system_fingerprint": fingerprint(options),
         }
 
     def _prompt_logprobs(self, index: int) -> dict[str, Any]:
@@ -676,6 +676,12 @@ def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
     if model_wait_ns:
         parts.append(f"model;dur={model_wait_ns / 1e6:.3f}")
     return ", ".join(parts)
+
+
+def fingerprint(options: AnswerOptions) -> str:
+    """The model's, and of its adapter, which has one when it is there."""
+    adapter = options.adapter
+    return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
 
 
 def _finish_word(chunk: OutputChunk) -> str | None:

@@ -21,7 +21,7 @@ from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.write import FINISH_WORDS
 from penstock.types.request import FinishReason
 
-_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "embd-", "rerank-", "score-", "classify-", "pool-")
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")
 _OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
 _MAX_ENDED = 100
 """Ended requests in a list."""

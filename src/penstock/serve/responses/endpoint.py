@@ -1,0 +1,230 @@
+"""`/v1/responses`: OpenAI's newer API. A response is a chat whose answer is kept, so that another one may follow it.
+
+Read, run and write are those of chats, with another reader and writer. Besides there is the store, and responses that run in
+the background: nobody waits for them, and who wants one asks for it later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response as HttpResponse
+
+from penstock.clock import Clock
+from penstock.config import ServerConfig
+from penstock.deploy.off_loop import OffLoop
+from penstock.serve.errors import ApiError, from_rejected, internal, invalid, renamed
+from penstock.serve.http.checks import entry_of, identity_of
+from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.call import Owner
+from penstock.serve.openai.in_flight import InFlight, RunningCall
+from penstock.serve.openai.read import Reader, read_owner
+from penstock.serve.openai.run import run
+from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
+from penstock.serve.openai.write import error_of, respond
+from penstock.serve.responses.read import NAMES, Question, read, references
+from penstock.serve.responses.schemas import ResponsesBody
+from penstock.serve.responses.store import Kept, ResponseStore
+from penstock.serve.responses.write import Response, ResponsesWriter
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.errors import Rejected
+
+_log = logging.getLogger(__name__)
+
+_CANCELLED = "the response was cancelled"
+MAX_LISTED = 100
+"""Items in one answer."""
+
+
+class ResponsesEndpoint:
+    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, config: ServerConfig, clock: Clock) -> None:
+        self._reader = reader
+        self._in_flight = in_flight
+        self._off_loop = off_loop
+        self._config = config
+        self._store = ResponseStore(config.response_store_bytes, config.response_ttl_s, clock)
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The tasks of responses in the background: the loop keeps none of its tasks alive."""
+
+    async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
+        """Answer items with items: messages, reasoning, calls of functions. The answer is kept, unless `store` is false."""
+        try:
+            return await self._create(data, http)
+        except (ApiError, Rejected) as error:
+            error.__traceback__ = None  # it has this frame, which has it
+            raise renamed(from_rejected(error) if isinstance(error, Rejected) else error, NAMES) from None
+
+    async def _create(self, data: bytes, http: HttpRequest) -> HttpResponse:
+        body = await self._off_loop.run(
+            len(data), lambda: parse_body(data, ResponsesBody, self._reader.ignored), limit=INLINE_MAX_BYTES
+        )
+        if body.request_id is not None:
+            identity_of(http.scope).adopt(body.request_id)
+        owner = read_owner(http.scope, self._config)
+        self._check_store(body)
+        past = self._store.past(owner, body.previous_response_id, references(body))
+        num_bytes = len(data) + past.num_bytes
+        if num_bytes > self._config.max_body_bytes:
+            raise ApiError(
+                413,
+                f"The conversation has {num_bytes} bytes with what was said before; at most {self._config.max_body_bytes} are "
+                "taken (--max-body-size).",
+                code="request_too_large",
+                param="previous_response_id",
+            )
+        question = await self._off_loop.run(
+            num_bytes,
+            lambda: read(body, data, past, http.scope, self._reader, keeps=self._store.keeps),
+            limit=INLINE_MAX_BYTES,
+        )
+        call = question.call
+        if (entry := entry_of(http.scope)) is not None:
+            entry.model = call.answer.model_name
+        opened = await unless_gone(http, run(call, self._in_flight))
+        if body.background:
+            return self._begin(opened, question, owner)
+        writers: list[ResponsesWriter] = []
+
+        def new_writer(running: RunningCall, tokenizer: Tokenizer) -> ResponsesWriter:
+            on_end = partial(self._keep, question, owner)
+            writers.append(ResponsesWriter(running, tokenizer, question=question, on_end=on_end))
+            return writers[0]
+
+        response = await respond(http, opened, new_writer)
+        if (ended := writers[0].ended) is not None:
+            self._keep(question, owner, ended)
+        return response
+
+    def _check_store(self, body: ResponsesBody) -> None:
+        if body.store and not self._store.keeps:
+            raise invalid("'store' is true, but this server keeps no responses (--response-store 0).", "store")
+        if body.background:
+            if body.store is False or not self._store.keeps:
+                why = "'store' is false" if body.store is False else "this server keeps none (--response-store 0)"
+                raise invalid(f"'background' needs a response that is kept, and {why}.", "background")
+            self._store.check_room()
+
+    def _keep(self, question: Question, owner: Owner, response: Response) -> None:
+        if response["store"]:
+            self._store.keep(_kept(question, owner, response))
+
+    # In the background
+
+    def _begin(self, opened: RunningCall, question: Question, owner: Owner) -> HttpResponse:
+        with opened:
+            self._store.check_room()  # others may have come meanwhile
+            queued = question.told | {"status": "queued"}
+            kept = _kept(question, owner, queued)
+            kept.was_background = True
+            kept.cancel = partial(opened.stream.cancel, _CANCELLED)
+            kept.ended = asyncio.get_running_loop().create_future()
+            self._store.keep(kept)
+            task = asyncio.create_task(self._run(opened, question, kept), name=f"response {question.response_id}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return _json(kept.response)
+
+    async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
+        """Read an answer to its end, whatever that is."""
+        writer = ResponsesWriter(opened, opened.running.tokenizer, question=question, on_end=lambda _response: None)
+        try:
+            response = await self._answered(opened, question, kept, writer)
+        except Exception:
+            request_id = opened.terms.request_id
+            _log.exception("request %s failed in the background", request_id)
+            response = writer.failure(internal(request_id))
+        finally:
+            opened.close()
+        self._store.update(kept, response, [*question.items, *response["output"]])
+        assert kept.ended is not None
+        kept.ended.set_result(None)
+
+    async def _answered(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> Response:
+        is_queued = True
+        while chunks := await opened.stream.next_chunks():
+            if is_queued:
+                is_queued = False
+                self._store.update(kept, question.told)
+            for chunk in chunks:
+                if (error := error_of(opened.terms, chunk)) is not None:
+                    chunk.finish_reason = None
+                    writer.write(0, chunk)
+                    return writer.failure(error, "cancelled" if error.code == "request_cancelled" else "failed")
+                writer.write(0, chunk)
+        if opened.stream.is_cancelled:
+            return writer.failure(internal(""), "cancelled")
+        return writer.response()
+
+    # Responses that are kept
+
+    async def get(self, http: HttpRequest) -> HttpResponse:
+        """A response that was kept, as it is now."""
+        if http.query_params.get("stream", "false") not in ("false", ""):
+            raise invalid("'stream' is not supported here yet: poll until 'status' is another one.", "stream")
+        return _json(self._find(http).response)
+
+    async def delete(self, http: HttpRequest) -> dict[str, Any]:
+        """Forget a response. One that runs in the background is cancelled."""
+        kept = self._find(http)
+        if kept.cancel is not None:
+            kept.cancel()
+        self._store.delete(kept)
+        return {"id": kept.response_id, "object": "response", "deleted": True}
+
+    async def cancel(self, http: HttpRequest) -> HttpResponse:
+        """End a response that runs in the background. One that has ended stays as it is."""
+        kept = self._find(http)
+        if not kept.was_background:
+            raise invalid("Only responses that were created with 'background': true can be cancelled.")
+        if kept.cancel is not None and kept.ended is not None:
+            kept.cancel()
+            await asyncio.shield(kept.ended)
+        return _json(kept.response)
+
+    async def input_items(self, http: HttpRequest) -> dict[str, Any]:
+        """The items of a response's question, without those of the responses that it follows; the last first."""
+        kept, query = self._find(http), http.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_LISTED):
+            raise invalid(f"'limit' must be an integer from 1 to {MAX_LISTED}.", "limit")
+        if order not in ("asc", "desc"):
+            raise invalid("'order' must be 'asc' or 'desc'.", "order")
+        items = orjson.loads(kept.items)[: kept.num_asked]
+        if order == "desc":
+            items.reverse()
+        if (after := query.get("after")) is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise invalid("'after' must be the id of an item of this list.", "after")
+            items = items[places[0] + 1 :]
+        listed = items[: int(limit)]
+        return {
+            "object": "list",
+            "data": listed,
+            "first_id": listed[0]["id"] if listed else None,
+            "last_id": listed[-1]["id"] if listed else None,
+            "has_more": len(items) > len(listed),
+        }
+
+    def _find(self, http: HttpRequest) -> Kept:
+        return self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
+
+
+def _kept(question: Question, owner: Owner, response: Response) -> Kept:
+    return Kept(
+        owner,
+        question.response_id,
+        orjson.dumps(response),
+        orjson.dumps([*question.items, *response["output"]]),
+        len(question.items),
+        response["previous_response_id"],
+    )
+
+
+def _json(data: bytes) -> HttpResponse:
+    return HttpResponse(data, media_type="application/json")

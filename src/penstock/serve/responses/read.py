@@ -1,0 +1,442 @@
+"""The first pass of a response: from a body, and what was said before, to a `Call` and what the answer repeats of the question.
+
+Items become the messages of a chat, and the rest the fields of one, whose rules are those of chats (`openai/read`). May run on
+any thread, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import orjson
+from starlette.types import Scope
+
+from penstock.serve.errors import invalid, shorten
+from penstock.serve.http.checks import identity_of
+from penstock.serve.openai.call import Call
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CalledFunction,
+    ChatCompletionBody,
+    ChatMessage,
+    FunctionBody,
+    JsonSchemaFormat,
+    ResponseFormat,
+    ToolBody,
+    ToolCallBody,
+    check_part,
+)
+from penstock.serve.openai.tools import past_call
+from penstock.serve.openai.write import fingerprint
+from penstock.serve.responses.schemas import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+    TextFormat,
+    TextPart,
+)
+
+Item = dict[str, Any]
+"""An item as it is told and kept: plain JSON data, with an `id`."""
+ItemBody = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+
+_ITEMS: Mapping[str, type[ItemBody]] = MappingProxyType(
+    {
+        "message": MessageItem,
+        "function_call": FunctionCallItem,
+        "function_call_output": FunctionOutputItem,
+        "reasoning": ReasoningItem,
+    }
+)
+_ID_PREFIXES: Mapping[str, str] = MappingProxyType(
+    {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+)
+_PARTS_NOT_YET = ("input_image", "input_file", "input_audio", "refusal")
+_SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logit_bias",
+    "stop",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "thinking_budget",
+    "priority",
+    "request_id",
+    "cache_salt",
+    "metadata",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+"""Fields that a chat has, too, and that mean the same there."""
+_LOGPROBS = "message.output_text.logprobs"
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "messages": "input",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        **{f"tools[{index}].function": f"tools[{index}]" for index in range(MAX_TOOLS)},
+    }
+)
+"""Fields of a chat, and what they are called in a response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The conversation before a response."""
+
+    items: Sequence[bytes] = ()
+    """Lists of items as JSON, those that were said first before the others."""
+    referenced: Mapping[str, Item] = dataclasses.field(default_factory=dict)
+    """Items that the body names by their ids."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.items))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    call: Call
+    told: dict[str, Any]
+    """The fields of the answer that repeat the question, `id` and `model` included."""
+    items: list[Item]
+    """Its own, as they are kept."""
+
+    @property
+    def response_id(self) -> str:
+        return self.call.answer.answer_id
+
+    def new_id(self, kind: str, index: int) -> str:
+        """The id of an item of the answer."""
+        return _item_id(kind, self.response_id, len(self.items) + index)
+
+
+def _item_id(kind: str, response_id: str, index: int) -> str:
+    return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{index}"
+
+
+def references(body: ResponsesBody) -> list[str]:
+    """Ids of the items that a body names and does not bring along."""
+    items = body.input if isinstance(body.input, list) else ()
+    return [item["id"] for item in items if _is_reference(item) and isinstance(item.get("id"), str)]
+
+
+def _is_reference(item: Any) -> bool:
+    """Its type may be left out, and then there is nothing else but an id."""
+    if not isinstance(item, dict):
+        return False
+    return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
+
+
+def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> Question:
+    """Raises `ApiError`, which may call fields as chats do: `NAMES` has the others.
+
+    `keeps`: the server keeps responses, unless the body says otherwise.
+    """
+    is_named = body.request_id is not None or identity_of(scope).is_from_header
+    items = _own_items(body, past)
+    before = [item for group in past.items for item in orjson.loads(group)]
+    if len(before) + len(items) > MAX_MESSAGES:
+        raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
+    bodies = [*map(_body_of, before), *items]
+    call = reader.read_chat(_chat(body, _messages(body.instructions, bodies)), data, scope)
+    # A name that a client gives may be given twice; an id that is asked for may not.
+    name = call.running.sources.new_request_id() if is_named else call.terms.request_id
+    response_id = f"resp_{name}"
+    answer = dataclasses.replace(call.answer, answer_id=response_id)
+    call = dataclasses.replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
+    kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
+    return Question(call, _told(body, call, keeps=keeps), kept)
+
+
+# Items
+
+
+def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
+    """The items of `input`, checked. Raises 400."""
+    given = body.input
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if given is None:
+        raise invalid("Missing required parameter: 'input'.", "input")
+    if not isinstance(given, list) or not given:
+        raise invalid("'input' must be a string, or a list of items that is not empty.", "input")
+    if len(given) > MAX_MESSAGES:
+        raise invalid(f"'input' must have at most {MAX_MESSAGES} items.", "input")
+    items: list[ItemBody] = []
+    for index, item in enumerate(given):
+        if _is_reference(item):
+            item = past.referenced[check_part(item, ItemReference, "input", index).id]
+        items.append(_checked(item, index))
+    return items
+
+
+def _checked(item: Any, index: int) -> ItemBody:
+    at = f"input[{index}]"
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    item_type = _ITEMS.get(kind or "message") if isinstance(kind, str | None) else None
+    if item_type is None:
+        known = ", ".join(f"'{name}'" for name in (*_ITEMS, "item_reference"))
+        told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
+        raise invalid(f"'{at}.type'{told} is not supported; it must be one of {known}.", f"{at}.type")
+    checked = check_part(item, item_type, "input", index)
+    if isinstance(checked, MessageItem):
+        _text(checked.content, "input", index, "content")
+    elif isinstance(checked, FunctionOutputItem):
+        _text(checked.output, "input", index, "output")
+    elif isinstance(checked, FunctionCallItem) and checked.status != "incomplete":
+        past_call(checked.call_id, checked.name, checked.arguments, at)
+    return checked
+
+
+def _body_of(item: Item) -> ItemBody:
+    """The same of an item that was checked when it came, or made here."""
+    return _ITEMS[item["type"]].model_validate(item)
+
+
+def _text(content: Any, *place: str | int) -> str:
+    """Text, or the text of parts. Raises 400."""
+    if isinstance(content, str):
+        return content
+    param = f"{place[0]}[{place[1]}].{place[2]}"
+    if not isinstance(content, list) or not content:
+        raise invalid(f"'{param}' must be a string, or a list of text parts that is not empty.", param)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _PARTS_NOT_YET:
+            raise invalid(f"'{param}[{index}].type' {kind!r} is not supported yet; only text is.", f"{param}[{index}].type")
+        checked = check_part(part, TextPart, *place, index)
+        if checked.type not in ("input_text", "output_text"):
+            raise invalid(f"'{param}[{index}].type' must be 'input_text' or 'output_text'.", f"{param}[{index}].type")
+        texts.append(checked.text)
+    return "".join(texts)
+
+
+def _kept(item: ItemBody, index: int, response_id: str) -> Item:
+    """An item of the question in the form in which it is told to those who ask for it, and read by what follows."""
+    kind = item.type or "message"
+    kept: Item = {"id": item.id or _item_id(kind, response_id, index), "type": kind, "status": item.status or "completed"}
+    match item:
+        case MessageItem():
+            default = "output_text" if item.role == "assistant" else "input_text"
+            return kept | {"role": item.role, "content": _kept_parts(item.content, default)}
+        case FunctionCallItem():
+            return kept | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        case FunctionOutputItem():
+            output = item.output if isinstance(item.output, str) else _kept_parts(item.output, "input_text")
+            return kept | {"call_id": item.call_id, "output": output}
+        case ReasoningItem():
+            summary, content = (
+                [{"type": part.type, "text": part.text} for part in parts or ()] for parts in (item.summary, item.content)
+            )
+            return kept | {"summary": summary, "content": content}
+
+
+def _kept_parts(content: Any, kind: str) -> list[Item]:
+    """The parts of a text that was checked. `kind`: what a string is."""
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    annotations: dict[str, Item] = {"output_text": {"annotations": []}}
+    return [{"type": part["type"], "text": part["text"], **annotations.get(part["type"], {})} for part in content]
+
+
+# The chat
+
+
+def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatMessage]:
+    """The messages of a chat. Templates know one message of the system, so those at the beginning become one.
+
+    Items of the assistant in a row, reasoning first and calls last, become one message. A call that was cut is left out.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    for item in items:
+        last: dict[str, Any] = messages[-1] if messages else {"role": ""}
+        match item:
+            case MessageItem(role="assistant"):
+                text = _text(item.content, "input", 0, "content")
+                if last["role"] == "assistant" and last["content"] is None and not last["tool_calls"]:
+                    last["content"] = text
+                else:
+                    messages.append(_of_assistant(content=text))
+            case MessageItem():
+                text, is_system = _text(item.content, "input", 0, "content"), item.role in ("system", "developer")
+                if is_system and len(messages) == 1 and last["role"] == "system":
+                    last["content"] += f"\n\n{text}"
+                else:
+                    messages.append({"role": "system" if is_system else item.role, "content": text})
+            case ReasoningItem():
+                said = "".join([part.text for part in item.content or item.summary or ()])
+                if said:
+                    messages.append(_of_assistant(reasoning_content=said))
+            case FunctionCallItem():
+                if item.status == "incomplete":
+                    continue
+                if last["role"] != "assistant":
+                    messages.append(_of_assistant())
+                function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+                messages[-1]["tool_calls"].append(
+                    ToolCallBody.model_construct(id=item.call_id, type="function", function=function)
+                )
+            case FunctionOutputItem():
+                text = _text(item.output, "input", 0, "output")
+                messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    for message in messages:
+        if message["content"] is None and not message["tool_calls"]:
+            message["content"] = ""
+    return [ChatMessage.model_construct(**message) for message in messages]
+
+
+def _of_assistant(content: str | None = None, reasoning_content: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "reasoning_content": reasoning_content, "tool_calls": []}
+
+
+def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> ChatCompletionBody:
+    """The fields of a chat that asks for the same. Raises 400."""
+    fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    fields["messages"] = messages
+    if body.background and body.stream:
+        raise invalid("'background' with 'stream' is not supported yet: leave one of them out.", "background")
+    if body.truncation == "auto":
+        raise invalid("'truncation' is not supported yet (accepted: null or \"disabled\").", "truncation")
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if _LOGPROBS in (body.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    elif body.top_logprobs:
+        raise invalid(f"'top_logprobs' needs {_LOGPROBS!r} in 'include'.", "top_logprobs")
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _format(body.text.format)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.tools:
+        fields["tools"] = [
+            ToolBody.model_construct(
+                type="function",
+                function=FunctionBody.model_construct(
+                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+                ),
+            )
+            for tool in body.tools
+        ]
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _choice(body.tool_choice, [tool.name for tool in body.tools or ()])
+    return ChatCompletionBody.model_construct(**fields)
+
+
+def _format(asked: TextFormat) -> ResponseFormat:
+    if asked.type != "json_schema":
+        for name in ("name", "schema", "strict"):
+            if getattr(asked, "schema_" if name == "schema" else name) is not None:
+                raise invalid(f"'text.format.{name}' needs 'type': 'json_schema', not '{asked.type}'.", f"text.format.{name}")
+        return ResponseFormat.model_construct(type=asked.type)
+    if asked.name is None or asked.schema_ is None:
+        name = "text.format.name" if asked.name is None else "text.format.schema"
+        raise invalid(f"Missing required parameter: '{name}'.", name)
+    return ResponseFormat.model_construct(
+        type="json_schema", json_schema=JsonSchemaFormat.model_construct(name=asked.name, schema_=asked.schema_)
+    )
+
+
+def _choice(choice: Any, names: Sequence[str]) -> Any:
+    """In the form that chats have. Raises 400."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {"type": "function", "function": {"name": _named(choice, names, "tool_choice")}}
+    if kind == "allowed_tools":
+        mode, listed = choice.get("mode"), choice.get("tools")
+        if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+            raise invalid("'tool_choice' must have a 'mode' of 'auto' or 'required', and 'tools'.", "tool_choice")
+        tools = [{"function": {"name": _named(one, names, f"tool_choice.tools[{at}]")}} for at, one in enumerate(listed)]
+        return {"type": kind, "allowed_tools": {"mode": mode, "tools": tools}}
+    told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
+    raise invalid(f"'tool_choice.type'{told} is not supported; it must be 'function' or 'allowed_tools'.", "tool_choice.type")
+
+
+def _named(one: Any, names: Sequence[str], param: str) -> str:
+    name = one.get("name") if isinstance(one, dict) else None
+    if not isinstance(name, str):
+        raise invalid(f"'{param}.name' must be a string.", f"{param}.name")
+    if name not in names:
+        raise invalid(f"'{param}.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.name")
+    return name
+
+
+# What the answer says of the question
+
+
+def _told(body: ResponsesBody, call: Call, *, keeps: bool) -> dict[str, Any]:
+    store: bool = keeps if body.store is None else body.store
+    text: TextFormat | Literal["text"] = "text" if body.text is None or body.text.format is None else body.text.format
+    shape = {"type": "text"} if text == "text" else text.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "id": call.answer.answer_id,
+        "object": "response",
+        "created_at": call.answer.created_unix_s,
+        "status": "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": call.answer.model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": store,
+        "system_fingerprint": fingerprint(call.answer),
+        "temperature": call.sampling.temperature,
+        "text": {"format": shape, "verbosity": "medium"},
+        "tool_choice": _told_choice(body.tool_choice),
+        "tools": [_told_tool(tool.model_dump(by_alias=True, exclude_none=True)) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": call.sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": None, "strict": False} | tool
+
+
+def _told_choice(choice: Any) -> Any:
+    """The choice as it is told; it was checked."""
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "name": name}
+        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+            told = [{"type": "function", "name": tool["name"]} for tool in tools]
+            return {"type": "allowed_tools", "mode": mode, "tools": told}
+    return choice or "auto"

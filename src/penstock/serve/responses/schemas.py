@@ -1,0 +1,236 @@
+"""The body of `POST /v1/responses`, and the items in its `input`, as types. Rules of more than one field are in `read`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from penstock.serve.errors import RULE, shorten
+from penstock.serve.openai.schemas import (
+    CACHE_OPTIONS,
+    INT32_MAX,
+    INT32_MIN,
+    MAX_CALL_ID_CHARS,
+    MAX_DESCRIPTION_CHARS,
+    MAX_REPETITION_PENALTY,
+    MAX_SALT_CHARS,
+    MAX_TOKENS_LIMIT,
+    MAX_TOOLS,
+    MIN_REPETITION_PENALTY,
+    Body,
+    LogitBias,
+    Metadata,
+    NotYet,
+    ReasoningBudget,
+    Schema,
+    StopStrings,
+    TemplateVariables,
+)
+from penstock.types.sampling import MAX_LOGPROBS
+
+MAX_ID_CHARS = 512
+"""The longest id of an item or a response that is looked for; those made here are shorter."""
+ItemId = Annotated[str, Field(max_length=MAX_ID_CHARS)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""The words that `include` may have. All but the first are about what never is in an answer: built-in tools, images, and
+reasoning that is encrypted, as it stands here in the clear."""
+
+
+def _only_functions(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        message = "is a tool of the type '{kind}', which runs at OpenAI and not here: only 'function' is supported"
+        raise PydanticCustomError(RULE, message, {"kind": shorten(kind)})
+    return value
+
+
+class FunctionTool(Body):
+    """A function that an answer may call. A schema is followed in any case; with `strict`, one that can't be is refused."""
+
+    type: Literal["function"]
+    name: str
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
+    strict: bool | None = None
+    allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
+    async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
+    defer_loading: Annotated[Any, NotYet(False)] = None
+    output_schema: Annotated[Any, NotYet({})] = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: Annotated[Any, NotYet("auto")] = None
+    """`auto` is the best summary that there is, which is none: the reasoning itself is told."""
+    generate_summary: Annotated[Any, NotYet("auto")] = None
+    context: Annotated[Any, NotYet("auto")] = None
+    mode: Annotated[Any, NotYet("standard")] = None
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema"), WithJsonSchema({"type": "object"})] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, NotYet("medium")] = None
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Annotated[Any, NotYet(False)] = None
+
+
+class ResponsesBody(Body):
+    """`POST /v1/responses`. Null is the same as absent."""
+
+    input: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
+    ] = None
+    """Checked in `read`, item by item."""
+    instructions: str | None = None
+    """A system message before all others, of this response alone."""
+    previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: bool | None = None
+    store: bool | None = None
+    """Absent: true, where the server keeps responses."""
+    include: Annotated[list[Included], Field(max_length=32, fail_fast=True)] | None = None
+
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: (
+        Annotated[list[Annotated[FunctionTool, BeforeValidator(_only_functions)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+        | None
+    ) = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
+    """Checked in `read`."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Without effect: it is a limit of built-in tools."""
+
+    # vLLM's names for what OpenAI does not have.
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    logit_bias: LogitBias | None = None
+    stop: StopStrings | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    thinking_budget: ReasoningBudget | None = None
+    priority: Annotated[int, Field(ge=INT32_MIN, le=INT32_MAX)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    # Told back, and without effect on the answer.
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    prompt_cache_options: Annotated[Any, NotYet(*CACHE_OPTIONS, is_hint=True)] = None
+    prompt_cache_retention: Annotated[Any, NotYet("in_memory", "in-memory", is_hint=True)] = None
+    service_tier: Annotated[Any, NotYet("auto", "default", is_hint=True)] = None
+
+    access_programs: Annotated[Any, NotYet({})] = None
+    background_options: Annotated[Any, NotYet({}, {"completion_window": "soonest"})] = None
+    context_management: Annotated[Any, NotYet([])] = None
+    conversation: Annotated[Any, NotYet()] = None
+    image: Annotated[Any, NotYet({}, {"context_compression": "auto"})] = None
+    moderation: Annotated[Any, NotYet()] = None
+    prompt: Annotated[Any, NotYet()] = None
+
+
+# The items of `input`
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Any
+    """A string, or a list of parts, which `read` checks."""
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Without effect, as the next items' `id` and `status` are: clients send back what they were told."""
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    name: str
+    arguments: str
+    """JSON text of an object."""
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    parsed_arguments: Any = None
+    """Without effect: what OpenAI's client has made of `arguments`."""
+    async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
+    caller: Annotated[Any, NotYet({"type": "direct"})] = None
+    namespace: Annotated[Any, NotYet()] = None
+
+
+class FunctionOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
+    output: Any
+    """A string, or a list of parts of the type `input_text`."""
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    name: str | None = None
+    caller: Annotated[Any, NotYet({"type": "direct"})] = None
+    namespace: Annotated[Any, NotYet()] = None
+
+
+class TextPart(Body):
+    """A part of a message, of a call's output, or of reasoning: `type` says which."""
+
+    type: str
+    text: str
+    annotations: Annotated[Any, NotYet([])] = None
+    logprobs: Any = None
+    parsed: Any = None
+    """Without effect, as `logprobs`: clients send back what they were told, and what they have made of it."""
+    prompt_cache_breakpoint: Annotated[Any, NotYet({"mode": "explicit"})] = None
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    content: Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    encrypted_content: Annotated[Any, NotYet("")] = None
+    status: ItemStatus | None = None
+
+
+class ItemReference(Body):
+    """An item of a response that is kept."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId

@@ -1,0 +1,311 @@
+"""The last pass of a response: from the parts of an answer to items, and to the typed events that tell of them.
+
+A stream tells of each item as it begins, grows and ends, and last of the whole response. The events that carry text, one for
+each step, are put together of bytes that were prepared when their item began.
+https://developers.openai.com/api/reference/resources/responses/streaming-events has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.errors import ApiError
+from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.logprobs import ChatLogprobs
+from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer, fingerprint
+from penstock.serve.responses.read import Item, Question
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+
+Response = dict[str, Any]
+"""A response as it is told: plain JSON data."""
+
+_RATE_LIMITED = 429
+_CLIENT_FAULTS = range(400, 500)
+
+
+def response_error(error: ApiError) -> dict[str, str]:
+    """The words of a response that failed: OpenAI's codes, of which few fit."""
+    if error.status_code == _RATE_LIMITED:
+        code = "rate_limit_exceeded"
+    elif error.status_code in _CLIENT_FAULTS and error.error_type == "invalid_request_error":
+        code = "invalid_prompt"
+    else:
+        code = "server_error"
+    return {"code": code, "message": error.message}
+
+
+class ResponsesWriter(Writer):
+    def __init__(
+        self, call: RunningCall, tokenizer: Tokenizer, *, question: Question, on_end: Callable[[Response], None]
+    ) -> None:
+        """`on_end` is called with the whole response, on the event loop, when a stream has ended."""
+        super().__init__(call)
+        self.ended: Response | None = None
+        """The response that was not streamed, when it has ended."""
+        self._tokenizer = tokenizer
+        self._question = question
+        self._on_end = on_end
+        self._choice: ReadChoice | None = None
+        """None: the answer is nothing but content."""
+        if call.form is not None or call.requests[0].sampling.skip_special_tokens != call.answer.skips_special_tokens:
+            self._choice = ReadChoice(call, 0, tokenizer)
+        self._reasoning = _ReasoningTokens(call, tokenizer)
+        self._logprobs: ChatLogprobs | None = None
+        if call.answer.has_logprobs:
+            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
+        self._told_logprobs: list[Any] = []
+        """The entries of tokens whose text has not been told."""
+
+        self._items: list[Item] = []
+        self._pieces: list[str] = []
+        """The text of the item that is open."""
+        self._item_logprobs: list[Any] = []
+        self._is_open = False
+        self._prefix = b""
+        """The beginning of an event about more text of the open item."""
+        self._is_cut = False
+        """The answer was cut, and with it its last item."""
+
+        self._is_streamed = call.answer.is_streamed
+        self._events: list[bytes] = []
+        self._num_events = 0
+
+    # A stream
+
+    def begin(self) -> bytes:
+        told = self._question.told | {"system_fingerprint": fingerprint(self._options)}
+        self._tell("response.created", {"response": told})
+        self._tell("response.in_progress", {"response": told})
+        return self._take()
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        self._read(chunk)
+        return self._take()
+
+    def end(self) -> bytes:
+        response = self.response()
+        self._tell(f"response.{response['status']}", {"response": response})
+        self._on_end(response)
+        return self._take()
+
+    def fail(self, error: ApiError) -> bytes:
+        response = self.failure(error)
+        self._tell("response.failed", {"response": response})
+        self._on_end(response)
+        return self._take()
+
+    # All at once
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> Response:
+        for chunk in records[0].chunks:
+            self._read(chunk)
+        self.ended = self.response()
+        return self.ended
+
+    def response(self) -> Response:
+        """The response that has ended, whole or cut."""
+        told = {
+            "status": "incomplete" if self._is_cut else "completed",
+            "completed_at": None if self._is_cut else self._call.running.sources.unix_time_s(),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+        }
+        return self._whole(told)
+
+    def failure(self, error: ApiError, status: str = "failed") -> Response:
+        """The response that has ended early, with what was said until then."""
+        self._close(is_whole=False)
+        told = {"status": status, "error": response_error(error) if status == "failed" else None}
+        return self._whole(told)
+
+    def _whole(self, told: dict[str, Any]) -> Response:
+        """With the fingerprint of an adapter, which is there by now."""
+        said = {"output": self._items, "usage": self._usage(), "system_fingerprint": fingerprint(self._options)}
+        return self._question.told | told | said
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self.usage.body()
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._reasoning.count()},
+            "total_tokens": counts["total_tokens"],
+        }
+
+    # Items
+
+    def _read(self, chunk: OutputChunk) -> None:
+        """Take note of what a chunk says, and tell of it."""
+        parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
+        if self._choice is not None:
+            parts = self._choice.read(chunk)
+        self._reasoning.add(chunk, parts)
+        if self._logprobs is not None:
+            self._note_logprobs(self._logprobs, chunk)
+        for part in parts:
+            self._add(part)
+        if chunk.finish_reason is not None:
+            self._is_cut = chunk.finish_reason is FinishReason.LENGTH
+            if not self._is_cut and all(item["type"] == "reasoning" for item in self._items):
+                self._add(Content(""))  # clients look for a message
+            self._close(is_whole=not self._is_cut)
+
+    def _note_logprobs(self, writer: ChatLogprobs, chunk: OutputChunk) -> None:
+        entries = chunk.logprobs
+        if entries and isinstance(chunk.stop_reason, int):
+            entries = entries[:-1]  # of a stop token, which is not shown
+        written = writer.write(entries, chunk.text, is_last=chunk.finish_reason is not None)
+        self._told_logprobs += written["content"]
+
+    def _add(self, part: Part) -> None:
+        match part:
+            case Content(text):
+                self._open("message")
+                self._grow(text)
+            case Reasoning(text):
+                self._open("reasoning")
+                self._told_logprobs.clear()
+                self._grow(text)
+            case CallBegin(_, call_id, name):
+                self._close()
+                self._begin_item(
+                    {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}, "function_call_arguments"
+                )
+                self._told_logprobs.clear()
+            case CallArguments(_, text):
+                self._grow(text)
+            case CallEnd(_, is_whole, _):
+                self._told_logprobs.clear()
+                self._close(is_whole=is_whole)
+
+    def _open(self, kind: str) -> None:
+        """Have an item open to which text of this kind belongs."""
+        if self._is_open and self._items[-1]["type"] == kind:
+            return
+        self._close()
+        if kind == "message":
+            self._begin_item({"type": kind, "role": "assistant", "content": []}, "output_text")
+            part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        else:
+            self._begin_item({"type": kind, "summary": [], "content": []}, "reasoning_text")
+            part = {"type": "reasoning_text", "text": ""}
+        self._tell("response.content_part.added", self._place(in_content=True) | {"part": part})
+
+    def _begin_item(self, fields: Item, what: str) -> None:
+        item_id = self._question.new_id(fields["type"], len(self._items))
+        item = {"id": item_id, **fields, "status": "in_progress"}
+        self._items.append(item)
+        self._is_open = True
+        if self._is_streamed:
+            self._tell("response.output_item.added", {"output_index": len(self._items) - 1, "item": item})
+            kind = f"response.{what}.delta"
+            place = self._place(in_content=fields["type"] != "function_call")
+            self._prefix = _begin_event(kind) + orjson.dumps({"type": kind} | place)[:-1] + b',"delta":'
+
+    def _grow(self, text: str) -> None:
+        self._pieces.append(text)
+        logprobs: list[Any] = []
+        if self._told_logprobs:
+            logprobs, self._told_logprobs = self._told_logprobs, []
+            self._item_logprobs += logprobs
+        if self._is_streamed and text:
+            rest = b',"sequence_number":%d' % self._num_events
+            if self._items[-1]["type"] == "message":
+                rest += b',"logprobs":' + orjson.dumps(logprobs)
+            self._num_events += 1
+            self._events.append(self._prefix + orjson.dumps(text) + rest + b"}\n\n")
+
+    def _close(self, *, is_whole: bool = True) -> None:
+        """End the item that is open, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, text = self._items[-1], "".join(self._pieces)
+        self._pieces = []
+        logprobs, self._item_logprobs = self._item_logprobs, []
+        item["status"] = "completed" if is_whole else "incomplete"
+        match item["type"]:
+            case "message":
+                part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+                self._tell("response.output_text.done", self._place(in_content=True) | {"text": text, "logprobs": logprobs})
+                item["content"] = [part]
+                self._tell("response.content_part.done", self._place(in_content=True) | {"part": part})
+            case "reasoning":
+                part = {"type": "reasoning_text", "text": text}
+                self._tell("response.reasoning_text.done", self._place(in_content=True) | {"text": text})
+                item["content"] = [part]
+                self._tell("response.content_part.done", self._place(in_content=True) | {"part": part})
+            case "function_call":
+                item["arguments"] = text
+                told = {"name": item["name"], "arguments": text}
+                self._tell("response.function_call_arguments.done", self._place() | told)
+        self._tell("response.output_item.done", {"output_index": len(self._items) - 1, "item": item})
+
+    def _place(self, *, in_content: bool = False) -> dict[str, Any]:
+        """Where the open item is."""
+        place: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return place | ({"content_index": 0} if in_content else {})
+
+    # Events
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._is_streamed:
+            event = {"type": kind, "sequence_number": self._num_events} | fields
+            self._num_events += 1
+            self._events.append(_begin_event(kind) + orjson.dumps(event) + b"\n\n")
+
+    def _take(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+
+def _begin_event(kind: str) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: "
+
+
+class _ReasoningTokens:
+    """How many tokens of an answer are its reasoning, marks included.
+
+    The tokens up to the first that is something else, or that ends the block: they are looked at once, when it has ended.
+    """
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        self._format = None if call.form is None else call.form.reasoning
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._has_reasoned = call.form is not None and call.form.is_reasoning
+        self._count: int | None = None if self._format else 0
+
+    def add(self, chunk: OutputChunk, parts: Sequence[Part]) -> None:
+        if self._count is not None:
+            return
+        self._token_ids += chunk.token_ids
+        self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
+        if any(not isinstance(part, Reasoning) for part in parts):
+            self._count = self._block() if self._has_reasoned else 0
+            self._token_ids.clear()
+
+    def count(self) -> int:
+        if self._count is None:
+            return len(self._token_ids) if self._has_reasoned else 0
+        return self._count
+
+    def _block(self) -> int:
+        """The least number of tokens whose text has the end of the block."""
+        assert self._format is not None
+        low, high = 1, len(self._token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            text = self._tokenizer.decode(self._token_ids[:middle], skip_special_tokens=False)
+            if self._format.close in text:
+                high = middle
+            else:
+                low = middle + 1
+        return low
