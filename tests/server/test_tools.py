@@ -109,6 +109,29 @@ async def test_a_call_is_told_apart_from_the_text_before_it(chat_template):
     assert {call["type"] for call in message["tool_calls"]} == {"function"}
 
 
+@pytest.mark.parametrize("chat_template", [TOOLS_TEMPLATE, CHAT_TEMPLATE], ids=["hermes", "generic"])
+async def test_fenced_json_is_a_call_if_it_names_a_tool(chat_template):
+    fenced = '```json\n{\n  "name": "now",\n  "arguments": {}\n}\n```'
+    choice = await ask(fenced, chat_template=chat_template)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert calls_of(choice["message"]) == [("now", {})]
+    deltas, finish = await stream(fenced, chat_template=chat_template)
+    assert finish == "tool_calls"
+    assert not any(delta.get("content") for delta in deltas)
+    for text in (fenced.replace("now", "Ada"), '```json {"name": "Ada", "age": 3}```', f"So: {fenced}"):
+        choice = await ask(text, chat_template=chat_template)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+async def test_json_that_was_asked_for_is_no_call_although_it_names_a_tool():
+    schema = {"type": "object", "properties": {"name": {"const": "now"}, "arguments": {"const": {}}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"required": ["name", "arguments"]}}}
+    message = (await ask('{"name": "now", "arguments": {}}', response_format=asked))["message"]
+    assert json.loads(message["content"]) == {"name": "now", "arguments": {}}
+    assert "tool_calls" not in message
+
+
 async def test_a_message_of_calls_alone_has_no_content():
     message = (await ask(CALL))["message"]
     assert message["content"] is None

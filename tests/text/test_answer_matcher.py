@@ -70,7 +70,8 @@ def calls(name, *, has_trigger, is_parallel=True, lead=None, tools=TOOLS):
 
 
 def auto(name, **fields):
-    return calls(name, has_trigger=True), AnswerPlan(trigger_of=BY_NAME[name], **fields)
+    names = frozenset(tool.name for tool in TOOLS)
+    return calls(name, has_trigger=True), AnswerPlan(trigger_of=BY_NAME[name], tool_names=names, **fields)
 
 
 def allowed(matcher, tokenizer):
@@ -107,15 +108,17 @@ def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
     for way in BY_NAME[name].ways:
         for seed in range(3):
             matcher = matcher_of(tokenizer, *auto(name))
-            before = "" if BY_NAME[name].only_at_start or BY_NAME[name].has_channels else "Hi <there>! "
+            is_first = BY_NAME[name].only_at_start or BY_NAME[name].has_channels or way.has_no_mark
+            before, begin = "" if is_first else "Hi <there>! ", way.trigger + 'get"' * way.has_no_mark
             for char in before:
                 say(matcher, tokenizer, char)
             if before:
                 assert matcher.mask() is None
-            say(matcher, tokenizer, way.trigger)
+            say(matcher, tokenizer, begin)
             assert END_ID not in allowed(matcher, tokenizer)
-            text = wander(matcher, tokenizer, Random(seed), before + way.trigger)
-            form = AnswerForm(tools=BY_NAME[name], reasoning=REASONING["openai"] if BY_NAME[name].has_channels else None)
+            text = wander(matcher, tokenizer, Random(seed), before + begin)
+            reasoning = REASONING["openai"] if BY_NAME[name].has_channels else None
+            form = AnswerForm(tools=BY_NAME[name], tool_names=frozenset(["get", "get_x"]), reasoning=reasoning)
             reader = form.reader(str)
             answer = gather(reader.push(text) + reader.finish())
             assert answer.content == before.rstrip()
@@ -177,6 +180,32 @@ def test_a_trigger_at_the_start_counts_there_alone():
     matcher = matcher_of(PLAIN, *auto("llama3_json"))
     say(matcher, PLAIN, 'So {"name":')
     assert matcher.mask() is None
+
+
+@pytest.mark.parametrize("before", ["", "\n \n", "<think>a {</think>\n\n"])
+def test_a_call_without_a_mark_is_held_to_the_grammar_from_the_name_of_a_tool_on(before):
+    for text in ('```json\n{\n    "name": "get', '{"name":  "get', '{ "name": "get_x'):
+        matcher = matcher_of(PLAIN, *auto("hermes", reasoning=REASONING["think"]))
+        for char in before + text:
+            say(matcher, PLAIN, char)
+            assert END_ID in allowed(matcher, PLAIN)
+        say(matcher, PLAIN, '"')
+        assert {PLAIN.token_text(token_id) for token_id in allowed(matcher, PLAIN)} == {","}
+        matcher = matcher_of(PLAIN, *auto("hermes", reasoning=REASONING["think"]))
+        say(matcher, PLAIN, f'{before}{text}z", "arguments": ')
+        assert matcher.mask() is None
+        say(matcher, PLAIN, "<tool_call>")
+        assert END_ID not in allowed(matcher, PLAIN)
+
+
+def test_a_token_may_have_the_end_of_the_reasoning_and_the_beginning_of_a_call():
+    matcher = matcher_of(PLAIN, *auto("hermes", reasoning=REASONING["think"], is_reasoning=True))
+    say(matcher, PLAIN, "Hm</thin")
+    matcher.accept((across(PLAIN, "k>{"),))
+    say(matcher, PLAIN, '"name": "get", "arguments": {"a": 1')
+    assert across(PLAIN, "x") not in allowed(matcher, PLAIN)
+    say(matcher, PLAIN, "}}")
+    assert END_ID in allowed(matcher, PLAIN)
 
 
 def test_what_no_call_can_be_is_text():

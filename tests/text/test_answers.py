@@ -25,6 +25,9 @@ MARKED = [(one.name, nth) for one in TOOL_FORMATS if not one.has_channels for nt
 CALLS = [("get", '{"a": "}\\"]{", "b": [{}, 1.5]}'), ("get_x", "{}"), ("a.b-c", '{"ü":\n"€"}')]
 
 
+NAMES = frozenset(name for name, _ in CALLS)
+
+
 def written(way, calls):
     texts = []
     for name, arguments in calls:
@@ -47,23 +50,28 @@ def at_every_split(form, text):
     return answer
 
 
+def form_of(name, **fields):
+    """The form of answers that may call the tools in `CALLS`."""
+    return AnswerForm(tools=FORMATS[name], tool_names=NAMES, **fields)
+
+
 def as_calls(calls):
     return [ToolCall(f"id{index}", name, arguments) for index, (name, arguments) in enumerate(calls)]
 
 
 @pytest.mark.parametrize(("name", "nth"), MARKED)
 def test_calls_are_read_as_they_are_written(name, nth):
-    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    form, way = form_of(name), FORMATS[name].ways[nth]
     calls = CALLS if way.between is not None else CALLS[:1]
     assert at_every_split(form, written(way, calls)) == Answer(calls=as_calls(calls))
-    if not FORMATS[name].only_at_start:
+    if not FORMATS[name].only_at_start and not way.has_no_mark:
         text = "I look <at> [it]. \n"
         assert at_every_split(form, text + written(way, calls) + "\n") == Answer(content=text.rstrip(), calls=as_calls(calls))
 
 
 @pytest.mark.parametrize(("name", "nth"), MARKED)
 def test_white_space_may_be_left_out_or_added(name, nth):
-    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    form, way = form_of(name), FORMATS[name].ways[nth]
     text = written(way, [("get", "ARGUMENTS")])
     for other in (text.replace(" ", "").replace("\n", ""), text.replace(" ", "\n  ")):
         answer = at_every_split(form, other.replace("ARGUMENTS", '{"a": 1}'))
@@ -73,7 +81,7 @@ def test_white_space_may_be_left_out_or_added(name, nth):
 
 @pytest.mark.parametrize(("name", "nth"), MARKED)
 def test_a_call_that_is_cut_is_content_and_those_before_it_are_calls(name, nth):
-    form, way = AnswerForm(tools=FORMATS[name]), FORMATS[name].ways[nth]
+    form, way = form_of(name), FORMATS[name].ways[nth]
     text = written(way, [("get", '{"a": [1, 2]}')])
     end = text.index("}") + 1
     for cut in range(1, len(text)):
@@ -87,7 +95,7 @@ def test_a_call_that_is_cut_is_content_and_those_before_it_are_calls(name, nth):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
-    form = AnswerForm(tools=FORMATS[name])
+    form = form_of(name)
     for text in (
         "<tool_call> is a tag.",
         '{"name": 3}',
@@ -96,8 +104,49 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         "functools is a module",
         "a < b",
         "  ",
+        '```json {"name": "Ada", "age": 3}```',
+        '```json\n{"name": "Ada", "arguments": {"a": 1}}\n```',
+        '```json\n{"name": "get", "age": 3}\n``` <tool_call>',
+        '```json\n{"name": "get_"',
+        "```json\n[1, 2]\n```",
+        '{"name": "get", "age": {"arguments": 3}}',
+        '{"name": "getx", "arguments": {}}',
+        '{"name":' + " " * 300 + '"get", "arguments": {}}',
+        'So:\n```json\n{"name": "get", "arguments": {}}\n```',
     ):
         assert at_every_split(form, text).content == text
+
+
+def test_a_call_without_a_mark_is_one_at_the_beginning_alone_and_of_a_tool_that_was_given():
+    form, no_names = form_of("hermes", reasoning=REASONING["think"]), AnswerForm(tools=FORMATS["hermes"])
+    call = as_calls([("get", '{"a": 1}')])
+    for text in (
+        '```json\n{\n  "name": "get",\n  "arguments": {"a": 1}\n}\n```',
+        '{"name": "get", "arguments": {"a": 1}}',
+        '```json{"name":"get","arguments":{"a": 1}}```',
+    ):
+        for before in ("", " \n", "<think>Hm.</think>", "\n<think>Hm.</think>\n\n"):
+            answer = at_every_split(form, before + text + "\n")
+            assert (answer.content, answer.calls) == ("", call)
+        assert at_every_split(form, f"So: {text}") == Answer(content=f"So: {text}")
+        assert at_every_split(no_names, text) == Answer(content=text)
+        assert at_every_split(form, text.replace("get", "ge")) == Answer(content=text.replace("get", "ge"))
+        assert at_every_split(form, f"{text}\nIt is so.").content.strip() == "It is so."
+    marked = '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
+    assert at_every_split(form, f'{{"name": "Ada"}} {marked}') == Answer(content='{"name": "Ada"}', calls=call)
+
+
+def test_text_is_held_back_only_as_long_as_it_may_become_a_call():
+    reader = form_of("hermes").reader(lambda index: f"id{index}")
+    assert reader.push(' ```json\n{ "name": "ge') == []
+    assert reader.push("n") == [Content(' ```json\n{ "name": "gen')]
+    assert reader.push('```json {"name": "get"') == [Content('```json {"name": "get"')]
+    reader = form_of("hermes").reader(lambda index: f"id{index}")
+    assert reader.push("```") == []
+    assert reader.push("py") == [Content("```py")]
+    reader = form_of("hermes").reader(lambda index: f"id{index}")
+    assert reader.push('```json\n{"name": "get", ') == []
+    assert reader.push('"arguments": {') == [CallBegin(0, "id0", "get"), CallArguments(0, "{")]
 
 
 def test_parts_come_as_soon_as_they_are_certain():

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from penstock.text.answers import match_unmarked
 from penstock.text.dialects import ReasoningFormat, ToolFormat
 from penstock.types.errors import GrammarFailure
 
@@ -37,6 +38,8 @@ class AnswerPlan:
     """Tokens of the block, after which its end is forced; None: as many as it likes."""
     trigger_of: ToolFormat | None = None
     """The grammar begins at this format's triggers; None: with the answer, or behind the reasoning block."""
+    tool_names: frozenset[str] = frozenset()
+    """Tools that a call without a mark may name; none: there are no such calls."""
 
 
 class _State(Enum):
@@ -67,6 +70,8 @@ class AnswerMatcher:
         self._opened_ids: list[int] = []
         """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
+        self._beginning: bytes | None = None
+        """The answer, as long as a call without a mark may come of it; None: no more."""
         if plan.reasoning is None:
             self._begin_answer()
         elif plan.is_reasoning:
@@ -103,11 +108,15 @@ class AnswerMatcher:
                 return
         if state is _State.REASONING:
             self._num_reasoning += 1
+        if self._beginning is not None:
+            self._beginning += self._tokens.bytes_of(token_id)
+            if self._begins_call():
+                return
         if self._watch.push(token_id, self._tokens.bytes_of(token_id)):
             self._go_on()
         elif self._watch.is_over:
             if state is _State.OPENING:
-                self._begin_answer(self._watch.ids)
+                self._begin_answer(self._watch.ids, self._watch.text)
             else:
                 self._state = _State.FREE
 
@@ -124,7 +133,7 @@ class AnswerMatcher:
             else:
                 self._forced = []
                 tools = self._plan.trigger_of  # one of its triggers may begin within the mark
-                self._begin_answer(() if tools is None or tools.only_at_start else ids)
+                self._begin_answer(() if tools is None or tools.only_at_start else ids, self._watch.behind)
         else:
             try:
                 self._follow(ids)
@@ -137,19 +146,39 @@ class AnswerMatcher:
         self._watch = _Watch((self._plan.reasoning.close,), is_at_start=False)
         self._num_reasoning = 0
 
-    def _begin_answer(self, read_ids: Sequence[int] = ()) -> None:
-        """`read_ids`: tokens of the answer that were read already."""
+    def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
+        """`read_ids`: tokens in which the answer may have begun already; `text`: all of it so far."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
             self._state = _State.WAITING
             tools = self._plan.trigger_of
-            self._watch = _Watch(tuple(way.trigger for way in tools.ways), is_at_start=tools.only_at_start)
+            self._watch = _Watch(tuple(way.trigger for way in tools.marked), is_at_start=tools.only_at_start)
             for token_id in read_ids:
                 self._accept(token_id)
+            if self._plan.tool_names and tools.unmarked and self._state is _State.WAITING:
+                self._beginning = text
+                self._begins_call()
         else:
             self._state = _State.FOLLOWING
             self._inner = self._inner or self._grammar.matcher()  # it has read what there is
+
+    def _begins_call(self) -> bool:
+        """The answer has become a call without a mark. Its text is spelled anew, as its first token may begin elsewhere."""
+        assert self._beginning is not None
+        assert self._plan.trigger_of is not None
+        text = self._beginning.decode(errors="replace")
+        way, may_come = match_unmarked(text, self._plan.trigger_of, self._plan.tool_names)
+        if way is None and may_come:
+            return False
+        self._beginning = None
+        if way is None:
+            return False
+        try:
+            self._follow(self._tokens.encode(text))
+        except GrammarFailure:  # the name and a text that no call has came in one token: it is no call
+            self._state, self._inner = _State.FREE, None
+        return True
 
     def _follow(self, ids: Sequence[int]) -> None:
         """Raises `GrammarFailure`."""
@@ -197,6 +226,16 @@ class _Watch:
         """The tokens in which a mark may have begun, or has."""
         self.is_over = False
         """No mark can come any more."""
+
+    @property
+    def text(self) -> bytes:
+        """As far as it is kept: all of it at the start, and from a mark on."""
+        return self._tail
+
+    @property
+    def behind(self) -> bytes:
+        """Text behind the mark that is complete."""
+        return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
 
     def push(self, token_id: int, data: bytes) -> bool:
         """True if a mark is complete."""

@@ -16,6 +16,8 @@ from penstock.text.dialects import ReasoningFormat, ToolFormat, Way, marks_of
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
+MAX_UNMARKED_CHARS = 256
+"""Characters of an answer in which the name of its first call ends, if that has no mark."""
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
 
 
@@ -119,6 +121,8 @@ class AnswerForm:
 
     tools: ToolFormat | None = None
     """None: no calls are looked for."""
+    tool_names: frozenset[str] = frozenset()
+    """Tools that a call without a mark may name; none: there are no such calls."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
     """The prompt has begun the reasoning block already."""
@@ -140,6 +144,7 @@ class MarkReader:
 
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
         self._tools, self._reasoning = form.tools, form.reasoning
+        self._tool_names = form.tool_names
         self._new_call_id = new_call_id
         self._held = ""
         self._parts: list[Part] = []
@@ -217,14 +222,16 @@ class MarkReader:
             self._say(self._held)
             self._held = ""
             return False
-        triggers = [way.trigger for way in self._tools.ways]
+        if not self._has_said and self._tool_names and self._tools.unmarked:
+            way, may_come = match_unmarked(self._held, self._tools, self._tool_names)
+            if way is not None:
+                return self._begin_calls(way, len(self._held) - len(self._held.lstrip()))
+            if may_come:
+                return False
+        triggers = [way.trigger for way in self._tools.marked]
         at, nth = self._find(triggers)
         if at >= 0:
-            self._say(self._held[:at].rstrip())
-            self._call = _CallReader(self._tools.ways[nth], self._new_call_id)
-            self._held = self._held[at:]
-            self._step = self._read_calls
-            return True
+            return self._begin_calls(self._tools.marked[nth], at)
         num_held = self._num_held(triggers)
         shown = self._held[: len(self._held) - num_held].rstrip()
         if shown:
@@ -232,6 +239,13 @@ class MarkReader:
             self._say(shown)
             self._held = self._held[len(shown) :]
         return False
+
+    def _begin_calls(self, way: Way, at: int) -> bool:
+        self._say(self._held[:at].rstrip())
+        self._call = _CallReader(way, self._new_call_id)
+        self._held = self._held[at:]
+        self._step = self._read_calls
+        return True
 
     def _find(self, triggers: Sequence[str]) -> tuple[int, int]:
         """Where the first trigger stands, and which it is; -1 for nowhere."""
@@ -547,6 +561,22 @@ def match_literal(text: str, literal: str) -> int | None:
         else:
             return -1
     return at
+
+
+def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
+    """The way without a mark in which the answer that begins so calls one of the tools. If it is None: whether one may come."""
+    text = text.lstrip()
+    is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
+    may_come = False
+    for way in tools.unmarked:
+        num = match_literal(text, way.trigger)
+        if num is not None and num >= 0:
+            name, quote, _ = text[num:].partition('"')
+            if quote and name in tool_names:
+                return way, True
+            may_come |= not quote and any(one.startswith(name) for one in tool_names)
+        may_come |= num is None
+    return None, may_come and is_short
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:

@@ -38,6 +38,9 @@ class Way:
     """Text between two calls; None: there is only one in an answer."""
     end: str = ""
     """Text after the last call."""
+    has_no_mark: bool = False
+    """Data may look like it. So it counts at the beginning of an answer alone. Its trigger ends before the name, and has to be
+    followed by that of a tool which was given."""
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
@@ -47,7 +50,7 @@ class Way:
         return before, middle, after
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     name: str
     """vLLM's name for it, where it has one."""
@@ -65,12 +68,26 @@ class ToolFormat:
     has_channels: bool = False
     """The whole answer is messages with channels (Harmony), and not only its calls are marked."""
 
+    @cached_property
+    def marked(self) -> tuple[Way, ...]:
+        """Ways whose trigger is enough to know them."""
+        return tuple(way for way in self.ways if not way.has_no_mark)
+
+    @cached_property
+    def unmarked(self) -> tuple[Way, ...]:
+        return tuple(way for way in self.ways if way.has_no_mark)
+
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _HERMES = Way(trigger="<tool_call>", call=f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n")
 _LLAMA = Way(trigger='{"name":', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ")
 
-GENERIC = ToolFormat(name="generic", ways=(_HERMES,))
+# Qwen2.5-Coder writes these instead: https://github.com/QwenLM/Qwen3-Coder/issues/180
+_INDENTED = '{ "name": "NAME", "arguments": ARGUMENTS }'
+_FENCED = Way(trigger='```json\n{ "name": "', begin="```json\n", call=_INDENTED, between="\n", end="\n```", has_no_mark=True)
+_BARE = Way(trigger='{ "name": "', call=_INDENTED, between="\n", has_no_mark=True)
+
+GENERIC = ToolFormat(name="generic", ways=(_HERMES, _FENCED, _BARE))
 """For models whose template knows no tools: they have seen the commonest form elsewhere, or learn it from the prompt."""
 
 # Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
@@ -92,7 +109,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         ),
     ),
     ToolFormat(  # Qwen 2.5 and 3, Hermes 2 Pro and 3, SmolLM3; not Qwen3-Coder, which writes XML inside
-        name="hermes", marks=("<tool_call>", "</tool_call>"), but_not=("<function=", "<arg_key>"), ways=(_HERMES,)
+        name="hermes", marks=("<tool_call>", "</tool_call>"), but_not=("<function=", "<arg_key>"), ways=GENERIC.ways
     ),
     ToolFormat(  # Mistral Small 3.2, Magistral, Devstral
         name="mistral_args",

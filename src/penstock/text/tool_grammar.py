@@ -64,9 +64,9 @@ def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def triggers_of(source: str) -> tuple[str, ...]:
-    """The triggers at which the grammar begins; none if it begins with the answer."""
+    """The triggers at which the grammar begins wherever they stand; none if it begins with the answer."""
     name, _, has_trigger, _ = json.loads(source)
-    return tuple(way.trigger for way in BY_NAME[name].ways) if has_trigger else ()
+    return tuple(way.trigger for way in BY_NAME[name].marked) if has_trigger else ()
 
 
 def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
@@ -82,7 +82,7 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
     lines = [grammar_source.OPTIONS.rstrip(), f"start: {' | '.join(starts)}"]
     for nth, way in enumerate(ways):
         if has_trigger:
-            lines.append(_of_trigger(f"head{nth}", way.trigger, spell))
+            lines.append(_of_trigger(f"head{nth}", way, spell))
         lines += _of_way(f"way{nth}", way, tools, spell, is_parallel=is_parallel, trigger=way.trigger if has_trigger else "")
     count, are_followed = grammar_source.SchemaCount(), True
     for nth, tool in enumerate(tools):
@@ -93,8 +93,12 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
     return "\n".join(lines) + "\n", are_followed
 
 
-def _of_trigger(rule: str, trigger: str, spell: Callable[[str], str]) -> str:
+def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
     """The trigger, and what may stand before it in the token that it begins in."""
+    trigger = way.trigger
+    if way.has_no_mark:  # it was free text until the tool's name, so any white space may be in it
+        words = "\\s*".join(map(escaped, trigger.split()))
+        return f"{rule}[lazy]: /\\s*{words}/"
     spelled = spell(trigger)
     return f"{rule}: {spelled}" if spelled.startswith("<[") else f"{rule}[lazy]: /(.|\\n)*{escaped(trigger)}/"
 

@@ -83,6 +83,8 @@ class ToolUse:
 
     is_free: bool
     """Any text may come before a call; else the grammar says what the answer is from its first token on."""
+    names: frozenset[str] = frozenset()
+    """Tools that an answer which is free may call."""
 
 
 @dataclass(frozen=True, slots=True)

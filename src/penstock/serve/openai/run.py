@@ -174,7 +174,13 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
             is_reasoning, has_ended = end.endswith(reasoning.open), end.endswith(reasoning.close) and not reasoning.lead
         if has_ended:
             reasoning = None
-    return AnswerForm(tools=tools, reasoning=reasoning, is_reasoning=is_reasoning) if tools or reasoning else None
+    if not (tools or reasoning):
+        return None
+    return AnswerForm(tools=tools, tool_names=_tool_names(call), reasoning=reasoning, is_reasoning=is_reasoning)
+
+
+def _tool_names(call: Call) -> frozenset[str]:
+    return frozenset() if call.tools is None else call.tools.names
 
 
 def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, AnswerPlan | None]:
@@ -193,6 +199,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
         is_reasoning=form is not None and form.is_reasoning,
         max_reasoning_tokens=call.max_reasoning_tokens,
         trigger_of=trigger_of,
+        tool_names=_tool_names(call),
     )
     return grammar, plan
 

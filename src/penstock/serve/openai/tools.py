@@ -77,7 +77,8 @@ def read_tool_use(
             f"'tools' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken.", "tools"
         )
     param = "tools" if asked is None or other is None else asked.param
-    return ToolUse(is_free=is_free), AskedGrammar(Grammar(GrammarKind.TOOLS, source, other=other), param)
+    names = frozenset([tool.name for tool in callable_tools]) if is_free else frozenset()
+    return ToolUse(is_free=is_free, names=names), AskedGrammar(Grammar(GrammarKind.TOOLS, source, other=other), param)
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, frozenset[str] | None]:
