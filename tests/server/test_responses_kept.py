@@ -1,0 +1,111 @@
+"""What `/v1/responses` remembers: bounds of the store, whose it is, why something is gone, and the end of the server."""
+
+import pytest
+from harness import make_client
+from test_responses import ASK, PATH, ask
+
+from penstock.clock import VirtualClock
+from penstock.serve.errors import ApiError
+from penstock.serve.openai.call import Owner
+from penstock.serve.responses.store import Kept, ResponseStore
+
+ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")
+SECOND_NS = 1_000_000_000
+
+
+def keep(store, name, owner=ME, *, num_bytes=100, previous_id=None, cancel=None):
+    kept = Kept(owner, name, b"r" * num_bytes, b"[]", 0, previous_id, cancel=cancel)
+    store.keep(kept)
+    return kept
+
+
+def is_kept(store, name, owner=ME):
+    try:
+        store.get(owner, name)
+    except ApiError as error:
+        assert error.status_code == 404
+        return False
+    else:
+        return True
+
+
+def test_a_response_is_its_owners():
+    store = ResponseStore(1 << 20, 60, VirtualClock())
+    keep(store, "a")
+    assert is_kept(store, "a")
+    assert not is_kept(store, "a", YOU)
+
+
+def test_what_nobody_asks_for_is_forgotten_in_time():
+    clock = VirtualClock()
+    store = ResponseStore(1 << 20, 60, clock)
+    keep(store, "a")
+    keep(store, "b")
+    clock.advance_to(50 * SECOND_NS)
+    assert is_kept(store, "a")
+    clock.advance_to(70 * SECOND_NS)
+    assert is_kept(store, "a")
+    with pytest.raises(ApiError, match="nobody asked for it for 60 s"):
+        store.get(ME, "b")
+
+
+def test_the_owner_who_has_most_makes_room():
+    store = ResponseStore(10_000, 60, VirtualClock())
+    keep(store, "yours", YOU)
+    for number in range(10):
+        keep(store, f"mine{number}")
+    assert is_kept(store, "yours", YOU)
+    assert not is_kept(store, "mine0")
+    assert is_kept(store, "mine9")
+    with pytest.raises(ApiError, match="others took its room"):
+        store.get(ME, "mine0")
+    few = ResponseStore(1 << 20, 60, VirtualClock(), max_kept=2)
+    for name in "abc":
+        keep(few, name)
+    assert [is_kept(few, name) for name in "abc"] == [False, True, True]
+
+
+def test_what_runs_is_not_forgotten():
+    store = ResponseStore(2500, 60, VirtualClock())
+    running = keep(store, "a", cancel=lambda: None)
+    for name in "bcd":
+        keep(store, name)
+    assert is_kept(store, "a")
+    store.update(running, {}, [])
+    keep(store, "e")
+    keep(store, "f")
+    assert not is_kept(store, "a")
+
+
+def test_a_conversation_loses_its_beginning_last():
+    store = ResponseStore(5000, 60, VirtualClock())
+    keep(store, "a")
+    keep(store, "b", previous_id="a")
+    store.past(ME, "b", [])
+    for name in "cde":
+        keep(store, name)
+    assert is_kept(store, "a")
+    assert not is_kept(store, "b")
+
+
+async def test_other_keys_see_nothing(runtime):
+    async with make_client(runtime, api_keys=("one", "two")) as client:
+        headers = {key: {"Authorization": f"Bearer {key}"} for key in ("one", "two")}
+        made = (await client.post(PATH, json=ASK, headers=headers["one"])).json()
+        path = f"{PATH}/{made['id']}"
+        assert (await client.get(path, headers=headers["one"])).status_code == 200
+        assert (await client.get(path)).status_code == 401
+        for verb, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            assert (await client.request(verb, path + suffix, headers=headers["two"])).status_code == 404
+        body = ASK | {"previous_response_id": made["id"]}
+        assert (await client.post(PATH, json=body, headers=headers["two"])).status_code == 404
+        assert (await client.post(PATH, json=body, headers=headers["one"])).status_code == 200
+
+
+async def test_a_server_that_keeps_none(runtime):
+    async with make_client(runtime, response_store_bytes=0) as client:
+        assert (await ask(client))["store"] is False
+        for body in ({"store": True}, {"background": True}):
+            assert "--response-store 0" in (await ask(client, expects=400, **body))["error"]["message"]
+        error = (await ask(client, expects=404, previous_response_id="resp_x"))["error"]
+        assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
