@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 VENV=build/clients-venv
 URL=http://127.0.0.1:${PORT:=8971}
-CLIENTS=(anthropic openai langchain-openai llama-index-embeddings-openai cohere huggingface_hub numpy)
+CLIENTS=(anthropic openai langchain-openai llama-index-embeddings-openai cohere huggingface_hub numpy ollama)
 
 if [[ "$(cat "$VENV/.installed" 2>/dev/null)" != "${CLIENTS[*]}" ]]; then
   .venv/bin/python -m venv "$VENV"
@@ -45,4 +45,5 @@ PYTHON
 failed=0
 check minilm encoders.py
 check smollm2:135m messages.py --api-key none
+check smollm2:135m with_ollama.py minilm
 exit "$failed"

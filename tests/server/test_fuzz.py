@@ -9,6 +9,7 @@ from harness import make_client, make_runtime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 
@@ -62,6 +63,9 @@ LIKELY = {
     )
     | JSON,
     "max_tokens": st.integers(1, 20),
+    "options": st.fixed_dictionaries({"num_predict": st.integers(1, 5)}, optional={"top_k": JSON, "num_ctx": JSON}),
+    "format": SCHEMAS | JSON,
+    "keep_alive": st.sampled_from(["5m", "0", 0, -1]) | JSON,
     "model": st.sampled_from(["toy", None]) | TEXT,
     "temperature": st.floats(0, 2),
     "n": st.integers(1, 3),
@@ -76,6 +80,8 @@ ROUTES = {
     "/v1/chat/completions": (ChatCompletionBody, {"messages"}),
     "/tokenize": (TokenizeBody, set()),
     "/detokenize": (DetokenizeBody, {"tokens"}),
+    "/api/chat": (OllamaChatBody, {"model", "messages", "options"}),
+    "/api/generate": (OllamaGenerateBody, {"model", "prompt", "options"}),
 }
 
 
@@ -103,10 +109,12 @@ def check(response):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert len(error["message"]) < 2000
+        assert isinstance(error, str) or set(error) == {"message", "type", "param", "code"}
+        assert len(error if isinstance(error, str) else error["message"]) < 2000
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert response.text.endswith("data: [DONE]\n\n")
+    elif response.headers["content-type"] == "application/x-ndjson":
+        assert [orjson.loads(line) for line in response.text.splitlines()][-1]["done"] is True
     else:
         response.json()
 

@@ -258,6 +258,13 @@ class Deployment:
             self._tell()
         return future
 
+    def keep(self, served: ServedModel, idle_ns: int) -> None:
+        """Have a model that leaves when nobody uses it leave so much later, and not as its setting says; -1: never. For the
+        time until it leaves."""
+        with self._news:
+            served.kept_idle_ns = idle_ns
+            self._tell()
+
     def drain(self) -> None:
         """Refuse new requests and let the others end."""
         with self._news:
@@ -341,14 +348,15 @@ class Deployment:
         now_ns, due_ns = self.clock.now_ns(), list[int]()
         for served in self.served:
             running = served.running
-            if served.state is ModelState.LOADED and running is not None and served.idle_unload_ns is not None:
-                idle_ns = running.used_ns + served.idle_unload_ns
+            unload_ns = served.unload_after_ns
+            if served.state is ModelState.LOADED and running is not None and unload_ns is not None:
+                idle_ns = running.used_ns + unload_ns
                 if running.num_users:
-                    due_ns.append(now_ns + served.idle_unload_ns)
+                    due_ns += [now_ns + unload_ns] if unload_ns else []  # else its last user wakes the keeper
                 elif idle_ns > now_ns:
                     due_ns.append(idle_ns)
                 else:
-                    _log.info("%s leaves: nobody has used it for %g s", served.name, served.idle_unload_ns / 1e9)
+                    _log.info("%s leaves: nobody has used it for %g s", served.name, unload_ns / 1e9)
                     self._leave(served, UnloadReason.IDLE)
         return min(due_ns, default=None)
 
@@ -467,6 +475,7 @@ class Deployment:
         assert served.running is not None
         served.num_unloads[reason] += 1
         served.state = ModelState.LEAVING
+        served.kept_idle_ns = None
         served.running.leave()
 
     def _close_unused(self) -> None:
@@ -497,7 +506,7 @@ class Deployment:
 
     def _on_unused(self, served: ServedModel) -> None:
         """The last user of a model has gone, for which it, or one that needs its room, may have waited."""
-        if self._wanted or served.state is ModelState.LEAVING:
+        if self._wanted or served.state is ModelState.LEAVING or served.unload_after_ns == 0:
             with self._news:
                 self._tell()
 

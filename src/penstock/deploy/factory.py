@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.deployment import Deployment
     from penstock.deploy.running import ModelInfo, RunningModel, Sources
-    from penstock.deploy.served import ServedModel
+    from penstock.deploy.served import ModelCard, ServedModel
     from penstock.engine.core import EngineCore
     from penstock.engine.ports import BlockMover, BlockStore, Executor, Observer, RequestJournal
     from penstock.engine.thread import Engine
@@ -146,10 +146,31 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         plan=partial(plan_share, config, source, resources),
         read_machine_ns=partial(resources.machine_ns, _served_names(config, source)[0]),
         idle_unload_ns=None if config.sharing.idle_unload_s is None else int(config.sharing.idle_unload_s * 1e9),
+        read_card=partial(_read_card, source),
         is_kept=config.sharing.keep_loaded or is_on_gpu,
         is_fixed=is_on_gpu,
         path=source.path if is_in_folder else None,
         max_waiting=config.admission.max_queue,
+    )
+
+
+def _read_card(source: ModelSource) -> ModelCard:
+    from penstock.deploy.served import ModelCard
+    from penstock.models.facts import read_facts
+
+    facts = read_facts(source)
+    return ModelCard(
+        title=facts.title,
+        license=facts.license,
+        architecture=facts.architecture,
+        container="gguf" if facts.path.suffix == ".gguf" else "safetensors",
+        quantisation=facts.quantisation or (facts.formats[0].name if facts.formats else ""),
+        num_parameters=None if facts.quantisation else facts.num_values,
+        num_layers=facts.num_layers,
+        max_model_len=facts.max_model_len,
+        chat_template=facts.chat_templates.get("default", ""),
+        num_bytes=facts.num_file_bytes,
+        modified_unix_s=int(facts.path.stat().st_mtime),
     )
 
 

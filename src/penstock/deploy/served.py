@@ -42,7 +42,28 @@ class UnloadReason(StrEnum):
     """Its engine failed and could not be made anew."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """Facts of a model's files that clients may know. Empty texts stand for what they do not say."""
+
+    title: str = ""
+    license: str = ""
+    architecture: str = ""
+    container: str = ""
+    """`gguf` or `safetensors`."""
+    quantisation: str = ""
+    """The method, or the format that most of the weights have."""
+    num_parameters: int | None = None
+    """None where weights are packed, so that their tensors do not tell."""
+    num_layers: int | None = None
+    max_model_len: int | None = None
+    """Positions that it was made for."""
+    chat_template: str = ""
+    num_bytes: int = 0
+    modified_unix_s: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ServedModel:
     names: tuple[str, ...]
     """Names that clients may use; answers have the first. Not empty."""
@@ -60,6 +81,8 @@ class ServedModel:
     """For how long it has had the machine, in nanoseconds; of a model without turns 0."""
     idle_unload_ns: int | None = None
     """It leaves when nobody has used it for so long; None: not for that."""
+    read_card: Callable[[], ModelCard] | None = None
+    """Reads what its files say, from their headers alone. Raises PenstockError. None: its deployment knows no files."""
     is_kept: bool = False
     """It never leaves for another model."""
     is_fixed: bool = False
@@ -77,6 +100,8 @@ class ServedModel:
     """Facts of the last load; None: it was never loaded."""
     share: MemoryShare | None = None
     """Memory that it has, or had or would have; None: that is not known."""
+    kept_idle_ns: int | None = None
+    """The idle time that a client asked for instead of `idle_unload_ns`; -1: it stays; None: nobody asked."""
     failure: str = ""
     """Why the last load failed; empty: it did not."""
     failed_ns: int = 0
@@ -113,6 +138,12 @@ class ServedModel:
             memory_bytes=self.held_bytes,
             machine_ns=self.read_machine_ns(),
         )
+
+    @property
+    def unload_after_ns(self) -> int | None:
+        """It leaves when nobody has used it for so long; None: not for that."""
+        kept_ns = self.idle_unload_ns if self.kept_idle_ns is None or self.idle_unload_ns is None else self.kept_idle_ns
+        return None if kept_ns is not None and kept_ns < 0 else kept_ns
 
     @property
     def held_bytes(self) -> dict[str, int]:

@@ -26,6 +26,11 @@ from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
 from penstock.serve.http.cors import Cors
+from penstock.serve.ollama.answers import OllamaFace
+from penstock.serve.ollama.models import OLLAMA_PATHS, REFUSED, OllamaModels, OllamaShowBody
+from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
+from penstock.serve.ollama.read import error_words as ollama_words
+from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
@@ -52,7 +57,7 @@ from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, Vllm
 from penstock.types.errors import ModelAway
 
 _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
-    {"/v1/messages": anthropic_words, "/v1/messages/count_tokens": anthropic_words}
+    {"/v1/messages": anthropic_words, "/v1/messages/count_tokens": anthropic_words, **dict.fromkeys(OLLAMA_PATHS, ollama_words)}
 )
 """Paths whose errors are told in the words of another API than OpenAI's."""
 
@@ -65,7 +70,7 @@ def create_app(
     routes = [
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
         *_described(operations),
-        *(page_routes() if config.page else ()),
+        *(page_routes() if config.page else (Route("/", _no_page),)),
     ]
     app = Starlette(
         routes=routes,
@@ -98,11 +103,14 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     in_flight = InFlight(config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     reader, tokens = Reader(deployment, config, ignored), TokenizeEndpoint(deployment, config, ignored)
+    folder = FolderWatch(deployment)
     off_loop, lora = deployment.off_loop, AdaptersEndpoint(deployment, ignored)
     messages = MessagesEndpoint(
         CallEndpoint(reader, in_flight, off_loop), MessagesReader(reader, deployment, ignored), config, off_loop
     )
+    ollama, ollama_models = OllamaFace(reader, in_flight, off_loop, deployment), OllamaModels(deployment, folder, ignored)
     texts = TextsReader(deployment, config, ignored), TextsEndpoint(deployment, config, in_flight)
+    ollama_texts = OllamaTexts(*texts, deployment)
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
     any_rerank = by_field("texts", tei.rerank, rerank.rerank, off_loop)
@@ -130,6 +138,11 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/classify", "Classify", [ClassifyBody], vllm.classify),
         ("/pooling", "A model's numbers", [PoolingBody], vllm.pooling),
         ("/embed", "Embed (text-embeddings-inference)", [EmbedBody], tei.embed),
+        ("/api/chat", "Chat (Ollama)", [OllamaChatBody], ollama.chat),
+        ("/api/generate", "Complete (Ollama)", [OllamaGenerateBody], ollama.generate),
+        ("/api/embed", "Embed (Ollama)", [OllamaEmbedBody], ollama_texts.embed),
+        ("/api/embeddings", "Embed one text (Ollama)", [OllamaEmbeddingsBody], ollama_texts.embeddings),
+        ("/api/show", "What a model is (Ollama)", [OllamaShowBody], ollama_models.show),
         ("/predict", "Classify (text-embeddings-inference)", [PredictBody], tei.predict),
     ]
     life = LifeEndpoint(deployment, ignored)
@@ -137,7 +150,6 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/models/load", "Load a model", [LoadModelBody], life.load),
         ("/models/unload", "Unload a model", [UnloadModelBody], life.unload),
     ]
-    folder = FolderWatch(deployment)
     openai_models, status, requests = (
         ModelsEndpoint(deployment, folder),
         StatusEndpoint(deployment),
@@ -163,6 +175,10 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("GET", "/version", "Version", status.version, ()),
         ("GET", "/info", "The default model, for text-embeddings-inference's clients", tei.info, ()),
         ("GET", "/metrics", "Metrics", status.metrics, ()),
+        ("GET", "/api/tags", "List models (Ollama)", ollama_models.tags, ()),
+        ("GET", "/api/ps", "List models in memory (Ollama)", ollama_models.ps, ()),
+        ("GET", "/api/version", "Version (Ollama)", ollama_models.version, ()),
+        *((verb, path, "Refused (Ollama)", ollama_models.refuse, ()) for verb, path in REFUSED),
     ]
     waits, found = partial(when_loaded, deployment, config), folder.when_found
     return [
@@ -199,6 +215,13 @@ def _described(operations: Sequence[Operation]) -> list[Route]:
         return docs_page(document())
 
     return [Route("/openapi.json", openapi), Route("/docs", docs)]
+
+
+async def _no_page(request: HttpRequest) -> Response:
+    """Nothing is at `/` where the page is off, but clients of Ollama's API send HEAD there to see whether a server runs."""
+    if request.method != "HEAD":
+        raise HTTPException(404)
+    return Response()
 
 
 async def _on_model_away(request: HttpRequest, error: Exception) -> Response:

@@ -124,9 +124,14 @@ def key_name(scope: Scope) -> str:
     return name
 
 
+def is_admin(scope: Scope) -> bool:
+    """True if the request may change what is served: its key is an admin's, or no key is asked of anybody."""
+    return bool(scope[_IS_ADMIN_KEY])
+
+
 def require_admin(scope: Scope) -> None:
-    """Raise 401 or 403 unless the request may change what is served: its key is an admin's, or no key is asked of anybody."""
-    if not scope[_IS_ADMIN_KEY]:
+    """Raise 401 or 403 unless the request may change what is served."""
+    if not is_admin(scope):
         if not key_name(scope):
             raise invalid_api_key("This needs an admin's key. Send the header 'Authorization: Bearer <key>'.")
         message = "This needs an admin's key: one that the server was started with as --admin-api-key."

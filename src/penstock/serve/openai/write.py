@@ -295,7 +295,7 @@ class ChatWriter(AnswerWriter):
             return self._prefixes[index] + b'"content":' + orjson.dumps(chunk.text) + self._plain_suffix
         logprobs = None
         if self._logprobs:
-            entries, is_last = self._shown_logprobs(chunk), chunk.finish_reason is not None
+            entries, is_last = shown_logprobs(self._options, chunk), chunk.finish_reason is not None
             logprobs = self._logprobs[index].write(entries, chunk.text, is_last=is_last)
         if not chunk.text and not chunk.token_ids and not (logprobs and logprobs["content"]):
             return b""
@@ -308,7 +308,7 @@ class ChatWriter(AnswerWriter):
     def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
         text, logprobs = record.text, None
         if self._options.has_logprobs:
-            entries = [entry for chunk in record.chunks for entry in self._shown_logprobs(chunk)]
+            entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
             logprobs = self._logprob_writer().write(entries, text, is_last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         finish_word = _finish_word(record.last)
@@ -326,13 +326,6 @@ class ChatWriter(AnswerWriter):
         if self._options.has_token_ids:
             choice["token_ids"] = record.token_ids
         return choice
-
-    def _shown_logprobs(self, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
-        """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves
-        incomplete.
-        """
-        ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
-        return chunk.logprobs[:-1] if ends_with_stop_token and not self._options.shows_stop else chunk.logprobs
 
     def _logprob_writer(self) -> ChatLogprobs:
         return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens)
@@ -374,6 +367,12 @@ class ReadChoice:
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
         return _finish_word(chunk)
+
+
+def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
+    """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves incomplete."""
+    ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
+    return chunk.logprobs[:-1] if ends_with_stop_token and not options.shows_stop else chunk.logprobs
 
 
 def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:

@@ -116,11 +116,11 @@ class TextsReader:
         """`ignored`: as for `parse_body`."""
         self._deployment = deployment
         self._config = config
-        self._ignored = ignored
+        self.ignored = ignored
 
     def body(self, value: Any, body_type: type[_Body]) -> _Body:
         """The body that a JSON value is. Raises 400."""
-        return check_body(value, body_type, self._ignored)
+        return check_body(value, body_type, self.ignored)
 
     def open(
         self,

@@ -1,0 +1,95 @@
+"""`POST /api/chat` and `/api/generate`, Ollama's: a face of the same call as OpenAI's chats and completions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import OffLoop
+from penstock.serve.errors import invalid
+from penstock.serve.http.checks import entry_of
+from penstock.serve.ollama.read import (
+    NAMES,
+    NAMES_OF_PROMPT,
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaReader,
+    keep,
+    keep_ns,
+    name_of,
+    read_body,
+)
+from penstock.serve.ollama.write import OllamaWriter, utc
+from penstock.serve.openai.call import Call
+from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.in_flight import InFlight, RunningCall
+from penstock.serve.openai.read import Reader, find_allowed
+from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
+from penstock.serve.openai.write import NewWriter
+from penstock.text.tokenizer import Tokenizer
+
+_Body = TypeVar("_Body", bound=OllamaBody)
+
+
+class OllamaFace(CallEndpoint):
+    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, deployment: Deployment) -> None:
+        super().__init__(reader, in_flight, off_loop)
+        self._deployment = deployment
+        self._read = OllamaReader(reader, deployment)
+
+    async def chat(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer a conversation, in Ollama's words. Without messages the model is loaded, or unloaded."""
+        body = await self._body(data, OllamaChatBody)
+        if not body.messages:
+            return self._loaded(body, http, {"message": {"role": "assistant", "content": ""}})
+
+        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+            return self._read.chat(body, data, scope), partial(_writer, body.model, True)
+
+        return await self.answer(data, http, read, NAMES)
+
+    async def generate(self, data: bytes, http: HttpRequest) -> Response:
+        """Answer a prompt, in Ollama's words, through the chat template unless it is `raw`. Without one the model is loaded."""
+        body = await self._body(data, OllamaGenerateBody)
+        if not body.prompt and not body.suffix:
+            return self._loaded(body, http, {"response": ""})
+
+        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+            return self._read.generate(body, data, scope), partial(_writer, body.model, False)
+
+        return await self.answer(data, http, read, NAMES_OF_PROMPT)
+
+    async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
+        return await self._off_loop.run(
+            len(data), lambda: read_body(load_json(data), body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
+        )
+
+    def _loaded(self, body: OllamaBody, http: HttpRequest, said: dict[str, Any]) -> Response:
+        """The answer to a question that asks for nothing but a model in memory, or out of it. Raises `ModelAway`."""
+        served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, http.scope)
+        leaves = keep_ns(body) == 0
+        if not leaves:
+            running = served.answerer()
+            if (entry := entry_of(http.scope)) is not None:
+                entry.model = running.name
+        if not keep(body, served, self._deployment, http.scope) and leaves:
+            raise invalid(
+                "'keep_alive' is 0, but this model is not unloaded so: that needs --idle-unload, and an admin's key if any "
+                "key is asked for. An admin may also POST /models/unload.",
+                "keep_alive",
+            )
+        created_at = utc(self._deployment.sources.unix_time_s())
+        reason = "unload" if leaves else "load"
+        told = {"model": body.model, "created_at": created_at, **said, "done": True, "done_reason": reason}
+        return Response(orjson.dumps(told) + b"\n", media_type="application/json")
+
+
+def _writer(model_name: str, is_chat: bool, call: RunningCall, tokenizer: Tokenizer) -> OllamaWriter:
+    return OllamaWriter(call, tokenizer, model_name=model_name, is_chat=is_chat)

@@ -1,0 +1,212 @@
+"""Models in the words of Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`; and the refusals of what
+changes them on disk. Headers of files are read in a thread, and once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Annotated, Any
+from weakref import WeakKeyDictionary
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+import penstock
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.serve.errors import ApiError
+from penstock.serve.ollama.read import name_of
+from penstock.serve.ollama.write import FOREVER, utc
+from penstock.serve.openai.loading import FolderWatch
+from penstock.serve.openai.read import find_allowed, may_ask
+from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
+from penstock.text.dialects import find_dialect
+from penstock.types.encoder import Task
+from penstock.types.errors import PenstockError
+
+_log = logging.getLogger(__name__)
+
+_INSTEAD = {
+    "/api/pull": "Fetch the model with `penstock pull MODEL` where the server runs, and name it to `penstock serve`.",
+    "/api/push": "Nothing is sent to a library from here.",
+    "/api/create": "Give `penstock serve` the files of a model; a system message is the first message of a chat.",
+    "/api/copy": "Give `penstock serve` another name with --served-model-name.",
+    "/api/delete": "Delete the files where the server runs: `penstock models` names them.",
+}
+"""Paths of what is not done here, and what to do."""
+
+
+class OllamaShowBody(Body):
+    model: Annotated[str, Field(min_length=1)] | None = None
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """The older word for `model`."""
+    verbose: bool | None = None
+    """Without effect: no lists of tokens are told."""
+
+
+class OllamaModels:
+    def __init__(self, deployment: Deployment, folder: FolderWatch, ignored: IgnoredParameters | None) -> None:
+        self._deployment = deployment
+        self._folder = folder
+        self._ignored = ignored
+        self._cards: WeakKeyDictionary[ServedModel, ModelCard] = WeakKeyDictionary()
+
+    async def version(self, _http: HttpRequest) -> dict[str, Any]:
+        """This server's version, which is not one of Ollama's."""
+        return {"version": penstock.__version__}
+
+    async def tags(self, http: HttpRequest) -> dict[str, Any]:
+        """The models that are served, in Ollama's words. A key that opens some models alone sees those."""
+        await self._folder.look()
+        cards = []
+        for served, name in self._seen(http):
+            card = await self._card(served)
+            cards.append(_named(served, name, card) | {"modified_at": utc(card.modified_unix_s), "size": card.num_bytes})
+        return {"models": cards}
+
+    async def ps(self, http: HttpRequest) -> dict[str, Any]:
+        """The models that are in memory, in Ollama's words: the memory that they may use, and when they leave."""
+        cards = []
+        for served, name in self._seen(http):
+            running = served.running
+            if running is None or served.state is not ModelState.LOADED:
+                continue
+            num_bytes = sum(served.held_bytes.values())
+            after_ns = served.unload_after_ns
+            expires_at = FOREVER
+            if after_ns is not None:
+                idle_ns = 0 if running.num_users else self._deployment.clock.now_ns() - running.used_ns
+                expires_at = utc(running.sources.unix_time_s() + (after_ns - idle_ns) // 10**9)
+            cards.append(
+                _named(served, name, await self._card(served))
+                | {
+                    "size": num_bytes,
+                    "expires_at": expires_at,
+                    "size_vram": num_bytes if served.is_fixed else 0,
+                    "context_length": running.model.max_model_len,
+                }
+            )
+        return {"models": cards}
+
+    async def show(self, data: bytes, http: HttpRequest) -> Response:
+        """Tell what a model is, in Ollama's words. It is not loaded for that."""
+        body = parse_body(data, OllamaShowBody, self._ignored)
+        name = body.model or body.name
+        served, _ = find_allowed(None if name is None else name_of(name, self._deployment), self._deployment, http.scope)
+        return Response(orjson.dumps(_show(served, await self._card(served))), media_type="application/json")
+
+    async def refuse(self, http: HttpRequest) -> Response:
+        """Refused: models come and go where the server runs, and not over HTTP."""
+        path = http.url.path
+        raise ApiError(501, f"{path} is not done by this server. {_INSTEAD[path]}", code="not_implemented")
+
+    def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
+        """The models that the request's key opens, with their names."""
+        found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
+        return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
+
+    async def _card(self, served: ServedModel) -> ModelCard:
+        if served not in self._cards:
+            self._cards[served] = await asyncio.to_thread(_read_card, served)
+        return self._cards[served]
+
+
+REFUSED: tuple[tuple[str, str], ...] = (
+    *(("POST", path) for path in _INSTEAD if path != "/api/delete"),
+    ("DELETE", "/api/delete"),
+)
+"""Methods and paths of what is refused."""
+OLLAMA_PATHS = (
+    *_INSTEAD,
+    *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")),
+)
+"""All paths of Ollama's API."""
+
+
+def _read_card(served: ServedModel) -> ModelCard:
+    """Files that can't be read say nothing here; a load tells why."""
+    if served.read_card is None:
+        return ModelCard()
+    try:
+        return served.read_card()
+    except (PenstockError, OSError) as error:
+        _log.warning("the files of %s can't be described: %s", served.name, error)
+        return ModelCard()
+
+
+def _named(served: ServedModel, name: str, card: ModelCard) -> dict[str, Any]:
+    """The fields that lists have alike. The digest is one of the facts, and not of the files' contents, which nobody reads."""
+    digest = hashlib.sha256(f"{served.name} {card}".encode()).hexdigest()
+    return {"name": name, "model": name, "digest": digest, "details": _details(card)}
+
+
+def _details(card: ModelCard) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": card.container,
+        "family": card.architecture,
+        "families": [card.architecture] if card.architecture else [],
+        "parameter_size": "" if card.num_parameters is None else _short(card.num_parameters),
+        "quantization_level": card.quantisation,
+    }
+
+
+def _show(served: ServedModel, card: ModelCard) -> dict[str, Any]:
+    info = served.info
+    context_len = card.max_model_len if info is None else info.max_model_len
+    facts = {
+        "general.architecture": card.architecture,
+        "general.basename": card.title or served.name,
+        "general.parameter_count": card.num_parameters,
+        f"{card.architecture}.block_count": card.num_layers,
+        f"{card.architecture}.context_length": context_len,
+    }
+    return {
+        "modelfile": "",
+        "parameters": _parameters(served),
+        "template": card.chat_template,
+        "license": card.license,
+        "details": _details(card),
+        "model_info": {name: value for name, value in facts.items() if value is not None},
+        "capabilities": _capabilities(served, card),
+        "modified_at": utc(card.modified_unix_s),
+    }
+
+
+def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
+    """Words of Ollama's for what can be asked; of a model that was never loaded what its template shows."""
+    encoder, running = None if served.info is None else served.info.encoder, served.running
+    if encoder is not None:
+        return ["embedding"] if encoder.task is Task.EMBED else []
+    has_template = bool(card.chat_template) if running is None else running.chat_template is not None
+    dialect = find_dialect(card.chat_template) if running is None else running.dialect
+    words = {"completion": True, "tools": has_template, "thinking": dialect.reasoning is not None}
+    return [word for word, can in words.items() if can]
+
+
+def _parameters(served: ServedModel) -> str:
+    """The sampling defaults of the model's files, a line for each; of a model that is not loaded none."""
+    if served.running is None:
+        return ""
+    defaults = served.running.defaults
+    named = {
+        "temperature": defaults.temperature,
+        "top_k": defaults.top_k,
+        "top_p": defaults.top_p,
+        "min_p": defaults.min_p,
+        "repeat_penalty": defaults.repetition_penalty,
+        "num_predict": defaults.max_tokens,
+    }
+    return "\n".join(f"{name:<30} {value}" for name, value in named.items() if value is not None)
+
+
+def _short(number: int) -> str:
+    """`134.5M`, as Ollama writes counts of parameters."""
+    for factor, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= factor:
+            return f"{number / factor:.1f}{letter}"
+    return str(number)

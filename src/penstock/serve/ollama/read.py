@@ -1,0 +1,410 @@
+"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), and what is made of them: a chat or a
+completion in OpenAI's words, which `openai.read` checks further and makes a `Call` of.
+
+Called by the faces of this package; may run on any thread, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, WithJsonSchema
+from starlette.types import Scope
+
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ServedModel
+from penstock.serve.errors import ApiError, invalid
+from penstock.serve.http.checks import is_admin
+from penstock.serve.openai.call import Call
+from penstock.serve.openai.read import Reader, find_allowed
+from penstock.serve.openai.schemas import (
+    MAX_CALL_ID_CHARS,
+    MAX_MESSAGES,
+    MAX_TOKENS_LIMIT,
+    MAX_TOOLS,
+    Body,
+    ChatCompletionBody,
+    CompletionBody,
+    IgnoredParameters,
+    NotYet,
+    StopStrings,
+    ToolBody,
+    check_body,
+)
+from penstock.types.sampling import MAX_LOGPROBS
+
+_Body = TypeVar("_Body", bound="OllamaBody")
+
+LATEST = ":latest"
+"""The tag that Ollama's clients put after a name that has none."""
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "response_format.json_schema.schema": "format",
+        "response_format": "format",
+        "reasoning_effort": "think",
+        "repetition_penalty": "options.repeat_penalty",
+        "presence_penalty": "options.presence_penalty",
+        "frequency_penalty": "options.frequency_penalty",
+        "max_tokens": "options.num_predict",
+        "temperature": "options.temperature",
+        "stop": "options.stop",
+    }
+)
+"""Fields of a chat as this API calls them, for errors."""
+NAMES_OF_PROMPT: Mapping[str, str] = MappingProxyType({**NAMES, "messages[0].content": "prompt", "messages": "prompt"})
+
+_SETTINGS = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
+"""Options that say how a model is loaded."""
+_DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h))+")
+_PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
+_UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
+_MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
+"""A longer time is for good."""
+
+
+class OptionsBody(Body):
+    """Null is the same as absent."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopStrings | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
+    """-1 and -2: no limit but the context."""
+    num_ctx: Annotated[int, Field(ge=1)] | None = None
+    """At most the served context. The context is that one in any case."""
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    """-1: penalties look at all tokens, which here they always do; 0: at none."""
+    num_keep: int | None = None
+    """Without effect: no token of a prompt is ever dropped."""
+
+    mirostat: Annotated[Any, NotYet(0)] = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    """Without effect, as `mirostat` is 0."""
+    penalize_newline: Annotated[Any, NotYet(True)] = None
+    tfs_z: Annotated[Any, NotYet(1, 1.0)] = None
+    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
+    embedding_only: Annotated[Any, NotYet(False)] = None
+    logits_all: Annotated[Any, NotYet(False)] = None
+    vocab_only: Annotated[Any, NotYet(False)] = None
+
+    numa: Annotated[Any, NotYet()] = None
+    num_batch: Annotated[Any, NotYet()] = None
+    num_gpu: Annotated[Any, NotYet()] = None
+    main_gpu: Annotated[Any, NotYet()] = None
+    low_vram: Annotated[Any, NotYet()] = None
+    f16_kv: Annotated[Any, NotYet()] = None
+    use_mmap: Annotated[Any, NotYet()] = None
+    use_mlock: Annotated[Any, NotYet()] = None
+    num_thread: Annotated[Any, NotYet()] = None
+
+
+class OllamaBody(Body):
+    """Fields of every question to a model."""
+
+    model: Annotated[str, Field(min_length=1)]
+    options: OptionsBody | None = None
+    keep_alive: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})] = None
+    """Seconds, or a duration such as `5m`, for which the model stays in memory after this; negative: for good."""
+
+
+class _AnswerBody(OllamaBody):
+    stream: bool | None = None
+    """True by default."""
+    format: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]})] = None
+    """`json`, or a JSON schema that the answer follows."""
+    think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["low", "medium", "high"]}]})] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    shift: Annotated[Any, NotYet(False)] = None
+    truncate: Annotated[Any, NotYet(False)] = None
+    """A prompt that is too long is refused, and not cut."""
+
+
+class OllamaFunction(Body):
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    index: int | None = None
+
+
+class OllamaCall(Body):
+    function: OllamaFunction
+    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[Any, NotYet([])] = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_name: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+    """The name of the tool whose answer this is."""
+    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
+
+
+class OllamaChatBody(_AnswerBody):
+    """`POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """Without any the model is only loaded, or with `keep_alive` 0 unloaded."""
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+class OllamaGenerateBody(_AnswerBody):
+    """`POST /api/generate`."""
+
+    prompt: str | None = None
+    """Without one the model is only loaded, or with `keep_alive` 0 unloaded."""
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """True: the prompt is taken as it is, without the model's chat template."""
+    template: Annotated[Any, NotYet("")] = None
+    context: Annotated[Any, NotYet([])] = None
+    images: Annotated[Any, NotYet([])] = None
+    width: Annotated[Any, NotYet()] = None
+    height: Annotated[Any, NotYet()] = None
+    steps: Annotated[Any, NotYet()] = None
+
+
+def error_words(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
+    """The body of a JSON value. Raises 400. `ignored`: as for `parse_body`, and of options, too."""
+    options = value.get("options") if isinstance(value, dict) else None
+    if isinstance(options, dict):
+        if ignored is not None:
+            passed_over = [name for name in options if name not in OptionsBody.field_names or name in _SETTINGS]
+            for name in passed_over:
+                del options[name]
+            ignored.note([f"options.{name}" for name in passed_over])
+        elif (name := next((name for name in _SETTINGS if options.get(name) is not None), None)) is not None:
+            raise invalid(
+                f"'options.{name}' is a setting of the server here and none of a request: leave it out, or start the server "
+                "with --ignore-unknown-parameters.",
+                f"options.{name}",
+            )
+    body = check_body(value, body_type, ignored)
+    keep_ns(body)
+    return body
+
+
+def name_of(model: str, deployment: Deployment) -> str:
+    """The name under which a model is served that a client calls so: `:latest` is said of any."""
+    is_known = not model.endswith(LATEST) or deployment.find(model) is not None
+    return model if is_known else model.removesuffix(LATEST)
+
+
+def keep_ns(body: OllamaBody) -> int | None:
+    """The `keep_alive` in nanoseconds; -1: for good; None: nothing was said. Raises 400."""
+    value = body.keep_alive
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        duration_ns = value * 1e9
+    elif value == "0":
+        duration_ns = 0
+    elif isinstance(value, str) and _DURATION.fullmatch(value):
+        duration_ns = sum(float(number) * _UNITS_NS[unit] for number, unit in _PART_OF_DURATION.findall(value))
+        duration_ns *= -1 if value.startswith("-") else 1
+    else:
+        message = "'keep_alive' must be a number of seconds, or a duration with its unit, such as '5m' or '1h30m'."
+        raise invalid(message, "keep_alive")
+    return int(duration_ns) if 0 <= duration_ns <= _MAX_KEEP_NS else -1
+
+
+def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: Scope) -> bool:
+    """Have `keep_alive` followed, if the server unloads idle models and the client may change what is loaded."""
+    duration_ns = keep_ns(body)
+    may = served.idle_unload_ns is not None and is_admin(scope)
+    if duration_ns is not None and may:
+        deployment.keep(served, duration_ns)
+    return may
+
+
+class OllamaReader:
+    """From bodies to calls. Thread-safe."""
+
+    def __init__(self, reader: Reader, deployment: Deployment) -> None:
+        self._reader = reader
+        self._deployment = deployment
+
+    def chat(self, body: OllamaChatBody, data: bytes, scope: Scope) -> Call:
+        """Raises `ApiError`."""
+        running = self._begin(body, scope)
+        messages = _messages(body.messages or ())
+        return self._chat(body, running, messages, data, scope, tools=body.tools or ())
+
+    def generate(self, body: OllamaGenerateBody, data: bytes, scope: Scope) -> Call:
+        """Raises `ApiError`. A prompt goes through the chat template as a user's message, unless the model has none."""
+        running = self._begin(body, scope)
+        if not body.raw and not body.suffix and running.chat_template is not None:
+            messages = [{"role": "system", "content": body.system}] if body.system else []
+            return self._chat(body, running, [*messages, {"role": "user", "content": body.prompt or ""}], data, scope)
+        if body.system:
+            reason = "with 'raw' or 'suffix'" if body.raw or body.suffix else "with a model that has no chat template"
+            raise invalid(f"'system' means nothing {reason}: put it into 'prompt'.", "system")
+        if body.think:
+            raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
+        fields = self._fields(body) | {"prompt": body.prompt or "", "suffix": body.suffix or None}
+        if body.logprobs:
+            fields["logprobs"] = body.top_logprobs or 0
+        call = self._reader.read_completion(check_body(fields, CompletionBody), data, scope)
+        if fields["max_tokens"] is None:  # OpenAI's default is a few tokens, Ollama's is none
+            call = dataclasses.replace(call, max_tokens=None)
+        return call
+
+    def _begin(self, body: _AnswerBody, scope: Scope) -> RunningModel:
+        """The model that is asked. Raises 404, `ModelAway`, and 400 for a context that it does not have."""
+        served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, scope)
+        running = served.answerer()
+        keep(body, served, self._deployment, scope)
+        check_context(body, running)
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+        return running
+
+    def _chat(
+        self,
+        body: _AnswerBody,
+        running: RunningModel,
+        messages: Sequence[Mapping[str, Any]],
+        data: bytes,
+        scope: Scope,
+        tools: Sequence[ToolBody] = (),
+    ) -> Call:
+        fields = self._fields(body) | {
+            "messages": messages,
+            "tools": list(tools) or None,
+            "reasoning_effort": _effort(body.think, running),
+            "logprobs": body.logprobs,
+            "top_logprobs": body.top_logprobs,
+        }
+        return self._reader.read_chat(check_body(fields, ChatCompletionBody), data, scope)
+
+    def _fields(self, body: _AnswerBody) -> dict[str, Any]:
+        """Fields that chats and completions of OpenAI have alike."""
+        options = body.options or OptionsBody()
+        penalties: dict[str, float | None] = {
+            "repetition_penalty": options.repeat_penalty,
+            "presence_penalty": options.presence_penalty,
+            "frequency_penalty": options.frequency_penalty,
+        }
+        if options.repeat_last_n == 0:
+            penalties = {"repetition_penalty": 1.0}
+        elif options.repeat_last_n not in (None, -1) and (
+            options.repeat_penalty not in (None, 1) or options.presence_penalty or options.frequency_penalty
+        ):
+            raise invalid(
+                "'options.repeat_last_n' must be -1, or 0 for no penalties: penalties look at all tokens here.",
+                "options.repeat_last_n",
+            )
+        return {
+            "model": name_of(body.model, self._deployment),
+            "stream": body.stream is not False,
+            "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
+            "min_p": options.min_p,
+            "seed": options.seed,
+            "stop": options.stop,
+            **penalties,
+            "max_tokens": _limit(options.num_predict),
+            "response_format": _response_format(body.format),
+        }
+
+
+def check_context(body: OllamaBody, running: RunningModel) -> None:
+    """Raise 400 for a context that is longer than the served one."""
+    asked, limit = None if body.options is None else body.options.num_ctx, running.model.max_model_len
+    if asked is not None and asked > limit:
+        raise invalid(
+            f"'options.num_ctx' is {asked}, but {running.name} is served with a context of {limit} tokens: ask for no more, or "
+            "start the server with a larger --max-model-len.",
+            "options.num_ctx",
+        )
+
+
+def _limit(num_predict: int | None) -> int | None:
+    if num_predict == 0:
+        raise invalid("'options.num_predict' must be at least 1, or -1 for no limit.", "options.num_predict")
+    return None if num_predict is None or num_predict < 0 else num_predict
+
+
+def _response_format(asked: Any) -> dict[str, Any] | None:
+    if asked is None or asked == "":
+        return None
+    if asked == "json":
+        return {"type": "json_object"}
+    if not isinstance(asked, dict):
+        raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": asked}}
+
+
+def _effort(think: Any, running: RunningModel) -> str | None:
+    """OpenAI's word; None: as the model does by itself. Raises 400."""
+    if think is None:
+        return None
+    dialect = running.dialect
+    if think is True:
+        if dialect.reasoning is None:
+            raise invalid(f"'think' is true, but {running.name} does not reason in a block of its own: leave it out.", "think")
+        return "medium" if dialect.takes_effort or dialect.takes_enable_thinking else None
+    if think is False:
+        return "none"
+    if think not in ("low", "medium", "high"):
+        raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
+    return str(think)
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's words, in which each call has an id and each tool's answer names one. Raises 400.
+
+    Without ids an answer belongs to the first call before it that has no answer yet and, if `tool_name` says so, that tool.
+    """
+    told: list[dict[str, Any]] = []
+    open_calls: deque[tuple[str, str]] = deque()
+    for index, message in enumerate(messages):
+        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            fields["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            fields["tool_calls"] = calls = []
+            for nth, call in enumerate(message.tool_calls):
+                call_id = call.id or f"call_{index}_{nth}"
+                open_calls.append((call_id, call.function.name))
+                function = {"name": call.function.name, "arguments": call.function.arguments}
+                calls.append({"id": call_id, "type": "function", "function": function})
+        if message.role == "tool":
+            fields["tool_call_id"] = _answered(message, open_calls, index)
+        elif message.tool_name is not None or message.tool_call_id is not None:
+            field = "tool_name" if message.tool_name is not None else "tool_call_id"
+            raise invalid(f"'messages[{index}].{field}' is for messages with the role 'tool'.", f"messages[{index}].{field}")
+        told.append(fields)
+    return told
+
+
+def _answered(message: OllamaMessage, open_calls: deque[tuple[str, str]], index: int) -> str:
+    """The id of the call that a tool's message answers, which is open no more."""
+    for call_id, name in open_calls:
+        is_named = message.tool_call_id == call_id if message.tool_call_id else message.tool_name in (None, name)
+        if is_named:
+            open_calls.remove((call_id, name))
+            return call_id
+    return message.tool_call_id or f"call_{index}"

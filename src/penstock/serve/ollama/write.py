@@ -1,0 +1,133 @@
+"""Answers in Ollama's words: lines of JSON, the last with counts and times, or one object. Times are those of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import orjson
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.errors import ApiError
+from penstock.serve.ollama.read import error_words
+from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.logprobs import ChatLogprobs
+from penstock.serve.openai.write import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, shown_logprobs, times_ms
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from penstock.text.tokenizer import Tokenizer
+
+FOREVER = "2300-01-01T00:00:00Z"
+"""When a model leaves that stays for good: Ollama's clients take a time without meaning for one that has passed."""
+
+
+def utc(unix_s: float) -> str:
+    """A time as RFC 3339 writes it."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaWriter(Writer):
+    """The lines of a stream are pieces of what the model says, and whole calls of tools."""
+
+    media_type: ClassVar[bytes] = b"application/x-ndjson"
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, model_name: str, is_chat: bool) -> None:
+        """`model_name`: as the client calls it. `is_chat`: told in messages, as by `/api/chat`."""
+        super().__init__(call)
+        self._is_chat = is_chat
+        self._head = {"model": model_name, "created_at": utc(call.answer.created_unix_s)}
+        self._choice = ReadChoice(call, 0, tokenizer)
+        self._begun: dict[int, CallBegin] = {}
+        self._arguments: dict[int, list[str]] = {}
+        self._logprobs = None
+        if call.answer.has_logprobs:
+            self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        lines = [self._line(said) for part in self._choice.read(chunk) if (said := self._said(part)) is not None]
+        if self._logprobs is not None:
+            entries = self._logprobs.write(
+                shown_logprobs(self._options, chunk), chunk.text, is_last=chunk.finish_reason is not None
+            )
+            if entries["content"]:
+                if not lines:
+                    lines.append(self._line({"content": ""}))
+                lines[-1]["logprobs"] = entries["content"]
+        if chunk.finish_reason is not None:
+            lines.append(self._line({"content": ""}) | self._end(chunk))
+        return b"".join([orjson.dumps(line) + b"\n" for line in lines])
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        return orjson.dumps(error_words(error)) + b"\n"
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        [record] = records
+        parts = [part for chunk in record.chunks for part in self._choice.read(chunk)]
+        pieces = [piece for part in parts if (piece := self._said(part)) is not None]
+        said: dict[str, Any] = {"content": "".join([piece["content"] for piece in pieces])}
+        if thinking := "".join([piece.get("thinking", "") for piece in pieces]):
+            said["thinking"] = thinking
+        if calls := [call for piece in pieces for call in piece.get("tool_calls", ())]:
+            said["tool_calls"] = calls
+        told = self._line(said) | self._end(record.last)
+        if self._logprobs is not None:
+            entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
+            told["logprobs"] = self._logprobs.write(entries, record.text, is_last=True)["content"]
+        return told
+
+    def _line(self, said: dict[str, Any]) -> dict[str, Any]:
+        if self._is_chat:
+            return {**self._head, "message": {"role": "assistant", **said}, "done": False}
+        thinking = {"thinking": said["thinking"]} if "thinking" in said else {}
+        return {**self._head, "response": said["content"], **thinking, "done": False}
+
+    def _said(self, part: Part) -> dict[str, Any] | None:
+        """Fields of a message; None: there is nothing to say yet."""
+        match part:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"content": "", "thinking": text}
+            case CallBegin(index):
+                self._begun[index], self._arguments[index] = part, []
+            case CallArguments(index, text):
+                self._arguments[index].append(text)
+            case CallEnd(index, is_whole, text):
+                if is_whole and (arguments := _arguments("".join(self._arguments[index]))) is not None:
+                    function = {"index": index, "name": self._begun[index].name, "arguments": arguments}
+                    return {"content": "", "tool_calls": [{"id": self._begun[index].call_id, "function": function}]}
+                return {"content": text} if text else None
+        return None
+
+    def _end(self, chunk: OutputChunk) -> dict[str, Any]:
+        """Fields of the last line. A model that had to be loaded was waited for, which `total_duration` counts, too."""
+        assert chunk.finish_reason is not None
+        terms = self._call.terms
+        num_prompt_tokens, num_generated = self.usage.counts()
+        _, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
+        return {
+            "done": True,
+            "done_reason": FINISH_WORDS[chunk.finish_reason],
+            "total_duration": chunk.at_ns - terms.arrival_ns,
+            "load_duration": terms.model_wait_ns,
+            "prompt_eval_count": num_prompt_tokens,
+            "prompt_eval_duration": int(prefill_ms * 1e6),
+            "eval_count": num_generated,
+            "eval_duration": int(decode_ms * 1e6),
+        }
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are; None if they are none, as of a model that writes JSON of its own kind."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
