@@ -543,6 +543,8 @@ def test_a_name_that_is_unloaded_while_it_is_looked_up_does_not_come_back(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with registry(disk, tmp_path, "a") as adapters:
+        assert adapters.known("a") is not None
+        adapters._names["a"].adapter.failure = "its files may be others by now"
         monkeypatch.setattr(registry_of_adapters, "_stamp", lambda _: adapters.unload("a"))
         assert adapters.find("a") is None
         assert not adapters.has("a")

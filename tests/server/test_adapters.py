@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
 from penstock.serve.app import create_app
 from penstock.serve.openai import adapters as route_file
-from penstock.serve.openai.read import find_asked
+from penstock.serve.openai import loading
+from penstock.serve.openai.read import find_asked, look_up
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from tiny_adapters import factors_of_llama, write_adapter
@@ -510,6 +512,82 @@ async def test_a_load_that_does_not_end_holds_up_neither_metrics_nor_other_loads
     assert {one.name for one in registry.registered()} <= {"red"}, "nobody waited for these names"
 
 
+@pytest.fixture
+def slow_disk(small, monkeypatch):
+    """A disk that takes up to a second for each question about the folder: set the event, and it answers at once."""
+    _, _, adapters = small
+    answers, asked, is_file = threading.Event(), [], Path.is_file
+
+    def ask(path):
+        if path.is_relative_to(adapters):
+            asked.append(path.parent.name)
+            answers.wait(1.0)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", ask)
+    yield answers, asked
+    answers.set()
+
+
+async def test_a_slow_disk_that_is_asked_for_a_name_holds_up_no_other_request(small, slow_disk, expected):
+    """It took three seconds from every stream: the event loop asked."""
+    _, client, _ = small
+    answers, asked = slow_disk
+    answers.set()
+    assert await tokens_of(client, "green") == expected["green"]
+    answers.clear()
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    asks = [client.post("/v1/completions", json=ASK | {"model": "red"}) for _ in range(5)]
+    asks += [client.post("/v1/chat/completions", json=chat | {"model": "red"}), client.get("/v1/models/red")]
+    asks += [client.post("/tokenize", json={"model": "red", "prompt": "in"}), client.get("/v1/models/mauve")]
+    tasks = [asyncio.create_task(ask) for ask in asks]
+    gaps, before_s = [], time.monotonic()
+    stream = asyncio.create_task(client.post("/v1/completions", json=ASK | {"model": "green", "stream": True}))
+    while not stream.done() or not {"red", "mauve"} <= set(asked):
+        await asyncio.sleep(0.001)
+        now_s = time.monotonic()
+        gaps.append(now_s - before_s)
+        before_s = now_s
+    assert stream.result().status_code == 200
+    assert max(gaps) < 0.5, "seconds in which nobody was answered"
+    assert not any(task.done() for task in tasks), "else this proves nothing"
+    assert asked.count("red") == 1, "all share one look"
+    answers.set()
+    statuses = [response.status_code for response in await asyncio.gather(*tasks)]
+    assert statuses == [200] * 8 + [404]
+    assert await tokens_of(client, "red") == expected["red"]
+
+
+async def test_a_disk_that_hangs_refuses_new_names_and_no_others(small, slow_disk, expected, monkeypatch):
+    _, client, _ = small
+    answers, asked = slow_disk
+    monkeypatch.setattr(loading, "MAX_LOOK_S", 0.02)
+    monkeypatch.setattr(loading, "MAX_LOOKS", 8)
+    for index in range(10):
+        response = await client.post("/v1/completions", json=ASK | {"model": f"new-{index}"})
+        assert response.status_code == 503, response.text
+        assert int(response.headers["retry-after"]) >= 1
+        assert ("too many" if index >= 8 else "has not told") in response.text.lower()
+    assert len(asked) == loading.MAX_LOOK_THREADS, "others wait for a thread"
+    assert await tokens_of(client, None) == expected[""]
+    answers.set()
+    monkeypatch.setattr(loading, "MAX_LOOK_S", 5.0)
+    await until(lambda: len(asked) >= 8)
+    await until(lambda: not any(thread.name == "adapter-look" for thread in threading.enumerate()))
+    assert await tokens_of(client, "red") == expected["red"]
+
+
+async def test_a_disk_that_fails_is_told(small, monkeypatch):
+    _, client, _ = small
+
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "is_file", fail)
+    response = await client.post("/v1/completions", json=ASK | {"model": "red"})
+    assert (response.status_code, "Input/output error" in response.text) == (503, True), response.text
+
+
 async def test_a_file_that_was_rewritten_in_place_is_read_by_load_inplace(small, expected):
     _, client, adapters = small
     path = adapters / "red" / "adapter_model.safetensors"
@@ -570,18 +648,18 @@ async def test_a_name_that_two_models_could_have_is_the_first_one_s_that_was_ask
     deployment = start_deployment([first, other])
     try:
         one, two = deployment.served
-        found, ref = find_asked("red", deployment)
+        found, ref = look_up("red", deployment)
         assert (found, deployment.adapters_of("red")) == (two, two)
         shutil.copytree(folder / "adapters" / "red", folder / "none" / "red", dirs_exist_ok=True)
-        assert find_asked("red", deployment) == (two, ref), "it stays, though the first model's folder has the name now"
+        assert find_asked("red", deployment, {}) == (two, ref), "it stays, though the first model's folder has the name now"
         assert not one.adapters.has("red")
         assert one.adapters.find("red") is not None
-        assert find_asked("red", deployment)[0] is one, "of two that have it, the first"
+        assert find_asked("red", deployment, {})[0] is one, "of two that have it, the first"
         app = create_app(deployment, ServerConfig())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             path = str(folder / "adapters" / "green")
-            find_asked("green", deployment)
+            look_up("green", deployment)
             status, text = await change(client, "load", model="tiny", lora_name="green", lora_path=path)
             assert (status, "An adapter of another model" in text) == (400, True), text
             status, text = await change(client, "load", model="tiny", lora_name="other", lora_path=path)

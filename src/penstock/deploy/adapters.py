@@ -227,16 +227,29 @@ class Adapters:
 
     # --- names ---
 
+    def known(self, name: str) -> AdapterRef | None:
+        """The adapter of a name that the disk need not be asked for; None: there is none, or none before `find`."""
+        with self._changed:
+            entry = self._names.get(name)
+            if entry is None:
+                return None
+            if entry.adapter is None and not entry.is_found:
+                entry.adapter = self._add(entry.path, is_free=entry.is_free)
+            return None if entry.adapter is None or entry.adapter.failure else entry.adapter.refer()
+
+    def may_find(self, name: str) -> bool:
+        """Whether `find` may have an adapter for a name that is not `known`: in the folder, or one that failed before."""
+        return name in self._names or (self._folder is not None and len(name) <= _MAX_NAME and bool(NAME.fullmatch(name)))
+
     def find(self, name: str) -> AdapterRef | None:
         """The adapter of a name that is registered, or lies in the folder; None if there is none. It opens no file.
 
-        Raises ConfigError if there are too many names.
+        It waits for the disk unless the adapter is `known`. Raises ConfigError if there are too many names, and OSError.
         """
+        if (known := self.known(name)) is not None:
+            return known
         with self._changed:
             entry = self._names.get(name)
-            known = entry.adapter if entry else None
-            if known is not None and not known.failure:
-                return known.refer()
         is_found = entry is None or entry.is_found
         path = self._look_up(name) if is_found else entry.path if entry else None  # the disk is asked without the lock
         if path is None:

@@ -34,7 +34,7 @@ from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, O
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
 from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.loading import FolderWatch, when_loaded
+from penstock.serve.openai.loading import AdapterLooks, FolderWatch, when_loaded
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody, IgnoredParameters
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizeEndpoint
@@ -103,7 +103,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     in_flight = InFlight(config)
     ignored = IgnoredParameters() if config.ignore_unknown_parameters else None
     reader, tokens = Reader(deployment, config, ignored), TokenizeEndpoint(deployment, config, ignored)
-    folder = FolderWatch(deployment)
+    folder, looked_up = FolderWatch(deployment), AdapterLooks(deployment).when_looked_up
     off_loop, lora = deployment.off_loop, AdaptersEndpoint(deployment, ignored)
     messages = MessagesEndpoint(
         CallEndpoint(reader, in_flight, off_loop), MessagesReader(reader, deployment, ignored), config, off_loop
@@ -155,7 +155,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         StatusEndpoint(deployment),
         RequestsEndpoint(in_flight),
     )
-    models = AnthropicModels(openai_models.list, folder.when_found(openai_models.get))
+    models = AnthropicModels(openai_models.list, looked_up(folder.when_found(openai_models.get)))
     of_model, listed = ("model",), ("after", "limit", "order")
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ("limit", "after_id", "before_id")),
@@ -183,7 +183,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     waits, found = partial(when_loaded, deployment, config), folder.when_found
     return [
         *(
-            Operation("POST", path, told, takes_json(waits(found(answer))), answer, bodies)
+            Operation("POST", path, told, takes_json(waits(looked_up(found(answer)))), answer, bodies)
             for path, told, bodies, answer in with_body
         ),
         *(Operation("POST", path, told, takes_json(found(answer)), answer, bodies) for path, told, bodies, answer in of_models),

@@ -104,3 +104,11 @@ class ModelAway(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {name} is not loaded")
         self.name = name
+
+
+class NameUnknown(Exception):
+    """A request names what may be an adapter, and only the disk can tell. `serve` has it asked off the event loop."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"nobody has asked yet where {name!r} lies")
+        self.name = name

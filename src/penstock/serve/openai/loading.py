@@ -1,15 +1,18 @@
 """Requests wait here for their model to be loaded, and are read again when it is there. Nothing of them was sent before.
 
-`app` puts `when_loaded` around every endpoint that takes a body, and `FolderWatch.when_found` where a model is named that may
-have been put into the folder of models meanwhile. A request of a loaded model passes at no cost.
+`app` puts `when_loaded` around every endpoint that takes a body, and where a model is named `FolderWatch.when_found`, for one
+that may have been put into the folder of models meanwhile, and `AdapterLooks.when_looked_up`, for an adapter that nobody has
+asked for yet. A request of a loaded model, and of an adapter that is known, passes at no cost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -20,11 +23,12 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import JsonEndpoint
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, read_terms
-from penstock.types.errors import ModelAway, Rejected, RejectReason
+from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_terms
+from penstock.types.adapter import AdapterRef
+from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 
 _Answer = TypeVar("_Answer")
 MAX_LOOK_S = 5.0
@@ -32,7 +36,11 @@ MAX_LOOK_S = 5.0
 LOOK_SHARE = 10
 """Looks are so many times as far apart as one takes, so that names which do not exist can't fill the time."""
 MAX_WAITING_BYTES = 64 << 20
-"""Bodies of the requests that wait for one model: sixteen of the largest."""
+"""Bodies of the requests that wait for one model, or for the folder of adapters: sixteen of the largest."""
+MAX_LOOK_THREADS = 4
+"""Names that the folder of adapters is asked for at once. A disk that hangs keeps so many threads."""
+MAX_LOOKS = 1024
+"""Names, and requests, that wait for the folder of adapters."""
 
 
 def when_loaded(deployment: Deployment, config: ServerConfig, answer: JsonEndpoint) -> JsonEndpoint:
@@ -98,6 +106,82 @@ class FolderWatch:
                     await asyncio.to_thread(self._deployment.look)
                 finally:
                     self._ended_s = time.monotonic()
+
+
+class AdapterLooks:
+    """Asks the folders of adapters, off the event loop, for names that are not known. Belongs to the loop."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._looks: dict[str, asyncio.Task[tuple[ServedModel, AdapterRef] | None]] = {}
+        """By the name; those that wait for a thread among them."""
+        self._turns = asyncio.Semaphore(MAX_LOOK_THREADS)
+        self._num_asking = 0
+        self._num_asking_bytes = 0
+
+    def when_looked_up(self, answer: Callable[..., Awaitable[_Answer]]) -> Callable[..., Awaitable[_Answer]]:
+        """An endpoint that answers as `answer` does, after a look if only the disk can tell whether it knows a name."""
+        if not self._deployment.may_grow and all(one.adapters is None for one in self._deployment.served):
+            return answer
+
+        async def answer_when_looked_up(*asked: Any) -> _Answer:
+            try:
+                return await answer(*asked)
+            except NameUnknown as unknown:
+                name = unknown.name
+            data, http = asked if len(asked) == 2 else (b"", *asked)
+            http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
+            http.scope[LOOKED_UP_KEY] = name, await unless_gone(http, self._find(name, len(data)))
+            return await answer(*asked)
+
+        return answer_when_looked_up
+
+    async def _find(self, name: str, num_bytes: int) -> tuple[ServedModel, AdapterRef] | None:
+        """The adapter that the disk has for a name. Callers share one look. Raises 503: too many wait, or it takes too long.
+
+        `num_bytes`: of the body, which waits, too.
+        """
+        is_under_way = name in self._looks
+        num_names = len(self._looks) + (not is_under_way)
+        if max(self._num_asking + 1, num_names) > MAX_LOOKS or self._num_asking_bytes + num_bytes > MAX_WAITING_BYTES:
+            raise unavailable("Too many requests wait for the folder of adapters. Its disk may be slow.")
+        self._num_asking += 1
+        self._num_asking_bytes += num_bytes
+        try:
+            async with asyncio.timeout(MAX_LOOK_S):
+                found = await asyncio.shield(self._look(name))
+                if found is None and is_under_way:  # it may have been put there after that look
+                    found = await asyncio.shield(self._look(name))
+                return found
+        except TimeoutError:
+            message = f"The disk has not told within {MAX_LOOK_S:g} s whether there is an adapter {shorten(name)!r}."
+            raise unavailable(message, MAX_LOOK_S) from None
+        finally:
+            self._num_asking -= 1
+            self._num_asking_bytes -= num_bytes
+
+    def _look(self, name: str) -> asyncio.Task[tuple[ServedModel, AdapterRef] | None]:
+        """The look that is under way, or another one. It goes on if nobody waits for it any more."""
+        task = self._looks.get(name)
+        if task is None:
+            task = self._looks[name] = asyncio.create_task(self._ask(name))
+            task.add_done_callback(lambda _: self._looks.pop(name))
+        return task
+
+    async def _ask(self, name: str) -> tuple[ServedModel, AdapterRef] | None:
+        async with self._turns:
+            told: Future[tuple[ServedModel, AdapterRef] | None] = Future()
+            # A daemon of its own: if the disk hangs, the process ends without it, and no other work lacks a thread.
+            threading.Thread(target=self._run, args=(name, told), name="adapter-look", daemon=True).start()
+            return await asyncio.wrap_future(told)
+
+    def _run(self, name: str, told: Future[tuple[ServedModel, AdapterRef] | None]) -> None:
+        if not told.set_running_or_notify_cancel():
+            return
+        try:
+            told.set_result(look_up(name, self._deployment))
+        except Exception as error:  # the task raises it
+            told.set_exception(error)
 
 
 async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, num_bytes: int) -> RunningModel:

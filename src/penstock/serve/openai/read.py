@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -54,11 +55,12 @@ from penstock.serve.openai.tools import OF_TOOLS, past_calls, read_tool_use, rea
 from penstock.serve.openai.tools import max_reasoning_tokens as read_budget
 from penstock.text.dialects import Message
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, counted
+from penstock.types.errors import ConfigError, NameUnknown, counted
 from penstock.types.request import ARM_B
 from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
 
 _Number = TypeVar("_Number", int, float)
+_log = logging.getLogger(__name__)
 
 MAX_BIAS = 100
 DEFAULT_COMPLETION_TOKENS = 16
@@ -103,6 +105,10 @@ ARRIVAL_KEY = "penstock.arrival_ns"
 """Key of a request's scope: when it came, if it was read before."""
 LOADED_KEY = "penstock.loaded_ns"
 """Key of a request's scope: when its model was loaded, if it waited for that."""
+LOOKED_UP_KEY = "penstock.looked_up"
+"""Key of a request's scope: a `LookedUp`, if the disk was asked for its adapter."""
+LookedUp = tuple[str, tuple[ServedModel, AdapterRef] | None]
+"""A name, and what `look_up` said."""
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
@@ -120,8 +126,10 @@ def find_model(name: str | None, deployment: Deployment, scope: Scope | None = N
 
 
 def find_served(name: str | None, deployment: Deployment) -> ServedModel:
-    """The same, loaded or not. Raises 404."""
-    served, _ = find_asked(name, deployment)
+    """The same, loaded or not. Raises 404. It asks no disk: an adapter that no request named yet is not found."""
+    served = deployment.find(name) or deployment.adapters_of(name or "")
+    if served is None:
+        raise _not_found(name, deployment)
     return served
 
 
@@ -136,7 +144,7 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """As `find_asked`, among the models that the request's key opens: another one is a 404 like one that is not there."""
     try:
-        served, adapter = find_asked(name, deployment)
+        served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
             raise
@@ -148,24 +156,48 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 
-def find_asked(name: str | None, deployment: Deployment) -> tuple[ServedModel, AdapterRef | None]:
-    """The model that a request names, loaded or not, and its adapter if the name is one's. Raises 404.
+def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
+    """The model that a request names, loaded or not, and its adapter if the name is one's.
 
-    Models go first, then adapters that are known. A name that nothing has yet is looked up in the folders of adapters, where no
-    file is opened. Raises 503 if no name can be added.
+    Models go first, then adapters that are known, then what the disk told for this request. Raises 404, and `NameUnknown` if
+    the disk was not asked yet.
     """
     served = deployment.find(name)
     if served is not None:
         return served, None
-    owner = deployment.adapters_of(name or "")
-    for served in (owner,) if owner is not None else deployment.served if name else ():
+    owners = [(one, one.adapters) for one in deployment.served if one.adapters is not None] if name else []
+    for served, adapters in owners:
+        if (adapter := adapters.known(name or "")) is not None:
+            return served, adapter
+    looked_up: LookedUp | None = scope.get(LOOKED_UP_KEY)
+    if looked_up is not None and looked_up[0] == name:
+        if looked_up[1] is not None:
+            return looked_up[1]
+    elif any(adapters.may_find(name or "") for _, adapters in owners):
+        raise NameUnknown(name or "")
+    raise _not_found(name, deployment)
+
+
+def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
+    """The adapter of a name in the folders of adapters, and its model; None: there is none. It opens no file, and waits for
+    the disk. Raises 503 if that fails, or if no name can be added.
+    """
+    owner = deployment.adapters_of(name)
+    for served in deployment.served if owner is None else (owner,):
         try:
-            adapter = None if served.adapters is None else served.adapters.find(name or "")
+            adapter = None if served.adapters is None else served.adapters.find(name)
         except ConfigError as error:  # too many names
             raise unavailable(str(error)) from None
+        except OSError as error:
+            _log.warning("the folder of adapters can't be asked for %r: %s", name, error)
+            raise unavailable(f"The folder of adapters can't be read: {error.strerror}.") from None
         if adapter is not None:
             return served, adapter
-    raise model_not_found(deployment.default.name if name is None else name, deployment.names)
+    return None
+
+
+def _not_found(name: str | None, deployment: Deployment) -> ApiError:
+    return model_not_found(deployment.default.name if name is None else name, deployment.names)
 
 
 class Reader:
