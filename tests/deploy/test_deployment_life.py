@@ -279,6 +279,38 @@ def test_a_model_that_is_idle_leaves() -> None:
     assert (world.states, world.closed) == ("---", [("a", 0)])
 
 
+@pytest.mark.parametrize(("idle_ns", "leaves_after_ns"), [(60 * SECOND, 60 * SECOND), (0, 0), (-1, None)])
+def test_a_model_may_be_kept_for_another_time_than_its_setting_says(idle_ns: int, leaves_after_ns: int | None) -> None:
+    world = World(idle_unload_ns=5 * SECOND)
+    world.loaded("a")
+    world.deployment.keep(world.of["a"], idle_ns)
+    due_ns = world.deployment.tend()
+    if leaves_after_ns is None:
+        assert due_ns is None
+        world.clock.advance(3600 * SECOND)
+        world.deployment.tend()
+        assert world.states == "L--"
+        return
+    if leaves_after_ns:
+        assert world.states == "L--"
+        assert due_ns is not None
+        world.clock.advance_to(due_ns)
+        assert world.deployment.tend() is None
+    assert world.states == "---"
+    world.loaded("a")
+    due_ns = world.deployment.tend()
+    assert due_ns == world.clock.now_ns() + 5 * SECOND, "it counted until the model had left"
+
+
+def test_a_model_without_the_setting_stays_whatever_a_request_says() -> None:
+    world = World()
+    world.loaded("a")
+    world.deployment.keep(world.of["a"], 0)
+    world.clock.advance(60 * SECOND)
+    assert world.deployment.tend() is None
+    assert world.states == "L--"
+
+
 def test_a_model_that_was_loaded_on_request_leaves_when_it_is_idle_though_nobody_asks_anything_more() -> None:
     world = World(idle_unload_ns=SECOND // 20)
     has_closed = threading.Event()

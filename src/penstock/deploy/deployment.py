@@ -259,8 +259,10 @@ class Deployment:
         return future
 
     def keep(self, served: ServedModel, idle_ns: int) -> None:
-        """Have a model that leaves when nobody uses it leave so much later, and not as its setting says; -1: never. For the
-        time until it leaves."""
+        """Let a model leave when nobody has used it for `idle_ns`, in place of its setting; below 0: it stays.
+
+        This counts until it leaves, and for a model that has the setting alone.
+        """
         with self._news:
             served.kept_idle_ns = idle_ns
             self._tell()
