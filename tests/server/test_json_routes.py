@@ -34,12 +34,22 @@ async def test_what_says_that_it_is_json_is_read(client, content_type):
 
 @pytest.mark.parametrize(
     "content_type",
-    ["text/json", "application/jsonp", "application/json/a", "application/a/b+json", "json", "application/x", ";"],
+    [
+        "application/x-www-form-urlencoded",
+        "text/json",
+        "application/jsonp",
+        "application/json/a",
+        "application/a/b+json",
+        "json",
+        "application/x",
+        ";",
+    ],
 )
 async def test_what_says_that_it_is_something_else_is_not(client, content_type):
     response = await client.post(COMPLETIONS, content=BODY, headers={"Content-Type": content_type})
     error = check(response, 400, "invalid_request_error")
-    assert error["message"] == "The body must be a JSON object, sent as application/json."
+    told = f"The body came as {content_type!r}. Send JSON with the header 'Content-Type: application/json'."
+    assert error["message"] == told
 
 
 async def test_no_body_is_no_object(client):

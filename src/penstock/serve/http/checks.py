@@ -441,8 +441,11 @@ async def _read(scope: Scope, receive: Receive) -> bytes:
     """The whole body, checked to be there and to be called JSON. Raises `ApiError`, also if the client leaves in the middle."""
     _refuse_encoding(scope)
     data = await _whole_body(receive)
-    if not data or not _is_json(scope):
+    if not data:
         raise not_an_object()
+    if not _is_json(scope):
+        told = shorten(headers_of(scope)[b"content-type"].decode("latin-1"))
+        raise invalid(f"The body came as {told!r}. Send JSON with the header 'Content-Type: application/json'.")
     return data
 
 

@@ -138,9 +138,15 @@ class TextsReader:
         running = self.find(model, scope)
         encoder = running.model.encoder
         if encoder is None:
+            encoders = [one.name for one in self._deployment.served if one.info is not None and one.info.encoder is not None]
+            remedy = (
+                f"Ask for 'model': {encoders[0]!r}, which is served, too."
+                if encoders
+                else "Have an encoder served, for example by `penstock serve minilm`."
+            )
             raise invalid(
-                f"{running.name} writes text: it has no embeddings and no scores. Ask /v1/chat/completions or /v1/completions, "
-                "or have an encoder served, for example by `penstock serve minilm`.",
+                f"{running.name} writes text: it has no embeddings and no scores. It is asked by /v1/chat/completions and "
+                f"/v1/completions. {remedy}",
                 "model",
             )
         terms = read_terms(
