@@ -25,6 +25,7 @@ from penstock.engine.thread import Engine
 from penstock.obs.explain.journal import Journal
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import Signals
+from penstock.sched.policies.presets import make_policies
 from penstock.serve.app import create_app
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
@@ -142,7 +143,12 @@ def make_runtime(
     journal = Journal(max_explained, speaks_for_calls=executor.capacity.is_one_pass) if max_explained else None
     engine = Engine(
         make_core(
-            executor.capacity, observer=observer, journal=journal, enable_prefix_caching=not executor.capacity.is_one_pass
+            executor.capacity,
+            # Calls take turns, as where encoders are served: a long list comes before nobody's text.
+            make_policies(order="calls") if executor.capacity.is_one_pass else None,
+            observer=observer,
+            journal=journal,
+            enable_prefix_caching=not executor.capacity.is_one_pass,
         ),
         executor,
         OutputStage(detokenizer_factory(tokenizer), observer=TokenObserverGroup([metrics, admission])),
