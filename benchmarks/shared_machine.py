@@ -83,7 +83,7 @@ class Client:
         return call
 
     async def keep_full(self, num_rows: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """As many requests as that at any time, until it is cancelled. Their lengths differ, so they do not end together."""
+        """Keep `num_rows` requests on the way until this is cancelled. Their lengths differ, so they do not end together."""
 
         async def one_after_the_other() -> None:
             while True:

@@ -126,7 +126,7 @@ class Admission:
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
-        """For all tenants; a call may bring limits of its own."""
+        """The limits of every tenant; a call may bring limits of its own."""
         self._checks = self._make_checks(limits)
         self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)
         targets_ns = [one.slo_ttft_ns for one in (limits, self._limits_b) if one.slo_ttft_ns is not None]
@@ -324,7 +324,7 @@ class Admission:
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _waits_for_adapters(self, load: EngineLoad) -> bool:
-        """As many different adapters run as may, and the first that waits has another."""
+        """Whether as many different adapters run as may, while the first that waits has another."""
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:

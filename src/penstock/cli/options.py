@@ -139,7 +139,7 @@ def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """For a shell: the catalogue's names that begin so, or else files."""
+    """Complete a model in a shell: the catalogue's names that begin so, or else files."""
     del ctx, param
     from penstock.models.catalog import CATALOG
 
@@ -148,7 +148,7 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 def _values_of(item: Setting) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """For a shell: a function that says which values of a setting begin as what was typed."""
+    """Make the function by which a shell completes a setting: the values that begin as what was typed."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del ctx, param

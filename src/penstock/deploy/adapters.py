@@ -123,7 +123,7 @@ class _Adapter:
 class _Name:
     path: Path
     is_free: bool = False
-    """As for `_Adapter`."""
+    """The settings name its path, so its files may lie anywhere."""
     is_found: bool = False
     """It was looked up in the folder, and can be again."""
     adapter: _Adapter | None = None

@@ -159,7 +159,7 @@ class Deployment:
 
     @cached_property
     def off_loop(self) -> OffLoop:
-        """For large bodies, which have to be read before it is known which model they ask."""
+        """The threads that read large bodies, before it is known which model those ask."""
         from penstock.deploy.off_loop import OffLoop
 
         return OffLoop(self.default.metrics.count_rejected)

@@ -212,7 +212,7 @@ class Resources:
         return SHARED_STEP_NS if seat is not None and seat[0].is_contested(seat[1], CONTESTED_NS) else 0
 
     def machine_ns(self, name: str) -> int:
-        """For how long the model had the machine: its share of what all models had. It begins anew with a team."""
+        """The time for which the model had the machine, in nanoseconds. It begins anew with a team."""
         seat = self._seats.get(name)
         return 0 if seat is None else seat[1].used_ns
 

@@ -93,7 +93,7 @@ class Supervisor:
         return self._engine.kv_waste_ratio()
 
     def held(self) -> AbstractContextManager[None]:
-        """As `Engine.held`, of the present engine."""
+        """Hold the present engine as `Engine.held` does: until the block ends, its drain waits."""
         return self._engine.held()
 
     def drain(self) -> None:

@@ -32,7 +32,7 @@ from penstock.types.errors import ExecutorFailure, ModelError
 
 MAX_TILE_COLS = 64
 LEAST_TILE_COLS = 16
-"""As few as the matrix unit takes."""
+"""The narrowest tile: the fewest columns that the matrix unit takes."""
 MAX_SPLITS = 8
 """Programs that divide the columns of A among them, for each group of rows; how many follows from the matrix alone."""
 LEAST_SPLIT_TILES = 8

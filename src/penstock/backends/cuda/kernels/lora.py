@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 GROUP_ROWS = tl.constexpr(16)
-"""As few as the matrix unit takes."""
+"""Rows of one group: the fewest that the matrix unit takes."""
 RANK_TILE = tl.constexpr(16)
 """Ranks that a program takes at a time."""
 GROUP_WORDS = tl.constexpr(3)
