@@ -165,9 +165,9 @@ CASES = {
         Case(b"\0" * 3 * MAX_BODY_BYTES, "4194304", code="request_too_large", status=413, path=CHAT),
     ],
     "wrong content type": [
-        Case(prompt(), NO_OBJECT, JSON, content_type="text/plain"),
-        Case(b"prompt=Hi", NO_OBJECT, JSON, content_type="application/x-www-form-urlencoded"),
-        Case(chat(), NO_OBJECT, JSON, content_type="multipart/form-data; boundary=x", path=CHAT),
+        Case(prompt(), "came as 'text/plain'", JSON, content_type="text/plain"),
+        Case(b"prompt=Hi", "came as 'application/x-www-form-urlencoded'", JSON, content_type="application/x-www-form-urlencoded"),
+        Case(chat(), "came as 'multipart/form-data", JSON, content_type="multipart/form-data; boundary=x", path=CHAT),
     ],
 }
 
