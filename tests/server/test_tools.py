@@ -291,6 +291,20 @@ async def test_reasoning_is_no_content(tools):
     assert finish_reason == "stop"
 
 
+@pytest.mark.parametrize("includes", [True, False])
+@pytest.mark.parametrize("said", [f"{THOUGHT}Done.", "Done </think>.", "<think>cut"])
+async def test_usage_tells_the_tokens_of_reasoning(said, includes):
+    reasoning = {f"{THOUGHT}Done.": THOUGHT.strip(), "Done </think>.": "", "<think>cut": "<think>cut"}[said]
+    runtime = says(said, chat_template=THINKING_TEMPLATE)
+    asked = ASK | {"include_reasoning": includes, "max_tokens": len(said)}
+    async with make_client(runtime) as client:
+        whole = (await client.post(CHAT, json=asked)).json()["usage"]
+        streamed = await client.post(CHAT, json=asked | {"stream": True, "stream_options": {"include_usage": True}})
+    runtime.close()
+    assert whole["completion_tokens_details"] == {"reasoning_tokens": len(reasoning)}
+    assert events(streamed.text)[0][-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(reasoning)}
+
+
 async def test_reasoning_can_be_left_out_and_turned_off():
     choice = await ask(f"{THOUGHT}Done.", chat_template=THINKING_TEMPLATE, include_reasoning=False)
     assert "reasoning_content" not in choice["message"]

@@ -194,7 +194,7 @@ class AnswerWriter(Writer):
     def end(self) -> bytes:
         if not self._options.includes_usage:
             return DONE
-        return self._head + b',"choices":[],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n" + DONE
+        return self._head + b',"choices":[],"usage":' + orjson.dumps(self._usage()) + b"}\n\n" + DONE
 
     def fail(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
@@ -202,7 +202,7 @@ class AnswerWriter(Writer):
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = [self._choice(index, record) for index, record in enumerate(records)]
-        return {**self._answer_head(self.kind), "choices": choices, "usage": self.usage.body()}
+        return {**self._answer_head(self.kind), "choices": choices, "usage": self._usage()}
 
     @abstractmethod
     def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
@@ -229,7 +229,10 @@ class AnswerWriter(Writer):
     def _usage_suffix(self) -> bytes:
         if not self._options.has_continuous_usage:
             return self._suffix
-        return b'}],"usage":' + orjson.dumps(self.usage.body()) + b"}\n\n"
+        return b'}],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        return self.usage.body()
 
     def _stop_reason(self, chunk: OutputChunk) -> int | str | None:
         """The client's stop string or stop token that ended the choice; None for any other end."""
@@ -276,6 +279,13 @@ class ChatWriter(AnswerWriter):
         if self._options.has_token_ids:
             answer["prompt_token_ids"] = self._call.requests[0].prompt_token_ids
         return answer | self._prompt_logprobs(0)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._choices is not None:
+            num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage
 
     def _parts(self, index: int, chunk: OutputChunk, choice: ReadChoice) -> bytes:
         """Events of what a chunk says, taken apart; log-probabilities and tokens, which are of the text as it was sampled, have
@@ -341,6 +351,7 @@ class ReadChoice:
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
         skips = call.answer.skips_special_tokens and not call.requests[index].sampling.skip_special_tokens
         self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
+        self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
         self.num_calls = 0
         self.is_cut = False
         """A call was cut: by the limit of tokens, or a stop string."""
@@ -351,11 +362,18 @@ class ReadChoice:
         parts = self._reader.push(text)
         if chunk.finish_reason is not None:
             parts += self._reader.finish()
+        if self._reasoning is not None:
+            self._reasoning.add(chunk.token_ids, parts)
         for part in parts:
             if isinstance(part, CallEnd):
                 self.num_calls += part.is_whole
                 self.is_cut |= not part.is_whole
         return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, marks included, whether or not it is shown."""
+        return 0 if self._reasoning is None else self._reasoning.count
 
     @property
     def has_calls(self) -> bool:
@@ -367,6 +385,36 @@ class ReadChoice:
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
         return _finish_word(chunk)
+
+
+class _ReasoningTokens:
+    """Counts the tokens with which an answer begins, up to the one that ends its reasoning; 0 if it does not reason."""
+
+    def __init__(self, form: AnswerForm, tokenizer: Tokenizer) -> None:
+        assert form.reasoning is not None
+        self.count = 0
+        self._close = form.reasoning.close.encode()
+        self._token_bytes = tokenizer.token_bytes
+        self._num_tokens = 0
+        self._tail = b""
+        """The last bytes, fewer than the mark has that ends the reasoning."""
+        self._has_reasoned = form.is_reasoning
+        self._has_ended = False
+
+    def add(self, token_ids: Sequence[int], parts: Sequence[Part]) -> None:
+        """The next tokens, and what the answer was found to say with them."""
+        if self._has_ended:
+            return
+        self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
+        self._has_ended = any(not isinstance(part, Reasoning) for part in parts)
+        for token_id in token_ids:
+            self._num_tokens += 1
+            self._tail += self._token_bytes(token_id)
+            if self._close in self._tail:
+                self._has_ended = True
+                break
+            self._tail = self._tail[1 - len(self._close) :]
+        self.count = self._num_tokens if self._has_reasoned else 0
 
 
 def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:

@@ -55,7 +55,6 @@ class ResponsesWriter(Writer):
         """None: the answer is nothing but content."""
         if call.form is not None or call.requests[0].sampling.skip_special_tokens != call.answer.skips_special_tokens:
             self._choice = ReadChoice(call, 0, tokenizer)
-        self._reasoning = _ReasoningTokens(call, tokenizer)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
@@ -135,7 +134,7 @@ class ResponsesWriter(Writer):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._reasoning.count()},
+            "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens if self._choice else 0},
             "total_tokens": counts["total_tokens"],
         }
 
@@ -146,7 +145,6 @@ class ResponsesWriter(Writer):
         parts: Sequence[Part] = (Content(chunk.text),) if chunk.text else ()
         if self._choice is not None:
             parts = self._choice.read(chunk)
-        self._reasoning.add(chunk, parts)
         if self._logprobs is not None:
             self._note_logprobs(self._logprobs, chunk)
         for part in parts:
@@ -268,44 +266,3 @@ class ResponsesWriter(Writer):
 
 def _begin_event(kind: str) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: "
-
-
-class _ReasoningTokens:
-    """How many tokens of an answer are its reasoning, marks included.
-
-    The tokens up to the first that is something else, or that ends the block: they are looked at once, when it has ended.
-    """
-
-    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
-        self._format = None if call.form is None else call.form.reasoning
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._has_reasoned = call.form is not None and call.form.is_reasoning
-        self._count: int | None = None if self._format else 0
-
-    def add(self, chunk: OutputChunk, parts: Sequence[Part]) -> None:
-        if self._count is not None:
-            return
-        self._token_ids += chunk.token_ids
-        self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
-        if any(not isinstance(part, Reasoning) for part in parts):
-            self._count = self._block() if self._has_reasoned else 0
-            self._token_ids.clear()
-
-    def count(self) -> int:
-        if self._count is None:
-            return len(self._token_ids) if self._has_reasoned else 0
-        return self._count
-
-    def _block(self) -> int:
-        """The least number of tokens whose text has the end of the block."""
-        assert self._format is not None
-        low, high = 1, len(self._token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._tokenizer.decode(self._token_ids[:middle], skip_special_tokens=False)
-            if self._format.close in text:
-                high = middle
-            else:
-                low = middle + 1
-        return low
