@@ -166,7 +166,7 @@ CASES = {
     ],
     "wrong content type": [
         Case(prompt(), "came as 'text/plain'", JSON, content_type="text/plain"),
-        Case(b"prompt=Hi", "came as 'application/x-www-form-urlencoded'", JSON, content_type="application/x-www-form-urlencoded"),
+        Case(b"prompt=Hi", "came as 'application/x-www-form-url", JSON, content_type="application/x-www-form-urlencoded"),
         Case(chat(), "came as 'multipart/form-data", JSON, content_type="multipart/form-data; boundary=x", path=CHAT),
     ],
 }

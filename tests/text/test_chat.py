@@ -402,6 +402,18 @@ def test_the_template_option_is_a_name_a_path_or_the_template_itself(tmp_path):
         choose_chat_template(str(path), named)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("begin", ["", "\n", "{% macro say(x) %}{{ x }}{% endmacro %}\n"])
+def test_a_template_for_tools_is_taken_where_there_are_some(begin, end):
+    plain = begin + "{% for m in messages %}{{ m.content }}{% endfor %}" + end
+    with_tools = begin + "{{ tools | tojson }}{{ messages[0].content }}" + end
+    template = make(choose_chat_template(None, {"default": plain, "tool_use": with_tools}))
+    assert template.render(HELLO) == template.render(HELLO, tools=[]) == render(plain)
+    assert template.render(HELLO, tools=[{"a": 1}]) == render(with_tools, tools=[{"a": 1}])
+    assert choose_chat_template("default", {"default": plain, "tool_use": with_tools}) == plain
+    assert choose_chat_template(None, {"tool_use": with_tools}) is None
+
+
 def test_the_server_does_not_import_jinja():
     code = (
         "import sys; from penstock.text.chat import ChatTemplate; ChatTemplate('ok', special_tokens={}).render([{}]); "

@@ -133,10 +133,12 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
     """The template that `--chat-template` means: one that the model has by that name, the template itself, or a file's path.
 
-    None: the one that the model calls `default`, if it has one. Raises `ConfigError`.
+    None: the one that the model calls `default`, if it has one, and for requests with tools its `tool_use`. Raises
+    `ConfigError`.
     """
     if value is None:
-        return named.get("default")
+        plain, with_tools = named.get("default"), named.get("tool_use")
+        return plain if plain is None or with_tools is None else _either(with_tools, plain)
     if value in named:
         return named[value]
     if "{%" in value or "{{" in value:
@@ -150,6 +152,15 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
             remedy="--chat-template takes the path of a Jinja2 file, the template itself, or a name that the model has for "
             f"one: {', '.join(sorted(named)[:MAX_NAMES]) or 'it has none'}.",
         ) from error
+
+
+def _either(with_tools: str, plain: str) -> str:
+    """One template that is the first where there are tools, else the second.
+
+    Jinja2 drops a line break at the end of a template, and one behind a tag: hence the suffix and the empty expressions.
+    """
+    with_tools, plain = (source.removesuffix("\n") for source in (with_tools, plain))
+    return f"{{% if tools %}}{{{{ '' }}}}{with_tools}{{% else %}}{{{{ '' }}}}{plain}{{% endif %}}"
 
 
 def _cut_at_mark(text: str, content: str) -> str:
