@@ -14,7 +14,7 @@ SECOND_NS = 1_000_000_000
 
 
 def keep(store, name, owner=ME, *, num_bytes=100, previous_id=None, cancel=None):
-    kept = Kept(owner, name, b"r" * num_bytes, b"[]", 0, previous_id, cancel=cancel)
+    kept = Kept(owner, name, b"r" * num_bytes, (), 0, previous_id, cancel=cancel)
     store.keep(kept)
     return kept
 
@@ -108,3 +108,14 @@ async def test_a_server_that_keeps_none(runtime):
             assert "--response-store 0" in (await ask(client, expects=400, **body))["error"]["message"]
         error = (await ask(client, expects=404, previous_response_id="resp_x"))["error"]
         assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
+
+
+async def test_an_item_that_is_named_counts_as_often_as_it_is(runtime):
+    async with make_client(runtime, max_body_bytes=1 << 16) as client:
+        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 30_000}]}
+        hi = {"role": "user", "content": "hi"}
+        made = await ask(client, input=[hi, thought])
+        named = {"type": "item_reference", "id": made["id"].replace("resp", "rs") + "_1"}
+        assert (await ask(client, input=[hi, named]))["status"] == "incomplete"
+        error = (await ask(client, expects=413, input=[hi, *[named] * 3]))["error"]
+        assert (error["code"], error["param"]) == ("request_too_large", "input")

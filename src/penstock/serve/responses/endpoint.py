@@ -29,7 +29,7 @@ from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
 from penstock.serve.openai.write import error_of, respond
 from penstock.serve.responses.read import NAMES, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import Kept, ResponseStore
+from penstock.serve.responses.store import Kept, ResponseStore, as_json, has_id
 from penstock.serve.responses.write import Response, ResponsesWriter
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected
@@ -75,7 +75,7 @@ class ResponsesEndpoint:
                 f"The conversation has {num_bytes} bytes with what was said before; at most {self._config.max_body_bytes} are "
                 "taken (--max-body-size).",
                 code="request_too_large",
-                param="previous_response_id",
+                param="previous_response_id" if past.items else "input",
             )
         question = await self._off_loop.run(
             num_bytes,
@@ -194,20 +194,20 @@ class ResponsesEndpoint:
             raise invalid(f"'limit' must be an integer from 1 to {MAX_LISTED}.", "limit")
         if order not in ("asc", "desc"):
             raise invalid("'order' must be 'asc' or 'desc'.", "order")
-        items = orjson.loads(kept.items)[: kept.num_asked]
+        items = kept.items[: kept.num_asked]
         if order == "desc":
-            items.reverse()
+            items = items[::-1]
         if (after := query.get("after")) is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
+            places = [place for place, item in enumerate(items) if has_id(item, after)]
             if not places:
                 raise invalid("'after' must be the id of an item of this list.", "after")
             items = items[places[0] + 1 :]
         listed = items[: int(limit)]
         return {
             "object": "list",
-            "data": listed,
-            "first_id": listed[0]["id"] if listed else None,
-            "last_id": listed[-1]["id"] if listed else None,
+            "data": [orjson.Fragment(item) for item in listed],
+            "first_id": orjson.loads(listed[0])["id"] if listed else None,
+            "last_id": orjson.loads(listed[-1])["id"] if listed else None,
             "has_more": len(items) > len(listed),
         }
 
@@ -220,7 +220,7 @@ def _kept(question: Question, owner: Owner, response: Response) -> Kept:
         owner,
         question.response_id,
         orjson.dumps(response),
-        orjson.dumps([*question.items, *response["output"]]),
+        as_json([*question.items, *response["output"]]),
         len(question.items),
         response["previous_response_id"],
     )

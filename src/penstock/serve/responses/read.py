@@ -105,14 +105,12 @@ NAMES: Mapping[str, str] = MappingProxyType(
 class Past:
     """The conversation before a response."""
 
-    items: Sequence[bytes] = ()
-    """Lists of items as JSON, those that were said first before the others."""
-    referenced: Mapping[str, Item] = dataclasses.field(default_factory=dict)
-    """Items that the body names by their ids."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.items))
+    items: Sequence[bytes]
+    """Each as JSON, those that were said first before the others."""
+    referenced: Mapping[str, bytes]
+    """The same of items that the body names, by their ids."""
+    num_bytes: int
+    """Size of all these, of one that is named twice counted twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
     """
     is_named = body.request_id is not None or identity_of(scope).is_from_header
     items = _own_items(body, past)
-    before = [item for group in past.items for item in orjson.loads(group)]
+    before = [orjson.loads(item) for item in past.items]
     if len(before) + len(items) > MAX_MESSAGES:
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
     bodies = [*map(_body_of, before), *items]
@@ -187,7 +185,7 @@ def _own_items(body: ResponsesBody, past: Past) -> list[ItemBody]:
     items: list[ItemBody] = []
     for index, item in enumerate(given):
         if _is_reference(item):
-            item = past.referenced[check_part(item, ItemReference, "input", index).id]
+            item = orjson.loads(past.referenced[check_part(item, ItemReference, "input", index).id])
         items.append(_checked(item, index))
     return items
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import orjson
@@ -26,8 +27,8 @@ MAX_RUNNING = 256
 MAX_REMEMBERED = 1 << 12
 """Responses of which it is known why they were forgotten."""
 _RETRY_AFTER_S = 5.0
-_OVERHEAD_BYTES = 1024
-"""The size of Python's objects around one response."""
+_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 1024, 64
+"""The sizes of Python's objects around one response, and around one item."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,8 +37,8 @@ class Kept:
     response_id: str
     response: bytes
     """As it is told now: JSON."""
-    items: bytes
-    """JSON list of the items of the question, and of the answer behind them."""
+    items: tuple[bytes, ...]
+    """The items of the question, and of the answer behind them: each as JSON, which begins with its id."""
     num_asked: int
     """Items of the question."""
     previous_id: str | None
@@ -50,7 +51,18 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.items) + _OVERHEAD_BYTES
+        num_item_bytes = sum(map(len, self.items)) + len(self.items) * _ITEM_OVERHEAD_BYTES
+        return len(self.response) + num_item_bytes + _OVERHEAD_BYTES
+
+
+def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
+    """Items as they are kept."""
+    return tuple(map(orjson.dumps, items))
+
+
+def has_id(item: bytes, item_id: str) -> bool:
+    """Whether a kept item has this id. It is not parsed for that."""
+    return item.startswith(b'{"id":' + orjson.dumps(item_id))
 
 
 class _Shelf:
@@ -92,7 +104,7 @@ class ResponseStore:
 
     def past(self, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
         """The conversation before a response that follows another one, and the items that it names. Raises 404."""
-        groups: list[bytes] = []
+        groups: list[tuple[bytes, ...]] = []
         response_id, param = previous_id, "previous_response_id"
         while response_id is not None:
             # From the last to the first, so that a conversation loses its beginning last.
@@ -102,7 +114,10 @@ class ResponseStore:
                 raise ApiError(409, message, code="response_not_ended", param=param)
             groups.append(kept.items)
             response_id = kept.previous_id
-        return Past(groups[::-1], {item_id: self._item(owner, item_id) for item_id in referenced})
+        before = [item for group in reversed(groups) for item in group]
+        named = {item_id: self._item(owner, item_id) for item_id in dict.fromkeys(referenced)}
+        num_bytes = sum(map(len, before)) + sum([len(named[item_id]) for item_id in referenced])
+        return Past(before, named, num_bytes)
 
     def keep(self, kept: Kept) -> None:
         """Remember a response, and forget others for it."""
@@ -116,12 +131,12 @@ class ResponseStore:
         self._used[kept] = None
         self._make_room()
 
-    def update(self, kept: Kept, response: dict[str, Any], items: list[Item] | None = None) -> None:
+    def update(self, kept: Kept, response: dict[str, Any], items: Sequence[Item] | None = None) -> None:
         """Tell another state of a response that runs in the background; with `items` it has ended."""
         before = kept.num_bytes
         kept.response = orjson.dumps(response)
         if items is not None:
-            kept.items = orjson.dumps(items)
+            kept.items = as_json(items)
             if kept.cancel is not None:
                 kept.cancel = None
                 self._num_running -= 1
@@ -140,15 +155,14 @@ class ResponseStore:
             running = counted(self._num_running, "response")
             raise overloaded(f"Overloaded: {running} run in the background already.", _RETRY_AFTER_S)
 
-    def _item(self, owner: Owner, item_id: str) -> Item:
+    def _item(self, owner: Owner, item_id: str) -> bytes:
         """An item by the id that it was given here: its kind, that of its response, and its place there."""
         _, _, rest = item_id.partition("_")
         name, _, place = rest.rpartition("_")
         kept = self.get(owner, f"resp_{name}", "input")
-        items: list[Item] = orjson.loads(kept.items)
-        for item in items[int(place) :] if place.isdecimal() and len(place) < 8 else ():
-            if item["id"] == item_id:
-                return item
+        found = kept.items[int(place) :][:1] if place.isdecimal() and len(place) < 8 else ()
+        if found and has_id(found[0], item_id):
+            return found[0]
         raise ApiError(404, f"There is no item {shorten(item_id)!r}.", code="item_not_found", param="input")
 
     def _use(self, kept: Kept) -> None:
@@ -173,13 +187,21 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         self._forget_old()
-        while self._num_bytes > self._max_bytes or len(self._used) > self._max_kept:
-            shelves = sorted(self._shelves.values(), key=lambda shelf: shelf.num_bytes, reverse=True)
-            ended = (kept for shelf in shelves for kept in shelf.kept.values() if kept.cancel is None)
-            victim = next(ended, None)
+        if not self._is_full():
+            return
+        shelves = [(-shelf.num_bytes, nth, shelf) for nth, shelf in enumerate(self._shelves.values())]
+        heapify(shelves)
+        while shelves and self._is_full():
+            _, nth, shelf = heappop(shelves)
+            victim = next((kept for kept in shelf.kept.values() if kept.cancel is None), None)
             if victim is None:
-                return
+                continue
             self._forget(victim, "others took its room (--response-store)")
+            if shelf.kept:
+                heappush(shelves, (-shelf.num_bytes, nth, shelf))
+
+    def _is_full(self) -> bool:
+        return self._num_bytes > self._max_bytes or len(self._used) > self._max_kept
 
     def _forget(self, kept: Kept, why: str) -> None:
         shelf = self._shelves[kept.owner]
