@@ -247,6 +247,18 @@ async def test_calls_are_blocks_after_the_text():
     assert rome["id"] != now["id"]
 
 
+@pytest.mark.parametrize("value", ["[" * 300 + "]" * 300, "1e999", "123456789012345678901234567890"])
+async def test_input_is_told_as_the_model_wrote_it(value):
+    runtime = says(CALL_NOW.replace("{}", '{"a": ' + value + "}"))
+    try:
+        async with make_client(runtime) as client:
+            response = await client.post(MESSAGES, json=ASK | {"tools": [NOW], "max_tokens": 1000})
+            assert response.status_code == 200, response.text
+            assert f'"name":"now","input":{{"a": {value}}}' in response.text
+    finally:
+        runtime.close()
+
+
 async def test_choices_of_tools():
     kinds = lambda answer: [block.get("name", block["type"]) for block in answer["content"]]  # noqa: E731
     assert kinds(await ask("no", **TOOLS, tool_choice={"type": "any", "disable_parallel_tool_use": True})) in (

@@ -227,6 +227,20 @@ async def test_calls_of_tools_come_whole():
     assert answer["done_reason"] == "stop"
 
 
+@pytest.mark.parametrize("value", ["[" * 300 + "]" * 300, "1e999", "123456789012345678901234567890"])
+async def test_arguments_are_told_as_the_model_wrote_them(value):
+    runtime = says(CALL_NOW.replace("{}", '{"a":\n' + value + "}"))
+    free = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+    fields = {"tools": [free], "options": {"temperature": 0}}
+    try:
+        async with make_client(runtime) as client:
+            for stream in (False, True):
+                response = await client.post("/api/chat", json=ASK | fields | {"stream": stream})
+                assert f'"name":"now","arguments":{{"a": {value}}}' in response.text.splitlines()[0]
+    finally:
+        runtime.close()
+
+
 async def test_a_call_that_is_cut_is_content():
     answer = await said_by(CALL, tools=[WEATHER], options={"temperature": 0, "num_predict": 60})
     assert "tool_calls" not in answer["message"]

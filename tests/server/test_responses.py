@@ -392,3 +392,12 @@ async def test_the_route_is_described(client):
         "ResponsesBody"
     )
     assert set(document["paths"][PATH + "/{response_id}"]) == {"get", "delete"}
+
+
+async def test_tools_are_refused_that_could_not_be_told_back(client):
+    statuses = []
+    for depth in range(240, 260):
+        schema = {"type": "object", "examples": json.loads("[" * depth + "]" * depth)}
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        statuses.append((await client.post(PATH, json=ASK | {"tools": [tool], "tool_choice": "none"})).status_code)
+    assert sorted(set(statuses)) == [200, 400]

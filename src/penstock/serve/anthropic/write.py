@@ -14,6 +14,7 @@ import orjson
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.tools import as_object
 from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
 from penstock.text.tokenizer import Tokenizer
@@ -185,6 +186,8 @@ def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
-        value = orjson.loads(call.arguments)
-        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
+        if (value := as_object(call.arguments)) is not None:
+            blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
+        else:
+            blocks.append({"type": "text", "text": call.arguments})
     return blocks

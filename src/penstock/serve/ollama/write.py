@@ -13,6 +13,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.ollama.read import error_words
 from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs
+from penstock.serve.openai.tools import as_object
 from penstock.serve.openai.write import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, shown_logprobs, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.text.tokenizer import Tokenizer
@@ -100,7 +101,7 @@ class OllamaWriter(Writer):
             case CallArguments(index, text):
                 self._arguments[index].append(text)
             case CallEnd(index, is_whole, text):
-                if is_whole and (arguments := _arguments("".join(self._arguments[index]))) is not None:
+                if is_whole and (arguments := as_object("".join(self._arguments[index]))) is not None:
                     function = {"index": index, "name": self._begun[index].name, "arguments": arguments}
                     return {"content": "", "tool_calls": [{"id": self._begun[index].call_id, "function": function}]}
                 return {"content": text} if text else None
@@ -122,12 +123,3 @@ class OllamaWriter(Writer):
             "eval_count": num_generated,
             "eval_duration": int(decode_ms * 1e6),
         }
-
-
-def _arguments(text: str) -> dict[str, Any] | None:
-    """The object that a call's arguments are; None if they are none, as of a model that writes JSON of its own kind."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None

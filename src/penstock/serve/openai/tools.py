@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -137,10 +138,22 @@ def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
     return PastCall(call_id, name, arguments)
 
 
-def check_depth(value: Any, param: str) -> None:
-    """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254."""
+def as_object(arguments: str) -> orjson.Fragment | None:
+    """A call's arguments as a part of other JSON: on one line, and else as the model wrote them, with all digits and levels.
+
+    None if they are no object, as of a model that writes JSON of its own kind.
+    """
     try:
-        orjson.dumps(value)
+        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return None
+    return orjson.Fragment(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254, some of which are around the value."""
+    try:
+        orjson.dumps([[[[[[[[value]]]]]]]])
     except orjson.JSONEncodeError:
         raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
 
