@@ -14,7 +14,7 @@ from penstock.engine.stop_strings import StopTree
 from penstock.types.events import Abort, Stop, TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import LineLimits, SamplingParams
 
 POISON = 999
 
@@ -248,3 +248,55 @@ def test_requests_with_the_same_stop_strings_share_their_tree(monkeypatch: pytes
     assert made == [("xy",)]
     assert [chunk.text for chunk in chunks] == ["q", "", "y"]
     assert [(chunk.text, chunk.stop_reason) for chunk in more] == [("", "xy"), ("xz", None), ("", "xy")]
+
+
+# Lines
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "shown", "is_cut"),
+    [
+        ("f(\n    a,\n    b)\nc = 1", "f(\n    a,\n    b)", True),
+        ("x\n\t   y\n \tz", "x\n\t   y", True),
+        ("x\n\n    y", "x", True),
+        ("x\n    y\n  ", "x\n    y\n  ", False),
+        ("no line", "no line", False),
+    ],
+)
+def test_an_answer_ends_before_a_line_that_is_indented_less(size, text, shown, is_cut):
+    stage = make_stage(lines=LineLimits(min_indent=4))
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    chunks, commands = push_all(stage, [*map(event, pieces[:-1]), event(pieces[-1], finish_reason=FinishReason.LENGTH)])
+    assert text_of(chunks) == shown
+    ended = next(chunk for chunk in chunks if chunk.finish_reason is not None)
+    assert (ended.finish_reason, ended.stop_reason) == (FinishReason.LENGTH, None)
+    assert ended.num_generated_tokens == sum(len(chunk.token_ids) for chunk in chunks)
+    if is_cut and size == 1:
+        assert commands in ([Stop("a", None, FinishReason.LENGTH)], [])
+        assert ended.num_generated_tokens < len(text) or not commands
+
+
+def test_a_stop_string_comes_before_the_lines():
+    stage = make_stage(lines=LineLimits(min_indent=4), stop=("\nEND",), include_stop_str_in_output=True)
+    chunks, commands = push_all(stage, [event(char) for char in "a\n    b\nEND"])
+    assert text_of(chunks) == "a\n    b\nEND"
+    assert commands == [Stop("a", "\nEND")]
+    # What the stop string held back is looked at, too, when it never came.
+    stage = make_stage(lines=LineLimits(min_indent=4), stop=("\nEND",))
+    chunks, commands = push_all(stage, [event(char) for char in "a\nEx"])
+    assert text_of(chunks) == "a"
+    assert commands == [Stop("a", None, FinishReason.LENGTH)]
+
+
+def test_late_answers_end_once_they_have_a_line():
+    def told(text, stops=()):
+        stage = make_stage(lines=LineLimits(max_ns=10), stop=stops)
+        chunks, commands = push_all(stage, [event(char, at_ns=100 + 4 * at) for at, char in enumerate(text)])
+        return text_of(chunks), commands
+
+    end = [Stop("a", None, FinishReason.LENGTH)]
+    assert told("a\nbcde") == ("a\nbc", end)
+    assert told("abcde\nfg") == ("abcde\n", end)
+    assert told("abcdefgh") == ("abcdefgh", [])
+    assert told("a\nbcde", stops=("cx",)) == ("a\nbc", end), "what a stop string held back is shown"

@@ -114,8 +114,8 @@ class EngineCore:
                     events += self._add(request, now_ns)
                 case Abort(request_id, detail):
                     events += self._end(request_id, FinishReason.ABORT, now_ns, detail=detail)
-                case Stop(request_id, stop_reason):
-                    events += self._end(request_id, FinishReason.STOP, now_ns, stop_reason=stop_reason)
+                case Stop(request_id, stop_reason, finish_reason):
+                    events += self._end(request_id, finish_reason, now_ns, stop_reason=stop_reason)
                 case Drain():
                     detail = "The model is being unloaded, or the server is shutting down."
                     self._closed = Rejected(RejectReason.DRAINING, detail)

@@ -11,6 +11,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from penstock.engine.lines import Lines
 from penstock.engine.ports import Detokenizer, DetokenizerFactory, NullObserver, OutputChunk, TokenObserver
 from penstock.engine.stop_strings import StopStrings, StopTree
 from penstock.types.events import Abort, Command, Stop, TokenEvent
@@ -18,6 +19,8 @@ from penstock.types.request import FinishReason, Request
 
 _logger = logging.getLogger(__name__)
 
+_End = str | FinishReason | None
+"""The stop string that ended a request, or LENGTH for a limit of its lines; None: it goes on."""
 TEXT_FAILED = "the generated tokens could not be turned into text"
 
 
@@ -53,8 +56,8 @@ class OutputStage:
     def push(self, events: Sequence[TokenEvent]) -> Output:
         """Text of one step's events.
 
-        A stop string ends the request here, in the chunk that completes it, and becomes a `Stop`. If the text of one request
-        can't be made, that request ends with ERROR and becomes an `Abort`; the others go on.
+        A stop string, or a limit of lines, ends the request here, in the chunk that completes it, and becomes a `Stop`. If the
+        text of one request can't be made, that request ends with ERROR and becomes an `Abort`; the others go on.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -102,8 +105,12 @@ class OutputStage:
         del self._requests[event.request_id], self._streams[event.request_id]
         stream.tell_itl(self._observer)
         if event.finish_reason is None:
-            stop, name = chunk.stop_reason, chunk.request_id
-            commands.append(Stop(name, stop) if isinstance(stop, str) else Abort(name, chunk.detail))
+            reason, stop, name = chunk.finish_reason, chunk.stop_reason, chunk.request_id
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert not isinstance(stop, int), "the core knows of its stop tokens"
+                commands.append(Stop(name, stop, reason))
+            else:
+                commands.append(Abort(name, chunk.detail))
 
 
 def _answer(request: Request, event: TokenEvent) -> OutputChunk:
@@ -118,7 +125,9 @@ class _Stream:
 
     __slots__ = (
         "_detokenizer",
+        "_first_token_ns",
         "_last_token_ns",
+        "_lines",
         "_make_detokenizer",
         "_num_gaps",
         "_num_generated",
@@ -137,19 +146,22 @@ class _Stream:
         trees: MutableMapping[tuple[str, ...], StopTree],
     ) -> None:
         self.is_under_way = False
-        """It has had its first tokens, and no stop strings are looked for."""
+        """It has had its first tokens, and nothing is looked for in its text."""
         self._trees = trees
         self._request = request
         self._make_detokenizer = make_detokenizer
         self._detokenizer: Detokenizer | None = None
         self._stops: StopStrings | None = None
+        self._lines: Lines | None = None
         self._num_generated = 0
+        self._first_token_ns = 0
         self._last_token_ns: int | None = None
         self._slo_itl_ns = request.slo_itl_ns
         self._num_gaps = self._num_late = 0  # counted only if there is a target
 
     def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
         if self._last_token_ns is None:
+            self._first_token_ns = at_ns
             first.append(self._request)
         else:
             self._note_gap(at_ns - self._last_token_ns, gaps_ns)
@@ -183,11 +195,11 @@ class _Stream:
         )
 
     def push(self, event: TokenEvent) -> OutputChunk:
-        """The chunk of one event; with a finish reason if the event, or a stop string in its text, ends the request."""
+        """The chunk of one event; with a finish reason if the event, or its text, ends the request."""
         is_first = self._detokenizer is None
         if is_first:
             self._open()
-        text, num_shown, stop = self._read(event)
+        text, num_shown, end = self._read(event)
         chunk = OutputChunk(
             event.request_id,
             text,
@@ -201,8 +213,10 @@ class _Stream:
             event.detail,
             event.reject_reason,
         )
-        if stop is not None:
-            chunk.finish_reason, chunk.stop_reason = FinishReason.STOP, stop
+        if isinstance(end, str):
+            chunk.finish_reason, chunk.stop_reason = FinishReason.STOP, end
+        elif end is not None:
+            chunk.finish_reason, chunk.stop_reason = end, None
         if is_first:
             self._tell_times(chunk)
         if chunk.finish_reason is not None:
@@ -224,7 +238,9 @@ class _Stream:
             if tree is None:
                 tree = self._trees[sampling.stop] = StopTree(sampling.stop)
             self._stops = StopStrings(tree)
-        self.is_under_way = self._stops is None and self._last_token_ns is not None
+        if sampling.lines is not None:
+            self._lines = Lines(sampling.lines)
+        self.is_under_way = self._stops is None and self._lines is None and self._last_token_ns is not None
 
     def _close(self, chunk: OutputChunk) -> None:
         chunk.num_cached_tokens = self._request.num_cached_tokens
@@ -233,10 +249,10 @@ class _Stream:
     def _tell_times(self, chunk: OutputChunk) -> None:
         chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
 
-    def _read(self, event: TokenEvent) -> tuple[str, int, str | None]:
-        """(new text, how many of the event's tokens count, the stop string that ended it)."""
-        if self._stops is not None:
-            return self._read_with_stops(event, self._stops)
+    def _read(self, event: TokenEvent) -> tuple[str, int, _End]:
+        """(new text, how many of the event's tokens count, how the text ended it)."""
+        if self._stops is not None or self._lines is not None:
+            return self._read_watched(event)
         assert self._detokenizer is not None
         text = self._detokenizer.push(self._visible(event))
         self._num_generated += len(event.token_ids)
@@ -244,30 +260,46 @@ class _Stream:
             text += self._detokenizer.flush()
         return text, len(event.token_ids), None
 
-    def _read_with_stops(self, event: TokenEvent, stops: StopStrings) -> tuple[str, int, str | None]:
-        """As `_read`, token by token, since what follows the stop string must not count."""
+    def _read_watched(self, event: TokenEvent) -> tuple[str, int, _End]:
+        """As `_read`, token by token, since what follows a stop string or the last line must not count."""
         assert self._detokenizer is not None
         before = self._num_generated
         text = ""
         for token_id in self._visible(event):
             self._num_generated += 1
-            shown, stop = self._search(stops, self._detokenizer.push((token_id,)))
+            shown, end = self._search(self._detokenizer.push((token_id,)))
             text += shown
-            if stop is not None:
-                return text, self._num_generated - before, stop
+            if end is not None:
+                return text, self._num_generated - before, end
         self._num_generated = before + len(event.token_ids)
-        if event.finish_reason is None:
-            return text, len(event.token_ids), None
-        shown, stop = self._search(stops, self._detokenizer.flush())
-        return text + shown + stops.flush(), len(event.token_ids), stop
+        if event.finish_reason is not None:
+            shown, end = self._search(self._detokenizer.flush())
+            return text + shown + (self._flush() if end is None else ""), len(event.token_ids), end
+        if self._lines is not None and self._lines.is_late(event.at_ns - self._first_token_ns):
+            return text + self._flush(), len(event.token_ids), FinishReason.LENGTH
+        return text, len(event.token_ids), None
 
-    def _search(self, stops: StopStrings, text: str) -> tuple[str, str | None]:
-        sampling = self._request.sampling
-        # As in vLLM: a stop string counts if a token after the first `min_tokens` completes it.
-        shown, stop = stops.push(text, is_armed=self._num_generated > sampling.min_tokens)
-        if stop is not None and sampling.include_stop_str_in_output:
-            shown += stop
-        return shown, stop
+    def _search(self, text: str) -> tuple[str, _End]:
+        """(text that is safe to show, how it ended the request)."""
+        sampling, stop, is_cut = self._request.sampling, None, False
+        if self._stops is not None:
+            # As in vLLM: a stop string counts if a token after the first `min_tokens` completes it.
+            text, stop = self._stops.push(text, is_armed=self._num_generated > sampling.min_tokens)
+        if self._lines is not None:
+            text, is_cut = self._lines.push(text)
+            if stop is not None and not is_cut:
+                text += self._lines.flush()
+        if is_cut:
+            return text, FinishReason.LENGTH
+        return text + (stop if stop is not None and sampling.include_stop_str_in_output else ""), stop
+
+    def _flush(self) -> str:
+        """The text that is held at the end."""
+        text = "" if self._stops is None else self._stops.flush()
+        if self._lines is None:
+            return text
+        shown, _ = self._lines.push(text)
+        return shown + self._lines.flush()
 
     def _visible(self, event: TokenEvent) -> tuple[int, ...]:
         """The event's tokens without the stop token that ended it, unless the user wants to see it (as in vLLM)."""

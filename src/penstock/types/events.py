@@ -26,10 +26,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End a request with `FinishReason.STOP`: its text contains a stop string."""
+    """End a request by its text: that contains a stop string, or reaches a limit of its lines."""
 
     request_id: str
-    stop_reason: str
+    stop_reason: str | None
+    finish_reason: FinishReason = FinishReason.STOP
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,16 @@ class BeamParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LineLimits:
+    """Limits of an answer that editors ask for. It ends with a line, by `FinishReason.LENGTH`."""
+
+    min_indent: int = 0
+    """It ends before a line, the first one excepted, that begins with fewer spaces and tabs."""
+    max_ns: int | None = None
+    """It ends when so much time has passed since its first token, and it has a whole line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
     """Values of sampling parameters for requests that leave them out, as a model's files name them. None: they say nothing."""
 
@@ -152,5 +162,7 @@ class SamplingParams:
     """Sampling one of these ends the request; includes the model's own end tokens unless `ignore_eos`."""
     stop: tuple[str, ...] = ()
     """Stop strings, found by the output stage, not by the executor."""
+    lines: LineLimits | None = None
+    """Watched by the output stage, too."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -1,0 +1,51 @@
+"""Ends an answer by its lines: before one that is indented less, or when its time is over. Called by the output stage. It never
+sees tokens.
+
+    min_indent 4        text so far "    a = [\\n        1,\\n    ]\\n  "
+                        emitted     "    a = [\\n        1,\\n    ]"       held "\\n  ": the line may be indented less
+"""
+
+from __future__ import annotations
+
+from penstock.types.sampling import LineLimits
+
+_SPACES = " \t"
+
+
+class Lines:
+    """How far the text of one request has come under its limits."""
+
+    def __init__(self, limits: LineLimits) -> None:
+        self._min_indent = limits.min_indent
+        self._max_ns = limits.max_ns
+        self._has_line = False
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take the next piece of text; return (text that is safe to show, whether a line ends the answer).
+
+        The shown text ends before that line, and the rest is dropped.
+        """
+        self._has_line |= "\n" in text
+        if not self._min_indent:
+            return text, False
+        text, self._held = self._held + text, ""
+        end = text.find("\n")
+        while end >= 0:
+            begin = text[end + 1 : end + 1 + self._min_indent]
+            if begin.lstrip(_SPACES):
+                return text[:end], True
+            if len(begin) < self._min_indent:
+                self._held = text[end:]
+                return text[:end], False
+            end = text.find("\n", end + 1)
+        return text, False
+
+    def flush(self) -> str:
+        """The text that is held at the end."""
+        held, self._held = self._held, ""
+        return held
+
+    def is_late(self, elapsed_ns: int) -> bool:
+        """Whether the answer ends, so long after its first token."""
+        return self._has_line and self._max_ns is not None and elapsed_ns > self._max_ns
