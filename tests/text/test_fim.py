@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.text.fim import ENDS, NAMES, find_fim
+from penstock.text.fim import ENDS, FILES, NAMES, REPOSITORIES, find_fim
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.vocab import GgufVocab
@@ -45,3 +45,22 @@ def test_a_model_s_tokens_are_found_by_their_names(names: tuple[str, str, str]) 
 )
 def test_another_model_has_none(special: tuple[str, ...]) -> None:
     assert find_fim(make_tokenizer(special)) is None
+
+
+@pytest.mark.parametrize(
+    ("special", "text"),
+    [
+        ((), "A\n\nB\n\n{hole}"),
+        ((FILES[0],), "<|file_sep|>a.py\nA<|file_sep|>b.py\nB<|file_sep|>file\n{hole}"),
+        (
+            (REPOSITORIES[0], FILES[0]),
+            "<|repo_name|>repository\n<|file_sep|>a.py\nA<|file_sep|>b.py\nB<|file_sep|>file\n{hole}",
+        ),
+    ],
+)
+def test_other_files_stand_before_the_hole_as_the_model_has_learned(special: tuple[str, ...], text: str) -> None:
+    fim = find_fim(make_tokenizer((*NAMES[0], *special)))
+    assert fim is not None
+    files = [fim.file_text("a.py", "A"), fim.file_text("b.py", "B")]
+    assert fim.text_after_files(files, "x", "y") == text.format(hole=fim.text("x", "y"))
+    assert fim.text_after_files([], "x", "y") == fim.text("x", "y")

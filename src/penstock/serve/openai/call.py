@@ -65,6 +65,28 @@ class TokenPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedPrompt:
+    """Texts and token ids, one after the other."""
+
+    parts: tuple[str | int, ...]
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """The texts around a hole in a file, for a model that fills in the middle."""
+
+    first: str
+    last: str
+    files: tuple[tuple[str, str], ...]
+    """Names and texts of other files. The first ones are left out where the context has no room for them."""
+    param: str
+
+
+Prompt = TextPrompt | TokenPrompt | MixedPrompt | InfillPrompt
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages that the model's chat template turns into one prompt."""
 
@@ -133,7 +155,7 @@ class Call:
     adapter: AdapterRef | None = None
     """The adapter that it answers with."""
     terms: Terms
-    prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...]
+    prompts: Conversation | tuple[Prompt, ...]
     adds_special_tokens: bool
     suffix: str = ""
     """The text behind the completion, which fills in the middle then."""
@@ -142,7 +164,8 @@ class Call:
     num_choices: int
     """Answers to each prompt."""
     sampling: SamplingParams
-    """Parameters that all answers have in common: without `max_tokens`, `seed` and `banned_token_sequences`."""
+    """Parameters that all answers have in common: without `max_tokens` and `seed`, and of `banned_token_sequences` those that
+    need no tokenizer."""
     bad_words: tuple[str, ...]
     grammar: AskedGrammar | None
     """The grammar that the answer follows, or its calls of tools do."""

@@ -31,6 +31,7 @@ from penstock.serve.openai.call import (
     Call,
     Conversation,
     Owner,
+    Prompt,
     Terms,
     TextPrompt,
     TokenPrompt,
@@ -254,8 +255,10 @@ class Reader:
         """The body of `/v1/completions`. Raises `ApiError`."""
         return self.read_completion(parse_body(data, CompletionBody, self.ignored), data, scope)
 
-    def read_completion(self, body: CompletionBody, data: bytes, scope: Scope) -> Call:
-        """The same for a completion. Raises `ApiError`."""
+    def read_completion(
+        self, body: CompletionBody, data: bytes, scope: Scope, prompts: tuple[Prompt, ...] | None = None
+    ) -> Call:
+        """The same for a completion. `prompts` of another API go before those of the body. Raises `ApiError`."""
         running, adapter, terms = self._begin(body, scope)
         if body.best_of is not None and body.best_of != body.num_choices:
             raise invalid(f"'best_of' other than n ({body.num_choices}) is not supported yet.", "best_of")
@@ -269,10 +272,9 @@ class Reader:
             for field, asks in (("echo", body.echo), ("truncate_prompt_tokens", body.truncate_prompt_tokens)):
                 if asks:
                     raise invalid(f"'{field}' is not supported with 'suffix', which makes another prompt of the two.", field)
-        if body.suffix and body.prompt == "":
-            prompts: tuple[TextPrompt | TokenPrompt, ...] = (TextPrompt("", "prompt"),)
-        else:
-            prompts = _prompts(body.prompt, running.model.vocab_size)
+        if prompts is None:
+            is_empty = body.suffix and body.prompt == ""
+            prompts = (TextPrompt("", "prompt"),) if is_empty else _prompts(body.prompt, running.model.vocab_size)
         if len(prompts) * body.num_choices > MAX_CHOICES:
             raise invalid(f"{len(prompts)} prompts with n={body.num_choices} are more than {MAX_CHOICES} answers.", "n")
         return _call(
@@ -383,6 +385,20 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
     return sampling
 
 
+def read_penalties(
+    repeat: float | None, presence: float | None, frequency: float | None, last_n: int | None, param: str
+) -> dict[str, float | None]:
+    """A completion's penalties, of Ollama's and llama.cpp's, which look at the last `last_n` tokens; -1: at all.
+
+    Raises 400 for any other number but 0. `param`: the field that says it.
+    """
+    if last_n == 0:
+        return {"repetition_penalty": 1.0}
+    if last_n not in (None, -1) and (repeat not in (None, 1) or presence or frequency):
+        raise invalid(f"'{param}' must be -1, or 0 for no penalties: penalties look at all tokens here.", param)
+    return {"repetition_penalty": repeat, "presence_penalty": presence, "frequency_penalty": frequency}
+
+
 def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) -> _Number:
     """The request's value, else that of the model's files, else the API's."""
     if asked is not None:
@@ -399,7 +415,7 @@ def _call(
     sampling: SamplingParams,
     grammar: AskedGrammar | None,
     *,
-    prompts: Conversation | tuple[TextPrompt | TokenPrompt, ...],
+    prompts: Conversation | tuple[Prompt, ...],
     adds_special_tokens: bool,
     max_tokens: int | None,
     max_tokens_param: str | None,

@@ -16,7 +16,17 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.call import AskedGrammar, Call, Conversation, Terms, TextPrompt, TokenPrompt
+from penstock.serve.openai.call import (
+    AskedGrammar,
+    Call,
+    Conversation,
+    InfillPrompt,
+    MixedPrompt,
+    Prompt,
+    Terms,
+    TextPrompt,
+    TokenPrompt,
+)
 from penstock.serve.openai.grammars import matchers_of
 from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.text.answers import AnswerForm
@@ -37,6 +47,8 @@ MAX_TEXT_CHARS = 2**20
 _MAX_TOLD_CHARS = 200
 MAX_SCORED = 2**19
 """Log-probabilities of prompts in one answer, alternatives included: some 80 MB until they are told."""
+_MAX_NAMES = 16
+"""Tokens of the names of a repository and a file that nobody has named, and of what stands around them."""
 _DEFAULT_ROOM = 16
 """Tokens that a truncated prompt leaves room for, if the client does not say how many it wants."""
 
@@ -132,9 +144,9 @@ def _ask(call: Call) -> Ask:
         num_chars = sum([message.num_chars for message in prompts.messages]) + sum([len(str(tool)) for tool in prompts.tools])
     else:
         num_prompts = len(prompts)
-        num_chars = sum([len(prompt.text) for prompt in prompts if isinstance(prompt, TextPrompt)])
-        num_chars += len(call.suffix) * num_prompts
-        num_token_ids = sum([len(prompt.token_ids) for prompt in prompts if isinstance(prompt, TokenPrompt)])
+        sizes = [_size(prompt) for prompt in prompts]
+        num_chars = sum([size for size, _ in sizes]) + len(call.suffix) * num_prompts
+        num_token_ids = sum([size for _, size in sizes])
     max_tokens = _asked_tokens(call)
     # An answer that nothing can stop is as long as it may be.
     is_endless = not (sampling.stop_token_ids or sampling.stop or sampling.follows_grammar)
@@ -148,6 +160,19 @@ def _ask(call: Call) -> Ask:
         min_new_tokens=max_tokens if is_endless and max_tokens is not None else max(1, sampling.min_tokens),
         adapter=call.adapter,
     )
+
+
+def _size(prompt: Prompt) -> tuple[int, int]:
+    """Characters and token ids of a prompt."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text), 0
+        case TokenPrompt(token_ids):
+            return 0, len(token_ids)
+        case MixedPrompt(parts):
+            return sum([len(part) for part in parts if isinstance(part, str)]), sum([isinstance(part, int) for part in parts])
+        case InfillPrompt(first, last, files):
+            return len(first) + len(last) + sum([len(name) + len(text) for name, text in files]), 0
 
 
 async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
@@ -226,7 +251,7 @@ def render_here(conversation: Conversation, running: RunningModel) -> str:
     )
 
 
-def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: RunningModel) -> Tokenised:
+def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> Tokenised:
     """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
     banned = banned_sequences(call.bad_words, call.sampling, running)
     fim = _fill_in_the_middle(call, running)
@@ -237,7 +262,9 @@ def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: R
     if call.answer.has_prompt:  # as far as the model sees it
         is_whole = call.truncate_prompt_tokens is None
         echoes = [
-            prompt.text if is_whole and isinstance(prompt, TextPrompt) else running.tokenizer.decode(ids)
+            prompt.text
+            if is_whole and isinstance(prompt, TextPrompt)
+            else running.tokenizer.decode(ids, skip_special_tokens=isinstance(prompt, TextPrompt | TokenPrompt))
             for ids, prompt in zip(all_ids, prompts, strict=True)
         ]
     adds_ends = fim is not None and call.sampling.stop_token_ids and call.sampling.beams is None
@@ -245,26 +272,32 @@ def tokenise(call: Call, prompts: Sequence[TextPrompt | TokenPrompt], running: R
 
 
 def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | None:
-    """The model's tokens for it, if the call has a suffix. Raises INVALID if it has none."""
+    """The model's tokens for it, if the call has a suffix, or a hole. Raises INVALID if it has none."""
+    param = "suffix"
     if not call.suffix:
-        return None
+        if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
+            return None
+        param = call.prompts[0].param
     from penstock.text.fim import NAMES, find_fim
 
     fim = find_fim(running.tokenizer)
     if fim is None:
         raise _invalid(
-            f"{running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: 'suffix' needs a model that was "
+            f"{running.name} has no tokens for filling in the middle, such as {NAMES[0][0]}: '{param}' needs a model that was "
             "trained for it, such as Qwen2.5-Coder.",
-            "suffix",
+            param,
         )
     return fim
 
 
-def _token_ids(
-    prompt: TextPrompt | TokenPrompt, call: Call, running: RunningModel, fim: FillInTheMiddle | None = None
-) -> tuple[int, ...]:
+def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInTheMiddle | None = None) -> tuple[int, ...]:
     """The prompt's tokens, truncated as the client asked. With `fim` they ask for what stands before the suffix."""
-    if fim is not None:
+    if isinstance(prompt, MixedPrompt):
+        return mixed_ids(prompt, running, adds_special_tokens=call.adds_special_tokens)
+    if isinstance(prompt, InfillPrompt):
+        assert fim is not None, "else the call was refused"
+        prompt = TextPrompt(_infill_text(prompt, call, running, fim), prompt.param)
+    elif fim is not None:
         check_text_size(call.suffix, running, "suffix")
         if isinstance(prompt, TokenPrompt):
             return tuple(fim.token_ids(prompt.token_ids, call.suffix, running.tokenizer))
@@ -291,6 +324,36 @@ def _token_ids(
         max_len = running.admission.max_len(call.adapter)
         token_ids = token_ids[-(keep if keep > 0 else max(1, max_len - (call.max_tokens or _DEFAULT_ROOM))) :]
     return tuple(token_ids)
+
+
+def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens: bool) -> tuple[int, ...]:
+    """The tokens of texts and those between them. `adds_special_tokens`: to a text that comes first, as to a text alone."""
+    token_ids: list[int] = []
+    for index, part in enumerate(prompt.parts):
+        if isinstance(part, int):
+            token_ids.append(part)
+            continue
+        param = f"{prompt.param}[{index}]" if len(prompt.parts) > 1 else prompt.param
+        check_text_size(part, running, param)
+        encoded = running.tokenizer.encode(part, add_special_tokens=adds_special_tokens and index == 0)
+        check_encoded(encoded, running, param)
+        token_ids += encoded
+    return tuple(token_ids)
+
+
+def _infill_text(prompt: InfillPrompt, call: Call, running: RunningModel, fim: FillInTheMiddle) -> str:
+    """The text that asks for what fills the hole, after as many of the last files as there is room for."""
+    files = [fim.file_text(name, text) for name, text in prompt.files]
+    rest = fim.text(prompt.first, prompt.last)
+    for text in (*files, rest):
+        check_text_size(text, running, prompt.param)
+    room = running.admission.max_len(call.adapter) - (call.max_tokens or _DEFAULT_ROOM) - _MAX_NAMES
+    *sizes, rest_size = map(len, running.tokenizer.encode_batch([*files, rest], add_special_tokens=True))
+    num_left_out, size = 0, sum(sizes) + rest_size
+    while num_left_out < len(files) and size > room:
+        size -= sizes[num_left_out]
+        num_left_out += 1
+    return fim.text_after_files(files[num_left_out:], prompt.first, prompt.last)
 
 
 def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel) -> int:
@@ -350,9 +413,11 @@ def _asked_tokens(call: Call) -> int | None:
 
 
 def banned_sequences(words: Sequence[str], sampling: SamplingParams, running: RunningModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenised at the beginning of a text and after a space, and what the model's files ban."""
+    """Each word as it is tokenised at the beginning of a text and after a space, with what else is banned, by the call and by
+    the model's files."""
     is_free = sampling.allowed_token_ids is None  # else the client says which tokens there are
-    sequences: dict[tuple[int, ...], None] = dict.fromkeys(running.defaults.banned_token_sequences if is_free else ())
+    of_model = running.defaults.banned_token_sequences if is_free else ()
+    sequences: dict[tuple[int, ...], None] = dict.fromkeys((*sampling.banned_token_sequences, *of_model))
     for index, word in enumerate(words):
         stripped = word.lstrip(" ")
         for text in (stripped, " " + stripped):
