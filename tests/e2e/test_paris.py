@@ -54,6 +54,24 @@ def test_curl_streams(server: RealServer) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@NEEDS_CURL
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_llama_cpps_words(server: RealServer, is_streamed: bool) -> None:
+    body = {"prompt": BEGIN["prompt"], "n_predict": 40, "temperature": 0, "stop": ["."], "n_probs": 2, "stream": is_streamed}
+    answer = curl("--no-buffer", f"{server.url}/completion", "--json", json.dumps(body))
+    *pieces, last = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
+    assert "".join(piece["content"] for piece in (*pieces, last)) == " Paris"
+    assert (last["stop_type"], last["stopping_word"], last["tokens_predicted"]) == ("word", ".", 2)
+    first = (*pieces, last)[0]["completion_probabilities"][0]
+    assert (first["token"], bytes(first["bytes"]), len(first["top_logprobs"])) == (" Paris", b" Paris", 2)
+
+
+@NEEDS_CURL
+def test_a_token_that_is_banned_never_comes(server: RealServer) -> None:
+    body = {"prompt": BEGIN["prompt"], "n_predict": 8, "temperature": 0, "logit_bias": [[" Paris", False]]}
+    assert "Paris" not in json.loads(curl(f"{server.url}/completion", "--json", json.dumps(body)))["content"]
+
+
 def test_openai_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**ASK)
     assert "Paris" in answer.choices[0].message.content

@@ -5,13 +5,16 @@ import json
 
 import orjson
 import pytest
-from harness import make_client, make_runtime
+from harness import SPECIAL_TOKENS, make_client, make_runtime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.serve.llama_cpp.endpoints import LlamaTokenizeBody
+from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from penstock.text import fim
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -73,6 +76,15 @@ LIKELY = {
     "logprobs": st.booleans() | st.integers(0, 5),
     "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-100, 100), max_size=3),
     "bad_words": st.lists(TEXT, max_size=2),
+    "n_predict": st.integers(0, 20),
+    "content": TEXT | st.lists(TEXT | st.integers(-1, 260), max_size=3),
+    "input_prefix": TEXT,
+    "input_suffix": TEXT,
+    "input_extra": st.lists(st.fixed_dictionaries({"text": TEXT}, optional={"filename": TEXT, "time": JSON}), max_size=3),
+    "samplers": st.lists(st.sampled_from(["penalties", "dry", "top_k", "top_p", "temperature", "infill"]) | TEXT, max_size=3),
+    "json_schema": SCHEMAS | JSON,
+    "grammar": st.sampled_from(['root ::= "a" | "b"', "root ::= [0-9]+", "root ::= x", ""]) | TEXT,
+    "response_fields": st.lists(st.sampled_from(["content", "timings/prompt_n", ""]) | TEXT, max_size=3),
     "tokens": st.lists(st.integers(-1, 260), max_size=4),
 }
 ROUTES = {
@@ -82,6 +94,8 @@ ROUTES = {
     "/detokenize": (DetokenizeBody, {"tokens"}),
     "/api/chat": (OllamaChatBody, {"model", "messages", "options"}),
     "/api/generate": (OllamaGenerateBody, {"model", "prompt", "options"}),
+    "/completion": (LlamaCompletionBody, {"prompt", "n_predict"}),
+    "/infill": (LlamaInfillBody, {"input_prefix", "input_suffix", "n_predict"}),
 }
 
 
@@ -99,9 +113,14 @@ def post():
     """Sends one body to an in-process server and gives the response."""
     runtime = make_runtime()
     client = make_client(runtime)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(
+        fim, "NAMES", ((SPECIAL_TOKENS[1], SPECIAL_TOKENS[2], SPECIAL_TOKENS[0]),)
+    )  # the toy fills in the middle
     with asyncio.Runner() as runner:
         yield lambda path, content: runner.run(client.post(path, content=content))
         runner.run(client.aclose())
+    monkeypatch.undo()
     runtime.close()
 
 
@@ -109,10 +128,11 @@ def check(response):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         error = response.json()["error"]
-        assert isinstance(error, str) or set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error, str) or set(error) in ({"message", "type", "param", "code"}, {"message", "type", "code"})
         assert len(error if isinstance(error, str) else error["message"]) < 2000
     elif response.headers["content-type"].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
+        *_, last = response.text.removesuffix("\n\n").split("\n\n")
+        assert last == "data: [DONE]" or "error" not in orjson.loads(last.removeprefix("data: "))
     elif response.headers["content-type"] == "application/x-ndjson":
         assert [orjson.loads(line) for line in response.text.splitlines()][-1]["done"] is True
     else:
@@ -176,5 +196,8 @@ def test_the_document_describes_what_is_accepted(post):
     client = make_client(runtime)
     document = orjson.loads(asyncio.run(client.get("/openapi.json")).content)
     runtime.close()
-    for model in (CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody):
+    for model in (
+        *(CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody),
+        *(LlamaCompletionBody, LlamaInfillBody, LlamaTokenizeBody),
+    ):
         assert set(document["components"]["schemas"][model.__name__]["properties"]) == set(model.model_fields)

@@ -121,7 +121,7 @@ async def test_tokenize_and_back(client):
     assert answer["max_model_len"] == 2048
     assert answer["token_strs"][0] == "n"
     back = (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json()
-    assert back == {"prompt": "né"}
+    assert back == {"prompt": "né", "content": "né"}
 
 
 async def test_tokenize_of_messages_is_the_chats_prompt(client):

@@ -26,6 +26,11 @@ from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
 from penstock.serve.http.cors import Cors
+from penstock.serve.llama_cpp.endpoints import LLAMA_PATHS, LlamaFace, LlamaTokenizeBody
+from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
+from penstock.serve.llama_cpp.status import LlamaStatus
+from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
+from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.ollama.answers import OllamaFace
 from penstock.serve.ollama.models import OLLAMA_PATHS, REFUSED, OllamaModels, OllamaShowBody
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
@@ -57,7 +62,12 @@ from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, Vllm
 from penstock.types.errors import ModelAway
 
 _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
-    {"/v1/messages": anthropic_words, "/v1/messages/count_tokens": anthropic_words, **dict.fromkeys(OLLAMA_PATHS, ollama_words)}
+    {
+        "/v1/messages": anthropic_words,
+        "/v1/messages/count_tokens": anthropic_words,
+        **dict.fromkeys(OLLAMA_PATHS, ollama_words),
+        **dict.fromkeys(LLAMA_PATHS, llama_words),
+    }
 )
 """Paths whose errors are told in the words of another API than OpenAI's."""
 
@@ -112,7 +122,11 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     texts = TextsReader(deployment, config, ignored), TextsEndpoint(deployment, config, in_flight)
     ollama_texts = OllamaTexts(*texts, deployment)
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
+    llama, llama_status = LlamaFace(reader, in_flight, off_loop, deployment, config), LlamaStatus(deployment, in_flight)
+    llama_texts, openai_texts = LlamaTexts(*texts), EmbeddingsFace(*texts)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
+    tokenize = by_field("content", llama.tokenize, tokenize, off_loop)
+    any_embeddings = by_field("content", llama_texts.embedding, openai_texts.create, off_loop)
     any_rerank = by_field("texts", tei.rerank, rerank.rerank, off_loop)
     responses = ResponsesEndpoint(reader, in_flight, off_loop, config, deployment.clock)
     with_body: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [
@@ -120,15 +134,15 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/v1/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
         ("/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
         ("/chat/completions", "Chat", [ChatCompletionBody], ChatEndpoint(reader, in_flight, off_loop).create),
-        ("/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
+        ("/embeddings", "Embed (OpenAI, llama.cpp)", [EmbeddingsBody, LlamaEmbeddingBody], any_embeddings),
         ("/v1/messages", "Chat (Anthropic)", [MessagesBody], messages.create),
         ("/v1/messages/count_tokens", "Count tokens (Anthropic)", [CountTokensBody], messages.count),
         ("/v1/responses", "Respond", [ResponsesBody], responses.create),
         ("/v1/load_lora_adapter", "Load an adapter", [LoadAdapterBody], lora.load),
         ("/v1/unload_lora_adapter", "Forget an adapter", [UnloadAdapterBody], lora.unload),
-        ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody], tokenize),
+        ("/tokenize", "Tokenize", [TokenizeBody, TeiTokenizeBody, LlamaTokenizeBody], tokenize),
         ("/detokenize", "Detokenize", [DetokenizeBody], tokens.detokenize),
-        ("/v1/embeddings", "Embed (OpenAI)", [EmbeddingsBody], EmbeddingsFace(*texts).create),
+        ("/v1/embeddings", "Embed (OpenAI)", [EmbeddingsBody], openai_texts.create),
         ("/v1/rerank", "Rerank (Jina, Cohere)", [RerankBody], rerank.rerank),
         ("/v2/rerank", "Rerank (Cohere)", [RerankBody], rerank.rerank_v2),
         ("/rerank", "Rerank (Jina, Cohere, text-embeddings-inference)", [RerankBody, TeiRerankBody], any_rerank),
@@ -143,6 +157,10 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/api/embed", "Embed (Ollama)", [OllamaEmbedBody], ollama_texts.embed),
         ("/api/embeddings", "Embed one text (Ollama)", [OllamaEmbeddingsBody], ollama_texts.embeddings),
         ("/api/show", "What a model is (Ollama)", [OllamaShowBody], ollama_models.show),
+        ("/completion", "Complete (llama.cpp)", [LlamaCompletionBody], llama.completion),
+        ("/infill", "Fill in the middle (llama.cpp)", [LlamaInfillBody], llama.infill),
+        ("/apply-template", "Make a prompt of a chat (llama.cpp)", [ChatCompletionBody], llama.apply_template),
+        ("/embedding", "Embed (llama.cpp)", [LlamaEmbeddingBody], llama_texts.embedding),
         ("/predict", "Classify (text-embeddings-inference)", [PredictBody], tei.predict),
     ]
     life = LifeEndpoint(deployment, ignored)
@@ -175,6 +193,8 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("GET", "/version", "Version", status.version, ()),
         ("GET", "/info", "The default model, for text-embeddings-inference's clients", tei.info, ()),
         ("GET", "/metrics", "Metrics", status.metrics, ()),
+        ("GET", "/props", "What a model is (llama.cpp)", llama_status.props, of_model),
+        ("GET", "/slots", "What runs (llama.cpp)", llama_status.slots, ("model", "fail_on_no_slot")),
         ("GET", "/api/tags", "List models (Ollama)", ollama_models.tags, ()),
         ("GET", "/api/ps", "List models in memory (Ollama)", ollama_models.ps, ()),
         ("GET", "/api/version", "Version (Ollama)", ollama_models.version, ()),

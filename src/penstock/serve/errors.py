@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -91,6 +91,15 @@ class ApiError(HTTPException):
 
 ErrorWords = Callable[[ApiError], dict[str, Any]]
 """A function that tells an error in the words of some API, as plain JSON data."""
+
+
+async def in_words(words: ErrorWords, answer: Awaitable[Response]) -> Response:
+    """The answer, or its error in these words: for an API that shares its path with another one."""
+    try:
+        return await answer
+    except (ApiError, Rejected) as raised:
+        raised.__traceback__ = None  # it has this frame, which has it
+        return (from_rejected(raised) if isinstance(raised, Rejected) else raised).response(words)
 
 
 def openai_words(error: ApiError) -> dict[str, Any]:

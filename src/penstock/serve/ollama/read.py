@@ -22,7 +22,7 @@ from penstock.deploy.served import ServedModel
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import is_admin
 from penstock.serve.openai.call import Call
-from penstock.serve.openai.read import Reader, find_allowed
+from penstock.serve.openai.read import Reader, find_allowed, read_penalties
 from penstock.serve.openai.schemas import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -301,20 +301,13 @@ class OllamaReader:
     def _fields(self, body: _AnswerBody) -> dict[str, Any]:
         """Fields that chats and completions of OpenAI have alike."""
         options = body.options or OptionsBody()
-        penalties: dict[str, float | None] = {
-            "repetition_penalty": options.repeat_penalty,
-            "presence_penalty": options.presence_penalty,
-            "frequency_penalty": options.frequency_penalty,
-        }
-        if options.repeat_last_n == 0:
-            penalties = {"repetition_penalty": 1.0}
-        elif options.repeat_last_n not in (None, -1) and (
-            options.repeat_penalty not in (None, 1) or options.presence_penalty or options.frequency_penalty
-        ):
-            raise invalid(
-                "'options.repeat_last_n' must be -1, or 0 for no penalties: penalties look at all tokens here.",
-                "options.repeat_last_n",
-            )
+        penalties = read_penalties(
+            options.repeat_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+            options.repeat_last_n,
+            "options.repeat_last_n",
+        )
         return {
             "model": name_of(body.model, self._deployment),
             "stream": body.stream is not False,

@@ -254,6 +254,13 @@ class InFlight:
         """The engine's id -> the client's and the choice's index, of this owner's requests that have not ended."""
         return {name: (call.terms.request_id, index) for call in self._calls_of(owner) for name, index in call.index_of.items()}
 
+    def requests_of(self, owner: Owner, running: RunningModel) -> list[Request]:
+        """The requests of this owner to a model that have not ended, in the order in which they came. The engine writes to
+        them.
+        """
+        calls = [call for call in self._calls_of(owner) if call.running is running]
+        return [one for call in calls for one in call.requests if one.status is not RequestStatus.FINISHED]
+
     def _calls_of(self, owner: Owner) -> list[Flight]:
         return [call for calls in self._calls.values() for call in calls if call.terms.owner == owner]
 

@@ -71,7 +71,7 @@ class TokenizeEndpoint:
             return await _answer(running, max(len(data), len(text)), lambda: _tokens(body, text, running))
 
     async def detokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """The text of token ids, special tokens included."""
+        """The text of token ids, special tokens included: as `prompt` for vLLM's clients, as `content` for llama.cpp's."""
         body = await self._off_loop(data, lambda: parse_body(data, DetokenizeBody, self._ignored))
         running = find_model(body.model, self._deployment, http.scope)
         with running.using():
@@ -107,7 +107,8 @@ def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> dict[str, A
 
 def _text(body: DetokenizeBody, running: RunningModel) -> dict[str, Any]:
     check_token_ids(body.tokens, running.model.vocab_size, "tokens")
-    return {"prompt": running.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    text = running.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}
 
 
 async def _answer(running: RunningModel, size: int, make: Callable[[], dict[str, Any]]) -> Response:

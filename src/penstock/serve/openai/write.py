@@ -162,7 +162,7 @@ class Writer(ABC):
         """The end of a stream that fails after it began."""
 
     @abstractmethod
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
         """The answer that is not streamed."""
 
 

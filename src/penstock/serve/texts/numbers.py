@@ -39,6 +39,14 @@ def unit(vector: Vector) -> Vector:
     return vector / np.float32(length) if length else vector
 
 
+def scaled(vector: Vector, norm: int) -> Vector:
+    """The vector divided by its `norm`-norm, or with 0 so that its largest number becomes 32760; zeros stay zeros."""
+    import numpy as np
+
+    size = np.abs(vector).max() / 32760 if norm == 0 else np.linalg.norm(vector, ord=norm)
+    return (vector / size).astype(np.float32) if size else vector
+
+
 def as_base64(vector: Vector) -> str:
     """float32 in little-endian order, as OpenAI and Cohere have it."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()

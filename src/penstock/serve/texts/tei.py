@@ -7,10 +7,9 @@ wrong body is a 400 as everywhere here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +17,7 @@ from starlette.types import Scope
 
 import penstock
 from penstock.deploy.off_loop import give_way
-from penstock.serve.errors import ApiError, from_rejected, invalid
+from penstock.serve.errors import ApiError, in_words, invalid
 from penstock.serve.openai.run import check_text_size
 from penstock.serve.openai.schemas import Body, load_json
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
@@ -43,7 +42,6 @@ from penstock.serve.texts.read import (
 from penstock.serve.texts.tokens import pieces_of
 from penstock.serve.texts.write import write_json
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
-from penstock.types.errors import Rejected
 
 MAX_TOLD_TOKENS = 1 << 16
 """Tokens of one answer of `/tokenize`: 4 MB of JSON."""
@@ -107,7 +105,7 @@ class TeiFace:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Tokens of one or more texts."""
-        return await in_own_words(self._tokenize(data, http.scope))
+        return await in_words(_words, self._tokenize(data, http.scope))
 
     async def info(self, http: HttpRequest) -> dict[str, Any]:
         """The default model, as text-embeddings-inference tells it."""
@@ -131,7 +129,7 @@ class TeiFace:
         }
 
     async def _answer(self, data: bytes, http: HttpRequest, read: Callable[[Any, bytes, Scope], Answer]) -> Response:
-        return await in_own_words(self._endpoint.answer(data, http, read))
+        return await in_words(_words, self._endpoint.answer(data, http, read))
 
     def _read_embed(self, value: Any, data: bytes, scope: Scope) -> Answer:
         body = self._reader.body(value, EmbedBody)
@@ -232,16 +230,8 @@ class TeiFace:
         )
 
 
-async def in_own_words(answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, or its error as text-embeddings-inference writes errors."""
-    try:
-        return await answer
-    except (ApiError, Rejected) as raised:
-        error = from_rejected(raised) if isinstance(raised, Rejected) else raised
-        raised.__traceback__ = None  # it has this frame, which has it
-        kind = _ERROR_TYPES.get(error.status_code, "Backend")
-        body = orjson.dumps({"error": error.message, "error_type": kind})
-        return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+def _words(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "Backend")}
 
 
 _ERROR_TYPES = {400: "Validation", 404: "Validation", 408: "Overloaded", 429: "Overloaded", 503: "Unhealthy"}

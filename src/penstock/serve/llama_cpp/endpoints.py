@@ -1,0 +1,117 @@
+"""llama.cpp's server as endpoints: `POST /completion`, `/infill`, `/apply-template`, and `/tokenize` with `content`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import WithJsonSchema
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.config import ServerConfig
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import OffLoop
+from penstock.deploy.running import RunningModel
+from penstock.serve.errors import in_words, invalid
+from penstock.serve.http.connection import unless_gone
+from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_mixed
+from penstock.serve.llama_cpp.write import llama_words
+from penstock.serve.openai.call import Call, Conversation
+from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.read import Reader, find_model, read_owner
+from penstock.serve.openai.run import mixed_ids, render
+from penstock.serve.openai.schemas import INLINE_MAX_BYTES, Body, NotYet, parse_body
+from penstock.serve.openai.write import NewWriter
+
+LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots")
+"""Paths that no other API has."""
+_Body = TypeVar("_Body", bound=LlamaBody)
+
+
+class LlamaTokenizeBody(Body):
+    model: str | None = None
+    content: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array"}]})]
+    """A text, or a list of token ids and texts."""
+    add_special: bool | None = None
+    """True: with the tokens that begin and end every text."""
+    parse_special: Annotated[Any, NotYet(True)] = None
+    with_pieces: bool | None = None
+
+
+class LlamaFace(CallEndpoint):
+    def __init__(
+        self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, deployment: Deployment, config: ServerConfig
+    ) -> None:
+        super().__init__(reader, in_flight, off_loop)
+        self._deployment = deployment
+        self._config = config
+        self._read = LlamaReader(reader, deployment)
+
+    async def completion(self, data: bytes, http: HttpRequest) -> Response:
+        """Continue one or more prompts, in the words of llama.cpp's server."""
+        body = await self._body(data, LlamaCompletionBody)
+
+        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+            return self._read.completion(body, data, scope)
+
+        return await self.answer(data, http, read, body.names())
+
+    async def infill(self, data: bytes, http: HttpRequest) -> Response:
+        """Fill a hole in a text, beside which other files may stand, in the words of llama.cpp's server."""
+        body = await self._body(data, LlamaInfillBody)
+
+        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+            return self._read.infill(body, data, scope)
+
+        return await self.answer(data, http, read, body.names())
+
+    async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
+        """The prompt that the model's chat template makes of a chat, whose fields are those of `/v1/chat/completions`."""
+        call = await self._off_loop.run(len(data), lambda: self.reader.chat(data, http.scope), limit=INLINE_MAX_BYTES)
+        assert isinstance(call.prompts, Conversation)
+        tenant = read_owner(http.scope, self._config).tenant
+        with call.running.using():
+            prompt = await unless_gone(http, render(call.prompts, call.running, tenant, len(data)))
+            content = await call.running.off_loop.run(len(prompt), lambda: orjson.dumps({"prompt": prompt}))
+        return Response(content, media_type="application/json")
+
+    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
+        """Token ids of a text, in the words of llama.cpp's server."""
+        return await in_words(llama_words, self._tokenize(data, http))
+
+    async def _tokenize(self, data: bytes, http: HttpRequest) -> Response:
+        body = await self._off_loop.run(
+            len(data), lambda: parse_body(data, LlamaTokenizeBody, self.reader.ignored), limit=INLINE_MAX_BYTES
+        )
+        running = find_model(body.model, self._deployment, http.scope)
+        with running.using():
+            content = await running.off_loop.run(len(data), lambda: orjson.dumps({"tokens": _tokens(body, running)}))
+        return Response(content, media_type="application/json")
+
+    async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
+        return await self._off_loop.run(
+            len(data), lambda: parse_body(data, body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
+        )
+
+
+def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> list[Any]:
+    parts = [body.content] if isinstance(body.content, str) else body.content
+    if not isinstance(parts, list):
+        raise invalid("'content' must be a string, or a list of token ids and strings.", "content")
+    prompt = read_mixed(parts, "content", running.model.vocab_size)
+    token_ids = mixed_ids(prompt, running, adds_special_tokens=bool(body.add_special))
+    if not body.with_pieces:
+        return list(token_ids)
+    pieces = {token_id: _piece(running.tokenizer.token_bytes(token_id)) for token_id in set(token_ids)}
+    return [{"id": token_id, "piece": pieces[token_id]} for token_id in token_ids]
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """The text of a token; its bytes, if they are no UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

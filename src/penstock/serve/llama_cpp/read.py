@@ -1,0 +1,460 @@
+"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), and what is made of
+them: a completion in OpenAI's words, which `openai.read` checks further and makes a `Call` of.
+
+Called by the faces of this package; may run on any thread, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema
+from starlette.types import Scope
+
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.llama_cpp.write import LlamaWriter, Shown, generation_settings
+from penstock.serve.openai.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
+from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model, read_penalties
+from penstock.serve.openai.schemas import (
+    INT32_MAX,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_SUFFIX_CHARS,
+    MAX_TOKENS_LIMIT,
+    Body,
+    CompletionBody,
+    NotYet,
+    Schema,
+    StopStrings,
+    check_body,
+)
+from penstock.serve.openai.write import NewWriter
+from penstock.text.fim import NAMES as FIM_NAMES
+from penstock.text.fim import find_fim
+from penstock.types.sampling import MAX_LOGPROBS, LineLimits
+
+MAX_FILES = 1024
+MAX_FILE_NAME_CHARS = 4096
+MAX_TEXTS_IN_PROMPT = 1024
+"""Texts between the tokens of one prompt: each is tokenised by itself."""
+MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
+MAX_INDENT = 4096
+MAX_PREDICT_MS = 24 * 3600 * 1000
+RANDOM_SEEDS = (-1, 2**32 - 1)
+
+_SAMPLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        "top_k": ("top_k",),
+        "top_p": ("top_p",),
+        "min_p": ("min_p",),
+        "temperature": ("temperature",),
+    }
+)
+"""Samplers of this server, and the fields of a completion that they are. They stand in llama.cpp's order. The temperature is
+applied last there, and here before `top_k`."""
+_OTHER_SAMPLERS = ("dry", "top_n_sigma", "typ_p", "xtc", "adaptive_p")
+"""They do nothing, as the fields that would make them do something are refused."""
+_INFILL = "infill"
+"""A sampler that leaves little but the likeliest token. Here that one is taken."""
+_LETTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "e": "penalties",
+        "k": "top_k",
+        "p": "top_p",
+        "m": "min_p",
+        "t": "temperature",
+        "d": "dry",
+        "s": "top_n_sigma",
+        "y": "typ_p",
+        "x": "xtc",
+        "a": "adaptive_p",
+        "i": _INFILL,
+    }
+)
+_SWITCHED_OFF: Mapping[str, float] = MappingProxyType(
+    {
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "temperature": 1.0,
+    }
+)
+
+Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class LlamaBody(Body):
+    """Fields that `/completion` and `/infill` have alike. Null is the same as absent."""
+
+    model: str | None = None
+    """llama.cpp's server has one model, or as a router this field."""
+    n_predict: Limit | None = None
+    """0: the prompt is computed and stays in the cache; negative: up to the end of the context, which is the default."""
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    """Other names of `n_predict`."""
+    n_cmpl: Choices | None = None
+    n: Choices | None = None
+    """Another name of `n_cmpl`."""
+    stream: bool | None = None
+    stop: StopStrings | None = None
+    n_indent: Annotated[int, Field(ge=0, le=MAX_INDENT)] | None = None
+    """The answer ends before a line, the first one excepted, that begins with fewer spaces and tabs."""
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_PREDICT_MS)] | None = None
+    """The answer ends so long after its first token, once it has a line; 0 and -1: it has time."""
+
+    temperature: Annotated[float, Field(le=2)] | None = None
+    """0 or negative: greedy."""
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    """-1: penalties look at all tokens, which here they always do; 0: at none."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """-1: a random one."""
+    samplers: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]})
+    ] = None
+    """Samplers that are applied, by their names or letters: others are switched off."""
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = None
+    """`[[token, bias], ...]` or `{token: bias}`. A token is an id or a text, a bias a number or false: never this token."""
+    grammar: str | None = None
+    """GBNF."""
+    json_schema: Schema | None = None
+
+    n_probs: NumProbs | None = None
+    logprobs: NumProbs | None = None
+    """Another name of `n_probs`."""
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: (
+        Annotated[
+            list[Annotated[str, Field(max_length=MAX_RESPONSE_FIELD_CHARS)]],
+            Field(max_length=MAX_RESPONSE_FIELDS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    cache_prompt: bool | None = None
+    """False: nothing of the cache is used."""
+
+    # Without effect, and so accepted: there are no slots, tokens of a prompt are never dropped, and the limit of the prompt's
+    # time has no effect at llama.cpp's server either.
+    id_slot: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    n_keep: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    n_discard: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    t_max_prompt_ms: Annotated[int, Field(ge=-1)] | None = None
+    # Without effect as long as the fields that they belong to ask for nothing.
+    dynatemp_exponent: float | None = None
+    xtc_threshold: float | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    adaptive_decay: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(max_length=256, fail_fast=True)] | None = None
+
+    dynatemp_range: Annotated[Any, NotYet(0, 0.0)] = None
+    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
+    top_n_sigma: Annotated[Any, NotYet(-1, -1.0, 0, 0.0)] = None
+    xtc_probability: Annotated[Any, NotYet(0, 0.0)] = None
+    mirostat: Annotated[Any, NotYet(0)] = None
+    adaptive_target: Annotated[Any, NotYet(-1, -1.0)] = None
+    dry_multiplier: Annotated[Any, NotYet(0, 0.0)] = None
+    min_keep: Annotated[Any, NotYet(0, 1)] = None
+    post_sampling_probs: Annotated[Any, NotYet(False)] = None
+    backend_sampling: Annotated[Any, NotYet(False)] = None
+    grammar_lazy: Annotated[Any, NotYet(False)] = None
+    grammar_triggers: Annotated[Any, NotYet([])] = None
+    preserved_tokens: Annotated[Any, NotYet([])] = None
+    return_progress: Annotated[Any, NotYet(False)] = None
+    stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
+    verbose: Annotated[Any, NotYet(False)] = None
+    lora: Annotated[Any, NotYet([])] = None
+    """An adapter is asked for by `model`."""
+    n_cache_reuse: Annotated[Any, NotYet(0, is_hint=True)] = None
+    sse_ping_interval: Annotated[Any, NotYet(-1, is_hint=True)] = None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer's tokens, and its value."""
+        return _said(self, "n_predict", "max_completion_tokens", "max_tokens")
+
+    @property
+    def num_probs(self) -> int:
+        return _said(self, "n_probs", "logprobs")[1] or 0
+
+    def names(self) -> Mapping[str, str]:
+        """Fields of a completion as this client calls them, for errors."""
+        return {
+            "structured_outputs.json": "json_schema",
+            "structured_outputs.grammar": "grammar",
+            "structured_outputs": "grammar" if self.grammar else "json_schema",
+            "max_tokens": self.limit[0],
+            "repetition_penalty": "repeat_penalty",
+            "logprobs": _said(self, "n_probs", "logprobs")[0],
+            "n": _said(self, "n_cmpl", "n")[0],
+        }
+
+
+class LlamaCompletionBody(LlamaBody):
+    """`POST /completion`."""
+
+    prompt: Annotated[
+        Any,
+        WithJsonSchema(
+            {
+                "anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array", "minItems": 1}],
+                "description": "A text, token ids, both in one list, {'prompt_string': text}, or a list of those.",
+            }
+        ),
+    ]
+
+
+class LlamaFileBody(Body):
+    """A file beside the one that has a hole."""
+
+    text: str
+    filename: Annotated[str, Field(max_length=MAX_FILE_NAME_CHARS)] | None = None
+    time: Any = None
+    """Without effect: editors send when they saw it."""
+
+
+class LlamaInfillBody(LlamaBody):
+    """`POST /infill`."""
+
+    input_prefix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
+    input_suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)]
+    prompt: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
+    """The end of the text before the hole, such as the line that is being written."""
+    input_extra: Annotated[list[LlamaFileBody], Field(max_length=MAX_FILES, fail_fast=True)] | None = None
+
+
+def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
+    """The first of these names that has a value, as they mean the same; else the first name of all."""
+    return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
+
+
+class LlamaReader:
+    """From bodies to calls. Thread-safe."""
+
+    def __init__(self, reader: Reader, deployment: Deployment) -> None:
+        self._reader = reader
+        self._deployment = deployment
+
+    def completion(self, body: LlamaCompletionBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+        """Raises `ApiError`."""
+        running = find_model(body.model, self._deployment, scope)
+        return self._call(body, running, read_prompts(body.prompt, "prompt", running.model.vocab_size), data, scope)
+
+    def infill(self, body: LlamaInfillBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+        """Raises `ApiError`, 501 for a model that was not trained for it."""
+        running = find_model(body.model, self._deployment, scope)
+        if running.model.encoder is None and find_fim(running.tokenizer) is None:
+            raise ApiError(
+                501,
+                f"{running.name} has no tokens for filling in the middle, such as {FIM_NAMES[0][0]}: have a model served that "
+                "was trained for it, such as Qwen2.5-Coder.",
+                code="not_supported",
+            )
+        files = tuple([(file.filename or "file", file.text) for file in body.input_extra or ()])
+        prompt = InfillPrompt(body.input_prefix + (body.prompt or ""), body.input_suffix, files, "input_prefix")
+        return self._call(body, running, (prompt,), data, scope)
+
+    def _call(
+        self, body: LlamaBody, running: RunningModel, prompts: tuple[Prompt, ...], data: bytes, scope: Scope
+    ) -> tuple[Call, NewWriter]:
+        _, limit = body.limit
+        biases, banned = _biases(body.logit_bias, running)
+        fields = _sampling(body) | {
+            "model": body.model,
+            "prompt": "",
+            "n": _said(body, "n_cmpl", "n")[1],
+            "stream": body.stream,
+            "stop": body.stop,
+            "max_tokens": None if limit is None or limit < 0 else limit,
+            "seed": None if body.seed in RANDOM_SEEDS else body.seed,
+            "ignore_eos": body.ignore_eos,
+            "logit_bias": biases,
+            "structured_outputs": _structured(body),
+            "logprobs": body.num_probs or None,
+            # A salt that nobody else has.
+            "cache_salt": self._deployment.sources.new_request_id() if body.cache_prompt is False else None,
+        }
+        call = self._reader.read_completion(check_body(fields, CompletionBody), data, scope, prompts)
+        sampling = dataclasses.replace(call.sampling, lines=_lines(body), banned_token_sequences=banned)
+        shown = Shown(
+            settings=generation_settings(sampling, n_predict=-1 if limit is None else limit)
+            | {
+                "stream": bool(body.stream),
+                "ignore_eos": bool(body.ignore_eos),
+                "n_probs": body.num_probs,
+                "grammar": body.grammar or "",
+                "timings_per_token": bool(body.timings_per_token),
+            },
+            fields=tuple(body.response_fields or ()),
+            has_tokens=bool(body.return_tokens),
+            has_timings=bool(body.timings_per_token),
+        )
+        call = dataclasses.replace(
+            call,
+            max_tokens=None if fields["max_tokens"] is None else call.max_tokens,  # OpenAI's default is a few tokens
+            ends_with_context=True,
+            sampling=sampling,
+            answer=dataclasses.replace(call.answer, has_prompt=shown.has_prompt),
+        )
+        return call, partial(LlamaWriter, shown=shown)
+
+
+def read_prompts(value: Any, param: str, vocab_size: int) -> tuple[Prompt, ...]:
+    """A prompt, or a list of several. A list with a number in it is one prompt. Raises 400."""
+    if not isinstance(value, list) or any(type(item) is int for item in value):
+        return (_prompt(value, param, vocab_size),)
+    if not 0 < len(value) <= MAX_CHOICES:
+        raise invalid(f"'{param}' has {len(value)} prompts; 1 to {MAX_CHOICES} are taken at once.", param)
+    return tuple([_prompt(item, f"{param}[{index}]", vocab_size) for index, item in enumerate(value)])
+
+
+def _prompt(value: Any, param: str, vocab_size: int) -> Prompt:
+    if isinstance(value, dict):
+        if unknown := next((name for name in value if name not in ("prompt_string", "multimodal_data")), None):
+            raise invalid(f"Unknown parameter: '{param}.{shorten(unknown)}'.", param)
+        NotYet([]).refuse(value.get("multimodal_data"), f"{param}.multimodal_data")
+        value, param = value.get("prompt_string"), f"{param}.prompt_string"
+    if isinstance(value, str):
+        if not value:
+            raise invalid(f"'{param}' is empty.", param)
+        return TextPrompt(value, param)
+    if not isinstance(value, list):
+        raise invalid(f"'{param}' must be a string, or a list of token ids and strings.", param)
+    if not value:
+        raise invalid(f"'{param}' is empty.", param)
+    return read_mixed(value, param, vocab_size)
+
+
+def read_mixed(parts: Sequence[Any], param: str, vocab_size: int) -> MixedPrompt:
+    """Token ids and texts. Raises 400."""
+    for index, part in enumerate(parts):
+        if type(part) is not int and not isinstance(part, str):
+            raise invalid(f"'{param}[{index}]' must be a token id or a string.", f"{param}[{index}]")
+        if isinstance(part, int) and not 0 <= part < vocab_size:
+            check_token_ids(parts[index : index + 1], vocab_size, f"{param}[{index}]")
+    num_texts = sum([isinstance(part, str) for part in parts])
+    if num_texts > MAX_TEXTS_IN_PROMPT:
+        raise invalid(f"'{param}' has {num_texts} strings; at most {MAX_TEXTS_IN_PROMPT} are taken in one prompt.", param)
+    return MixedPrompt(tuple(parts), param)
+
+
+def _sampling(body: LlamaBody) -> dict[str, Any]:
+    """The fields of a completion that samplers have, of which some may be switched off. Raises 400."""
+    fields: dict[str, Any] = {
+        "temperature": None if body.temperature is None else max(0.0, body.temperature),
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        **read_penalties(
+            body.repeat_penalty,
+            body.presence_penalty,
+            body.frequency_penalty,
+            body.repeat_last_n,
+            "repeat_last_n",
+        ),
+    }
+    if body.samplers is None:
+        return fields
+    names = _sampler_names(body.samplers)
+    for sampler, its_fields in _SAMPLERS.items():
+        if sampler not in names:
+            fields |= {name: _SWITCHED_OFF[name] for name in its_fields}
+    return fields | ({"temperature": 0.0} if _INFILL in names else {})
+
+
+def _sampler_names(value: Any) -> list[str]:
+    """The samplers of a list of names, or of a string of letters. Raises 400."""
+    if isinstance(value, str):
+        if unknown := next((letter for letter in value if letter not in _LETTERS), ""):
+            raise invalid(f"'samplers' has the letter {unknown!r}; known are {''.join(_LETTERS)}.", "samplers")
+        names = [_LETTERS[letter] for letter in value]
+    elif isinstance(value, list) and all(isinstance(name, str) for name in value):
+        known = (*_SAMPLERS, *_OTHER_SAMPLERS, _INFILL)
+        names = ["typ_p" if name == "typical_p" else name for name in value]
+        if (other := next((name for name in names if name not in known), None)) is not None:
+            raise invalid(f"'samplers' has {shorten(other)!r}; known are {', '.join(known)}.", "samplers")
+    else:
+        raise invalid("'samplers' must be a list of names, or a string of letters.", "samplers")
+    ordered = [name for name in names if name in _SAMPLERS and name != "temperature"]
+    if len(set(names)) < len(names) or ordered != [name for name in _SAMPLERS if name in ordered]:
+        raise invalid(
+            f"'samplers' are applied once each, and always in one order here: {', '.join(_SAMPLERS)}. List them so, or leave "
+            "the field out.",
+            "samplers",
+        )
+    return names
+
+
+def _lines(body: LlamaBody) -> LineLimits | None:
+    min_indent, max_ms = body.n_indent or 0, body.t_max_predict_ms or 0
+    if min_indent == 0 and max_ms <= 0:
+        return None
+    return LineLimits(min_indent=min_indent, max_ns=max_ms * 1_000_000 if max_ms > 0 else None)
+
+
+def _structured(body: LlamaBody) -> dict[str, Any] | None:
+    if body.json_schema is None:
+        return {"grammar": body.grammar} if body.grammar else None
+    if body.grammar:
+        raise invalid("'grammar' and 'json_schema' both say what the answer must be: leave one of them out.", "grammar")
+    return {"json": body.json_schema}
+
+
+def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float] | None, tuple[tuple[int, ...], ...]]:
+    """Biases by token id, as OpenAI has them, and the tokens that may never come. Raises 400."""
+    if value is None:
+        return None, ()
+    if isinstance(value, dict):
+        pairs = [(int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else key, bias) for key, bias in value.items()]
+    elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        pairs = [(token, bias) for token, bias in value]
+    else:
+        raise invalid("'logit_bias' must be a list of pairs of a token and a number, or an object.", "logit_bias")
+    vocab_size = running.model.vocab_size
+    biases: dict[int, float] = {}
+    banned: dict[tuple[int, ...], None] = {}
+    num_texts = 0
+    for token, bias in pairs:
+        if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float) or abs(bias) > MAX_BIAS):
+            raise invalid(f"'logit_bias' must have numbers from {-MAX_BIAS} to {MAX_BIAS}, or false.", "logit_bias")
+        if type(token) is int and 0 <= token < vocab_size:
+            token_ids = [token]
+        elif isinstance(token, str) and len(token) <= MAX_BAD_WORD_CHARS and num_texts < MAX_BAD_WORDS:
+            num_texts += 1
+            token_ids = running.tokenizer.encode(token, add_special_tokens=False)
+        else:
+            raise invalid(
+                f"'logit_bias' must name tokens by ids in [0, {vocab_size}), or by at most {MAX_BAD_WORDS} texts of "
+                f"{MAX_BAD_WORD_CHARS} characters.",
+                "logit_bias",
+            )
+        for token_id in token_ids:
+            if bias is False:
+                banned[token_id,] = None
+            else:
+                biases[token_id] = biases.get(token_id, 0.0) + bias
+    return {str(token_id): bias for token_id, bias in biases.items()}, tuple(banned)

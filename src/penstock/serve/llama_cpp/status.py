@@ -1,0 +1,80 @@
+"""`GET /props` and `/slots`, as llama.cpp's server tells of itself. Changes nothing.
+
+A slot is a row of the engine's steps. Rows of other owners are told by their number alone, and nobody's prompt is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+import penstock
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.running import RunningModel
+from penstock.serve.errors import unavailable
+from penstock.serve.llama_cpp.write import generation_settings
+from penstock.serve.openai.in_flight import InFlight
+from penstock.serve.openai.read import find_model, read_owner, read_sampling
+from penstock.serve.openai.schemas import GenerationBody
+from penstock.types.request import Request, RequestStatus
+
+
+class LlamaStatus:
+    def __init__(self, deployment: Deployment, in_flight: InFlight) -> None:
+        self._deployment = deployment
+        self._in_flight = in_flight
+
+    async def props(self, http: HttpRequest) -> dict[str, Any]:
+        """Tell what a model is, and how it samples by default. `model_path` is its name: paths are not told."""
+        running = self._find(http)
+        model, template, special = running.model, running.chat_template, running.tokenizer.special_tokens
+        settings = {} if model.encoder else generation_settings(read_sampling(GenerationBody(), None, running), n_predict=-1)
+        return {
+            "default_generation_settings": {"params": settings, "n_ctx": model.max_model_len},
+            "total_slots": _num_slots(running)[0],
+            "model_alias": model.name,
+            "model_path": model.name,
+            "modalities": {"vision": False, "audio": False},
+            "endpoint_slots": True,
+            "endpoint_props": False,
+            "endpoint_metrics": True,
+            "chat_template": "" if template is None else template.source,
+            "bos_token": special.get("bos_token", ""),
+            "eos_token": special.get("eos_token", ""),
+            "build_info": f"penstock-{penstock.__version__}",
+            "is_sleeping": False,
+        }
+
+    async def slots(self, http: HttpRequest) -> list[dict[str, Any]]:
+        """The requests that run, a slot for each, and the slots that are free. With `fail_on_no_slot` 503 if none is."""
+        running = self._find(http)
+        owner = read_owner(http.scope, self._in_flight.config)
+        total, num_running = _num_slots(running)
+        if http.query_params.get("fail_on_no_slot") and num_running >= total:
+            raise unavailable("No slot is free.")
+        own = [one for one in self._in_flight.requests_of(owner, running) if one.status is RequestStatus.RUNNING][:total]
+        num_busy = max(num_running, len(own))
+        return [
+            {"id": index, "n_ctx": running.model.max_model_len, "is_processing": index < num_busy}
+            | (_told(own[index]) if index < len(own) else {})
+            for index in range(total)
+        ]
+
+    def _find(self, http: HttpRequest) -> RunningModel:
+        return find_model(http.query_params.get("model"), self._deployment, http.scope)
+
+
+def _num_slots(running: RunningModel) -> tuple[int, int]:
+    """Rows of a step, and those that requests have."""
+    load = running.engine.load()
+    return load.num_running + load.num_rows_free, load.num_running
+
+
+def _told(request: Request) -> dict[str, Any]:
+    """How far a request of the one who asks has come."""
+    sampling, num_decoded = request.sampling, len(request.output_token_ids)
+    return {
+        "params": {"seed": sampling.seed, **generation_settings(sampling, n_predict=sampling.max_tokens)},
+        "next_token": {"has_next_token": True, "n_remain": sampling.max_tokens - num_decoded, "n_decoded": num_decoded},
+    }

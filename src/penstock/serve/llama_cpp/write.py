@@ -1,0 +1,253 @@
+"""Answers in the words of llama.cpp's server: an object for each choice, or its events, of which the last has counts and times;
+and its errors. Times are those of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.errors import ApiError
+from penstock.serve.openai.in_flight import RunningCall
+from penstock.serve.openai.write import ChoiceRecord, Writer, shown_logprobs, times_ms
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import SamplingParams
+
+_ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        500: "server_error",
+        501: "not_supported_error",
+        503: "unavailable_error",
+    }
+)
+"""By the status. All others have OpenAI's word."""
+NO_SLOT = -1
+"""There are no slots: a client that sends this back asks for any."""
+_LEAST_LOGPROB = -3.4028234663852886e38
+"""JSON has no infinity; llama.cpp writes the least float for a probability of zero."""
+_OFF: Mapping[str, Any] = MappingProxyType(
+    {
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "top_n_sigma": -1.0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "typical_p": 1.0,
+        "repeat_last_n": -1,
+        "dry_multiplier": 0.0,
+        "mirostat": 0,
+        "n_keep": 0,
+        "min_keep": 0,
+        "post_sampling_probs": False,
+        "lora": [],
+    }
+)
+"""Settings that no request here can change."""
+_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+
+
+def llama_words(error: ApiError) -> dict[str, Any]:
+    """An error as llama.cpp's server tells it: `code` is the status, and the message names the field."""
+    kind = _ERROR_TYPES.get(error.status_code, error.error_type)
+    if error.code == "context_length_exceeded":
+        kind = "exceed_context_size_error"
+    return {"error": {"code": error.status_code, "message": error.message, "type": kind}}
+
+
+def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
+    """How answers are sampled. `n_predict`: as the client asked; -1 for no limit but the context."""
+    lines = sampling.lines
+    return {
+        **_OFF,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": sampling.stop,
+        "logit_bias": [{"bias": bias, "token": token_id} for token_id, bias in sampling.logit_bias],
+        "n_predict": n_predict,
+        "max_tokens": n_predict,
+        "n_indent": 0 if lines is None else lines.min_indent,
+        "samplers": _SAMPLERS,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """The parts of a request that its answer tells back, or depends on."""
+
+    settings: Mapping[str, Any]
+    """All but the seed."""
+    fields: tuple[str, ...]
+    """`response_fields`; empty: all."""
+    has_tokens: bool
+    has_timings: bool
+    """In every event."""
+
+    @property
+    def has_prompt(self) -> bool:
+        return not self.fields or "prompt" in self.fields
+
+
+class LlamaWriter(Writer):
+    """The events of a stream are pieces of text with their tokens, and the end of each choice."""
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, shown: Shown) -> None:
+        super().__init__(call)
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._has_new_line = [False] * len(call.requests)
+        self._times_ns: dict[int, tuple[int, int]] = {}
+        """By choice: when its first step began, and when its first token was there."""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        self._has_new_line[index] |= "\n" in chunk.text
+        if self._shown.has_timings and chunk.first_token_ns is not None and index not in self._times_ns:
+            begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
+            self._times_ns[index] = begun_ns, chunk.first_token_ns
+        events = _event(self._piece(index, chunk)) if chunk.text or chunk.token_ids else b""
+        if chunk.finish_reason is None:
+            return events
+        return events + _event(self._final(index, chunk, "", ()))
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        return _event(llama_words(error))
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
+        answers = [self._answer(index, record) for index, record in enumerate(records)]
+        return answers[0] if len(answers) == 1 else answers
+
+    def _answer(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+        text = record.text
+        self._has_new_line[index] = "\n" in text
+        tokens = record.token_ids if self._shown.has_tokens else ()
+        entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
+        return self._final(index, record.last, text, tokens, entries)
+
+    def _piece(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        piece = {
+            "index": index,
+            "content": chunk.text,
+            "tokens": chunk.token_ids,
+            "stop": False,
+            "id_slot": NO_SLOT,
+            "tokens_predicted": chunk.num_generated_tokens,
+            "tokens_evaluated": self._call.requests[index].num_prompt_tokens,
+        }
+        if self._shown.has_timings:
+            begun_ns, first_ns = self._times_ns.get(index, (chunk.at_ns, chunk.at_ns))
+            piece["timings"] = self._timings(index, chunk, (first_ns - begun_ns) / 1e6, (chunk.at_ns - first_ns) / 1e6)
+        return piece | self._probabilities(shown_logprobs(self._options, chunk))
+
+    def _final(
+        self,
+        index: int,
+        chunk: OutputChunk,
+        text: str,
+        tokens: Sequence[int],
+        entries: Sequence[TokenLogprobs] = (),
+    ) -> dict[str, Any]:
+        """The answer of a choice whose last chunk this is. `text`, `tokens`, `entries`: what no event has told."""
+        request, call = self._call.requests[index], self._call
+        _, prompt_ms, predicted_ms = times_ms(call.terms.arrival_ns, chunk)
+        num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
+        answer = {
+            "index": index,
+            "content": text,
+            "tokens": tokens,
+            "id_slot": NO_SLOT,
+            "stop": True,
+            "model": self._options.model_name,
+            "tokens_predicted": chunk.num_generated_tokens,
+            "tokens_evaluated": request.num_prompt_tokens,
+            "generation_settings": {"seed": request.sampling.seed, **self._shown.settings},
+            "prompt": call.echoes[index // call.num_choices],
+            "has_new_line": self._has_new_line[index],
+            "truncated": self._is_at_limit(chunk) and num_tokens >= call.running.admission.max_len(self._options.adapter),
+            **_stop(chunk),
+            "tokens_cached": chunk.num_cached_tokens,
+            "timings": self._timings(index, chunk, prompt_ms, predicted_ms),
+            **self._probabilities(entries),
+        }
+        return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
+
+    def _is_at_limit(self, chunk: OutputChunk) -> bool:
+        """The choice ended before it had as many tokens as were asked for, and by no stop."""
+        asked = self._call.max_tokens
+        return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
+
+    def _timings(self, index: int, chunk: OutputChunk, prompt_ms: float, predicted_ms: float) -> dict[str, Any]:
+        num_cached = chunk.num_cached_tokens
+        num_prompt, num_predicted = self._call.requests[index].num_prompt_tokens - num_cached, chunk.num_generated_tokens
+        return {
+            "cache_n": num_cached,
+            **_speed("prompt", num_prompt, prompt_ms),
+            **_speed("predicted", num_predicted, predicted_ms),
+        }
+
+    def _probabilities(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not entries:
+            return {}
+        told = []
+        for entry in entries:
+            top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
+            told.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
+        return {"completion_probabilities": told}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        text = data.decode("utf-8", "ignore")
+        return {"id": token_id, "token": text, "bytes": list(data), "logprob": max(logprob, _LEAST_LOGPROB)}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _stop(chunk: OutputChunk) -> dict[str, Any]:
+    if chunk.finish_reason is FinishReason.LENGTH:
+        return {"stop_type": "limit", "stopping_word": ""}
+    if isinstance(chunk.stop_reason, str):
+        return {"stop_type": "word", "stopping_word": chunk.stop_reason}
+    return {"stop_type": "eos", "stopping_word": ""}
+
+
+def _speed(name: str, number: int, time_ms: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": number,
+        f"{name}_ms": time_ms,
+        f"{name}_per_token_ms": time_ms / number if number else 0.0,
+        f"{name}_per_second": 1000 * number / time_ms if time_ms else 0.0,
+    }
+
+
+def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """These fields, by names in which `/` goes into an object. One that is not there is left out."""
+    chosen: dict[str, Any] = {}
+    for field in fields:
+        value: Any = answer
+        for name in field.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            chosen[field] = value
+    return chosen
