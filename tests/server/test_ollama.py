@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
-from harness import CHAT_TEMPLATE, make_client, make_runtime, make_text_runtime
+from harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime
 from test_tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
+
+from penstock.text import fim
 
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "options": {"temperature": 0, "num_predict": 5}}
 PROMPT = {"model": "toy", "prompt": "Hi", "options": {"temperature": 0, "num_predict": 5}}
@@ -202,6 +204,12 @@ async def test_refusals_before_the_body_is_read_have_ollamas_shape_too(runtime):
             assert isinstance(response.json()["error"], str)
 
 
+@pytest.mark.parametrize("path", ["/api/blobs/sha256:0", "/api/nothing"])
+async def test_routes_that_are_not_there_are_refused_in_ollamas_shape(client, path):
+    response = await client.post(path, json=ASK)
+    assert (response.status_code, response.json()) == (404, {"error": f"There is nothing at POST {path}."})
+
+
 async def test_unknown_fields_and_settings_are_passed_over_if_the_server_says_so(runtime, caplog):
     async with make_client(runtime, ignore_unknown_parameters=True) as client:
         options = ASK["options"] | {"num_thread": 4, "num_gpu": 1, "tempo": 2}
@@ -348,6 +356,25 @@ async def test_what_a_model_is():
             assert (await client.post("/api/show", json={"model": "x"})).status_code == 404
     finally:
         runtime.close()
+
+
+async def test_a_suffix_is_for_models_that_fill_in_the_middle(client, monkeypatch):
+    async def can():
+        return (await client.post("/api/show", json={"model": "toy"})).json()["capabilities"]
+
+    assert "insert" not in await can()
+    assert "'suffix' needs a model that was trained for it" in await refused(client, "/api/generate", suffix="b")
+    monkeypatch.setattr(fim, "NAMES", (SPECIAL_TOKENS,))
+    assert "insert" in await can()
+    answer = await ask(client, "/api/generate", prompt="a = ", suffix=" + 1")
+    openai = {"prompt": "a = ", "suffix": " + 1", "temperature": 0, "max_tokens": 5}
+    other = (await client.post("/v1/completions", json=openai)).json()
+    assert answer["response"] == other["choices"][0]["text"]
+    assert answer["prompt_eval_count"] == other["usage"]["prompt_tokens"] == len("a =  + 1") + 3
+    *pieces, _ = lines(await client.post("/api/generate", json=PROMPT | {"prompt": "a = ", "suffix": " + 1"}))
+    assert "".join(piece["response"] for piece in pieces) == answer["response"]
+    for fields, told in (({"system": "Be brief."}, "'system' means nothing"), ({"think": True}, "'think' needs")):
+        assert told in await refused(client, "/api/generate", suffix="b", **fields)
 
 
 @pytest.mark.parametrize(

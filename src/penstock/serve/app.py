@@ -32,7 +32,7 @@ from penstock.serve.llama_cpp.status import LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.ollama.answers import OllamaFace
-from penstock.serve.ollama.models import OLLAMA_PATHS, REFUSED, OllamaModels, OllamaShowBody
+from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaShowBody
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.ollama.read import error_words as ollama_words
 from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
@@ -65,11 +65,11 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
     {
         "/v1/messages": anthropic_words,
         "/v1/messages/count_tokens": anthropic_words,
-        **dict.fromkeys(OLLAMA_PATHS, ollama_words),
         **dict.fromkeys(LLAMA_PATHS, llama_words),
+        "/api/": ollama_words,
     }
 )
-"""Paths whose errors are told in the words of another API than OpenAI's."""
+"""Paths, and beginnings of paths, whose errors are told in the words of another API than OpenAI's."""
 
 
 def create_app(
@@ -94,6 +94,7 @@ def create_app(
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 more_open_paths=PAGE_PATHS if config.page else frozenset(),
                 error_words=_ERROR_WORDS,
+                anthropic_words=anthropic_words,
                 max_body_bytes=config.max_body_bytes,
             ),
         ],

@@ -15,8 +15,8 @@ from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import MessagesReader
-from penstock.serve.anthropic.write import MessageWriter, anthropic_words
-from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.anthropic.write import MessageWriter
+from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.endpoints import CallEndpoint
@@ -67,7 +67,7 @@ class AnthropicModels:
         self._list = list_openai
         self._get = get_openai
 
-    async def list(self, http: HttpRequest) -> dict[str, Any] | Response:
+    async def list(self, http: HttpRequest) -> dict[str, Any]:
         """The names under which models are served, and those of adapters that were named or asked for.
 
         A key that opens some models alone sees those. With the header `anthropic-version` the list has Anthropic's shape, and
@@ -75,18 +75,15 @@ class AnthropicModels:
         """
         return await _told(http, self._list, lambda found: _page(found["data"], http.query_params))
 
-    async def get(self, http: HttpRequest) -> dict[str, Any] | Response:
+    async def get(self, http: HttpRequest) -> dict[str, Any]:
         """The model with this name, in Anthropic's shape with the header `anthropic-version`."""
         return await _told(http, self._get, _card)
 
 
-async def _told(http: HttpRequest, ask: Ask, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any] | Response:
+async def _told(http: HttpRequest, ask: Ask, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     if ANTHROPIC_VERSION not in headers_of(http.scope):
         return await ask(http)
-    try:
-        return tell(await ask(http))
-    except ApiError as error:
-        return error.response(anthropic_words)
+    return tell(await ask(http))
 
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:

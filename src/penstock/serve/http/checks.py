@@ -181,13 +181,15 @@ class RequestChecks:
         cors: Cors | None = None,
         more_open_paths: frozenset[str] = frozenset(),
         error_words: Mapping[str, ErrorWords] = NO_WORDS,
+        anthropic_words: ErrorWords | None = None,
         max_body_bytes: int,
     ) -> None:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
 
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
         `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths that need no key, beside `OPEN_PATHS`.
-        `error_words`: paths whose errors are told in the words of another API than OpenAI's.
+        `error_words`: paths whose errors are told in the words of another API than OpenAI's; one that ends with a slash is for
+        all that begin with it. `anthropic_words`: for those whose clients are Anthropic's, on other paths.
         """
         self._app = app
         self._new_request_id = new_request_id
@@ -196,6 +198,7 @@ class RequestChecks:
         self._cors = cors
         self._open_paths = OPEN_PATHS | more_open_paths
         self._error_words = error_words
+        self._anthropic_words = anthropic_words
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +206,7 @@ class RequestChecks:
             await self._app(scope, receive, send)
             return
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
-        words = scope[_WORDS_KEY] = self._error_words.get(scope["path"])
+        words = scope[_WORDS_KEY] = self._find_words(scope)
         exchange = _Exchange(identity, receive, send, self._max_body_bytes)
         if self._cors is not None:
             exchange.more_headers = self._cors.headers(headers_of(scope))
@@ -227,6 +230,12 @@ class RequestChecks:
             if exchange.has_begun:
                 raise
             await internal(identity.request_id).response(words)(scope, exchange.receive, exchange.send)
+
+    def _find_words(self, scope: Scope) -> ErrorWords | None:
+        path, found = scope["path"], self._error_words
+        if words := found.get(path) or found.get(path[: path.find("/", 1) + 1]):
+            return words
+        return self._anthropic_words if ANTHROPIC_VERSION in headers_of(scope) else None
 
     def _identify(self, scope: Scope) -> RequestIdentity:
         given = values_of(scope, ID_HEADER)

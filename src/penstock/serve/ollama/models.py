@@ -25,6 +25,7 @@ from penstock.serve.openai.loading import FolderWatch
 from penstock.serve.openai.read import find_allowed, may_ask
 from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
 from penstock.text.dialects import find_dialect
+from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
 from penstock.types.errors import PenstockError
 
@@ -120,11 +121,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("DELETE", "/api/delete"),
 )
 """Methods and paths of what is refused."""
-OLLAMA_PATHS = (
-    *_INSTEAD,
-    *(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")),
-)
-"""All paths of Ollama's API."""
 
 
 def _read_card(served: ServedModel) -> ModelCard:
@@ -178,13 +174,14 @@ def _show(served: ServedModel, card: ModelCard) -> dict[str, Any]:
 
 
 def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
-    """Words of Ollama's for what can be asked; of a model that was never loaded what its template shows."""
+    """Words of Ollama's for what can be asked; of a model that is not loaded what its template shows."""
     encoder, running = None if served.info is None else served.info.encoder, served.running
     if encoder is not None:
         return ["embedding"] if encoder.task is Task.EMBED else []
     has_template = bool(card.chat_template) if running is None else running.chat_template is not None
     dialect = find_dialect(card.chat_template) if running is None else running.dialect
-    words = {"completion": True, "tools": has_template, "thinking": dialect.reasoning is not None}
+    inserts = running is not None and find_fim(running.tokenizer) is not None
+    words = {"completion": True, "tools": has_template, "thinking": dialect.reasoning is not None, "insert": inserts}
     return [word for word, can in words.items() if can]
 
 
