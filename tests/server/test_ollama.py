@@ -149,6 +149,14 @@ async def test_no_window_of_penalties_is_no_penalty(client):
     assert (await ask(client, options=options))["message"] == plain["message"]
 
 
+async def test_a_body_is_json_whatever_its_type_says(client):
+    content, typed = json.dumps(PROMPT), {"Content-Type": "application/x-www-form-urlencoded"}  # as `curl -d` says
+    assert (await client.post("/api/generate", content=content, headers=typed)).status_code == 200
+    from_page = await client.post("/api/generate", content=content, headers=typed | {"Origin": "https://example.org"})
+    assert from_page.status_code == 403
+    assert (await client.post("/v1/completions", content=content, headers=typed)).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [

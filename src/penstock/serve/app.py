@@ -202,11 +202,12 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         *((verb, path, "Refused (Ollama)", ollama_models.refuse, ()) for verb, path in REFUSED),
     ]
     waits, found = partial(when_loaded, deployment, config), folder.when_found
+
+    def reads(path: str, answer: JsonEndpoint) -> Endpoint:
+        return takes_json(waits(looked_up(found(answer))), of_any_type=path.startswith("/api/"))
+
     return [
-        *(
-            Operation("POST", path, told, takes_json(waits(looked_up(found(answer)))), answer, bodies)
-            for path, told, bodies, answer in with_body
-        ),
+        *(Operation("POST", path, told, reads(path, answer), answer, bodies) for path, told, bodies, answer in with_body),
         *(Operation("POST", path, told, takes_json(found(answer)), answer, bodies) for path, told, bodies, answer in of_models),
         *(Operation(verb, path, told, answers(answer), answer, query=query) for verb, path, told, answer, query in without),
     ]

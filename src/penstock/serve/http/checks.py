@@ -420,13 +420,16 @@ def _announced_bytes(scope: Scope) -> int:
     return int(value.lstrip(b"0")[:20] or b"0") if value.isdigit() else 0
 
 
-def takes_json(answer: JsonEndpoint) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
-    """An endpoint of a route, which reads the body and calls `answer`."""
+def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+    """An endpoint of a route, which reads the body and calls `answer`.
+
+    `of_any_type`: the body is JSON whatever its content type says, as to servers whose users send it by `curl -d` alone.
+    """
 
     async def endpoint(http: HttpRequest) -> Response:
         try:
             # Not `http.body()`: the route keeps this request, and would keep the body in it while the answer is streamed.
-            data = await _read(http.scope, http.receive)
+            data = await _read(http.scope, http.receive, of_any_type=of_any_type)
             return await answer(data, http)
         except (ApiError, Rejected) as error:
             return _refusal(error, words_of(http.scope))
@@ -446,13 +449,13 @@ def _refusal(error: ApiError | Rejected, words: ErrorWords | None) -> Response:
     return (from_rejected(error) if isinstance(error, Rejected) else error).response(words)
 
 
-async def _read(scope: Scope, receive: Receive) -> bytes:
+async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:
     """The whole body, checked to be there and to be called JSON. Raises `ApiError`, also if the client leaves in the middle."""
     _refuse_encoding(scope)
     data = await _whole_body(receive)
     if not data:
         raise not_an_object()
-    if not _is_json(scope):
+    if not of_any_type and not _is_json(scope):
         told = shorten(headers_of(scope)[b"content-type"].decode("latin-1"))
         raise invalid(f"The body came as {told!r}. Send JSON with the header 'Content-Type: application/json'.")
     return data
