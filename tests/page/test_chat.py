@@ -270,6 +270,35 @@ def test_reasoning_is_folded_and_calls_are_shown(page):
     assert '{"at": "sea"}' in page.text(".answer figure.code")
 
 
+def test_reasoning_keeps_its_paragraphs_while_more_comes(page):
+    page.run("""
+        window.fetch = async () => new Response(new ReadableStream({start(controller) {
+          window.reason = (text) => controller.enqueue(new TextEncoder().encode(
+            `data: ${JSON.stringify({choices: [{index: 0, delta: {reasoning_content: text}}]})}\\n\\n`));
+        }}));
+    """)
+    ask(page)
+    page.until("return Boolean(window.reason)")
+    page.run("window.reason('One.\\n\\nTwo')")
+    page.until("return document.querySelectorAll('.answer details p').length === 2")
+    page.run("window.first = document.querySelector('.answer details p'); window.reason(' and more')")
+    page.until("return document.querySelector('.answer details').textContent.includes('more')")
+    assert page.run("return window.first.isConnected")
+
+
+def test_long_lines_are_shown_in_a_moment(page):
+    page.run("""
+        import("/page/markdown.js").then(({ MarkdownView }) => {
+          const [many, begun] = [(text) => text.repeat(60000), performance.now()];
+          for (const text of ["a|b\\n" + many("-") + "|x", "```" + many(" ") + "a`", "```" + many("a") + "`"]) {
+            new MarkdownView(document.createElement("div")).show(text);
+          }
+          window.tookMs = performance.now() - begun;
+        });
+    """)
+    assert page.until("return window.tookMs") < 5000
+
+
 def test_a_refusal_is_told_with_its_remedy_and_can_be_tried_again(browser):
     with speaking("Hello.", limits=AdmissionLimits(max_queue=64)) as server:
         browser.open(server.url)

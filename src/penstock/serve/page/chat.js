@@ -223,8 +223,9 @@ class AnswerView {
     this.message = message;
     this.text = element("div", { className: "text" });
     this.markdown = new MarkdownView(this.text);
-    this.reasoningText = element("div", { className: "text" });
-    this.reasoning = element("details", { hidden: true }, element("summary", {}, "Reasoning"), this.reasoningText);
+    const reasoningText = element("div", { className: "text" });
+    this.reasoningMarkdown = new MarkdownView(reasoningText);
+    this.reasoning = element("details", { hidden: true }, element("summary", {}, "Reasoning"), reasoningText);
     this.calls = element("div");
     this.note = element("p", { className: "note" }, "…");
     this.foot = element("div", { className: "foot" });
@@ -253,7 +254,7 @@ class AnswerView {
     this.note.hidden = true;
     this.markdown.show(content);
     this.reasoning.hidden = !reasoning;
-    if (reasoning) new MarkdownView(this.reasoningText).show(reasoning);
+    this.reasoningMarkdown.show(reasoning ?? "");
     this.calls.replaceChildren(...toolCalls.filter(Boolean).map(({ name, arguments: given }) => codeBlock(given, `Call of ${name}`)));
     if (follows) log.scrollTop = log.scrollHeight;
   }

@@ -4,12 +4,13 @@
 import { element } from "./shared.js";
 
 const MAX_DEPTH = 8; // Of quotes, lists and emphasis in each other; deeper marks are shown as they are.
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
+// Patterns are read in one go, as a line may be long: no two parts of one that can match the same characters stand side by side.
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(\S.*)$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const QUOTE = /^ {0,3}> ?/;
-const TABLE_RULE = /^[\s|:-]*-[\s|:-]*$/;
+const TABLE_RULE = /^(?=[^-]*-)[\s|:-]+$/;
 const MAX_LINK_CHARS = 2000;
 const SAFE_LINK = /^(?:https?:\/\/|mailto:)/i;
 
@@ -55,7 +56,7 @@ function blocksOf(lines, depth = 0) {
       const mark = fence[1];
       const isEnd = (other) => other.trim().length >= mark.length && other.trim() === mark[0].repeat(other.trim().length);
       const end = endOf(at + 1, (other) => !isEnd(other));
-      add(Math.min(end + 1, lines.length), () => codeBlock(lines.slice(begin + 1, end).join("\n"), fence[2]));
+      add(Math.min(end + 1, lines.length), () => codeBlock(lines.slice(begin + 1, end).join("\n"), fence[2].trim().split(/\s/)[0]));
     } else if (heading) {
       // A level lower: the page has an h1 of its own.
       add(at + 1, () => element(`h${Math.min(6, heading[1].length + 1)}`, {}, ...inline(heading[2].trimEnd())));
