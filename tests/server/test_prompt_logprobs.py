@@ -178,6 +178,14 @@ async def test_an_answer_tells_of_so_many_tokens_at_most(client, monkeypatch):
     assert response.json()["error"]["param"] == "prompt_logprobs"
 
 
+async def test_a_stream_which_the_event_loop_writes_tells_of_fewer(client):
+    long = {"prompt": "a" * 1000, "echo": True, "logprobs": 20, "max_tokens": 1}
+    assert (await client.post("/v1/completions", json=long)).status_code == 200
+    response = await client.post("/v1/completions", json=long | {"stream": True})
+    assert response.status_code == 400
+    assert "do not stream" in response.json()["error"]["message"]
+
+
 def test_an_impossible_token_has_a_number():
     told = prompt_logprobs(TOKENIZER, [TokenLogprobs(70, -math.inf, 1, ())], 1)
     assert told[1]["70"]["logprob"] == -9999.0

@@ -47,6 +47,8 @@ MAX_TEXT_CHARS = 2**20
 _MAX_TOLD_CHARS = 200
 MAX_SCORED = 2**19
 """Log-probabilities of prompts in one answer, alternatives included: some 80 MB until they are told."""
+MAX_SCORED_IN_STREAM = 2**14
+"""The same in a stream, where the event loop writes them: some 30 ms."""
 _MAX_NAMES = 16
 """Tokens of the names of a repository and a file that nobody has named, and of what stands around them."""
 _DEFAULT_ROOM = 16
@@ -391,10 +393,11 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
     if num_top is None:
         return
     num_entries = num_prompt_tokens * (1 + num_top) * (call.num_choices if _each_scores(call) else 1)
-    if num_entries > MAX_SCORED:
+    limit, kind = (MAX_SCORED_IN_STREAM, "a stream") if call.answer.is_streamed else (MAX_SCORED, "one answer")
+    if num_entries > limit:
         raise _invalid(
             f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
-            f"most {MAX_SCORED} are told in one answer. Ask for fewer alternatives, or send fewer prompts at once.",
+            f"most {limit} are told in {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
             "logprobs" if call.answer.num_prompt_logprobs is None else "prompt_logprobs",
         )
 
