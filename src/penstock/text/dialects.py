@@ -396,15 +396,14 @@ def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
         told["name"] = message.name
     if message.calls:
         way = dialect.tools.ways[0]
-        calls = [_written(way.call, call) for call in message.calls]
+        calls = [_written(way, call) for call in message.calls]
         text = way.begin + ("\n" if way.between is None else way.between).join(calls) + way.end
         told["content"] = f"{message.content}\n{text}" if message.content else text
     return told | _told_reasoning(message, dialect)
 
 
-def _written(pattern: str, call: PastCall) -> str:
-    before, _, rest = pattern.partition("NAME")
-    middle, _, after = rest.partition("ARGUMENTS")
+def _written(way: Way, call: PastCall) -> str:
+    before, middle, after = way.parts
     return before + call.name + middle + _json(call.arguments) + after
 
 

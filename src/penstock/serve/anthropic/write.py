@@ -52,10 +52,7 @@ class MessageWriter(Writer):
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
         self._choice = ReadChoice(call, 0, tokenizer, id_prefix=_ID_PREFIX)
-        self._is_plain = call.form is None and (
-            call.requests[0].sampling.skip_special_tokens == call.answer.skips_special_tokens
-        )
-        """The answer is nothing but text."""
+        self._is_plain = call.is_plain
         self._has_begun = False
         self._kind = ""
         """Type of the block that is open; empty: none is."""

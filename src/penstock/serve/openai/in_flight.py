@@ -138,6 +138,12 @@ class RunningCall:
                 chunk.finish_reason, chunk.stop_reason = FinishReason.LENGTH, None
         return chunks
 
+    @property
+    def is_plain(self) -> bool:
+        """The answers are nothing but content, and the engine's text is shown as it is."""
+        shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skips_special_tokens
+        return self.form is None and not shows_marks
+
     def scores_of(self, index: int) -> Request:
         """The request that tells of the prompt of choice `index`: its own, or that of the prompt's first choice."""
         request = self.requests[index]

@@ -252,7 +252,7 @@ class ChatWriter(AnswerWriter):
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ReadChoice] | None = None
         """None: answers are nothing but content."""
-        if call.form is not None or call.requests[0].sampling.skip_special_tokens != self._options.skips_special_tokens:
+        if not call.is_plain:
             self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
     def begin(self) -> bytes:

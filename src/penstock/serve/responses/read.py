@@ -35,6 +35,7 @@ from penstock.serve.openai.schemas import (
 from penstock.serve.openai.tools import past_call
 from penstock.serve.openai.write import fingerprint
 from penstock.serve.responses.schemas import (
+    LOGPROBS,
     FunctionCallItem,
     FunctionOutputItem,
     ItemReference,
@@ -86,7 +87,6 @@ _SAME = (
     "prompt_cache_key",
 )
 """Fields that a chat has, too, and that mean the same there."""
-_LOGPROBS = "message.output_text.logprobs"
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -320,10 +320,10 @@ def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> ChatCompletionBod
         raise invalid("'truncation' is not supported yet (accepted: null or \"disabled\").", "truncation")
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
-    if _LOGPROBS in (body.include or ()):
+    if LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     elif body.top_logprobs:
-        raise invalid(f"'top_logprobs' needs {_LOGPROBS!r} in 'include'.", "top_logprobs")
+        raise invalid(f"'top_logprobs' needs {LOGPROBS!r} in 'include'.", "top_logprobs")
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None and body.reasoning.effort is not None:

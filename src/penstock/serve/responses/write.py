@@ -53,7 +53,7 @@ class ResponsesWriter(Writer):
         self._on_end = on_end
         self._choice: ReadChoice | None = None
         """None: the answer is nothing but content."""
-        if call.form is not None or call.requests[0].sampling.skip_special_tokens != call.answer.skips_special_tokens:
+        if not call.is_plain:
             self._choice = ReadChoice(call, 0, tokenizer)
         self._logprobs: ChatLogprobs | None = None
         if call.answer.has_logprobs:
