@@ -100,6 +100,19 @@ def test_a_server_that_others_can_use_or_overhear_warns(address, settings, warni
     assert warning in caplog.text
 
 
+def test_keys_that_every_user_may_read_are_told(tmp_path, caplog):
+    paths = [tmp_path / name for name in ("keys", "named.toml", "digests.toml")]
+    for path, text in zip(paths, ("secret", 'key = "secret2"', f'sha256 = "{"0" * 64}"'), strict=True):
+        path.write_text(text if path.suffix == "" else f'[[keys]]\nname = "a"\n{text}\n')
+    for mode, told in ((0o600, []), (0o640, []), (0o644, paths[:2])):
+        caplog.clear()
+        for path in paths:
+            path.chmod(mode)
+        warn_if_open(ServerConfig(api_key_file=str(paths[0]), api_keys_file=str(paths[1])), FakeListener("127.0.0.1"))
+        warn_if_open(ServerConfig(api_keys_file=str(paths[2])), FakeListener("127.0.0.1"))
+        assert [record.args for record in caplog.records] == [(str(path),) for path in told]
+
+
 def test_ready_text_names_the_address_that_is_listened_on(runtime):
     text = ready_text(Deployment.of(runtime), ServerConfig(host="0.0.0.0"), FakeListener("0.0.0.0"))
     assert "at http://127.0.0.1:8000 and on every network (0.0.0.0:8000)" in text

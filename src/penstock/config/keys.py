@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,14 @@ def key_paths(config: ServerConfig) -> list[str]:
     return [path for path in (config.api_key_file, config.api_keys_file) if path]
 
 
+def exposed_paths(config: ServerConfig) -> list[str]:
+    """The files of keys themselves, and not of digests alone, that every user of this machine may read."""
+    paths = [config.api_key_file] if config.api_key_file else []
+    if config.api_keys_file and any("key" in entry for entry in _entries(Path(config.api_keys_file))):
+        paths.append(config.api_keys_file)
+    return [path for path in paths if Path(path).stat().st_mode & stat.S_IROTH]
+
+
 def unnamed(key: str) -> ApiKey:
     """A key that is given by itself: its name says nothing about it. Raises `ConfigError` for one that no client can send.
 
@@ -98,6 +108,14 @@ def read_key_file(path: Path) -> tuple[str, ...]:
 
 def read_named_keys(path: Path) -> list[ApiKey]:
     """The keys of a file of `--api-keys-file`, one or more. Raises `ConfigError`, which tells no key."""
+    entries = _entries(path)
+    keys = [_read_key(entry, f"The key file {path}, key {number}") for number, entry in enumerate(entries, 1)]
+    _refuse_twice([key.name for key in keys], f"The key file {path} has two keys with the name")
+    _refuse_twice([key.digest.hex()[:8] for key in keys], f"The key file {path} has a key twice, whose SHA-256 begins with")
+    return keys
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
     try:
         table = tomllib.loads(_text(path, "--api-keys-file"))
     except tomllib.TOMLDecodeError as error:
@@ -107,10 +125,7 @@ def read_named_keys(path: Path) -> list[ApiKey]:
         raise ConfigError(f"The key file {path} contains no key, or something else.", remedy="Begin each with a line [[keys]].")
     if len(entries) > MAX_NAMED_KEYS:
         raise ConfigError(f"The key file {path} has {len(entries)} keys.", remedy=f"Give {MAX_NAMED_KEYS} at most.")
-    keys = [_read_key(entry, f"The key file {path}, key {number}") for number, entry in enumerate(entries, 1)]
-    _refuse_twice([key.name for key in keys], f"The key file {path} has two keys with the name")
-    _refuse_twice([key.digest.hex()[:8] for key in keys], f"The key file {path} has a key twice, whose SHA-256 begins with")
-    return keys
+    return entries
 
 
 def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
@@ -156,9 +171,9 @@ def _count(value: object, what: str) -> int:
 
 
 def _refuse_twice(names: Sequence[str], words: str) -> None:
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise ConfigError(f"{words} {name}.", remedy="Keep one of them.")
+    name, number = Counter(names).most_common(1)[0]
+    if number > 1:
+        raise ConfigError(f"{words} {name}.", remedy="Keep one of them.")
 
 
 def _text(path: Path, flag: str) -> str:

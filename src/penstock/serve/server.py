@@ -30,7 +30,7 @@ import uvicorn
 
 import penstock
 from penstock.config import AccessLogKind, ServerConfig
-from penstock.config.keys import ApiKey, api_keys, key_paths
+from penstock.config.keys import ApiKey, api_keys, exposed_paths, key_paths
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
@@ -267,7 +267,7 @@ def _has_terminal() -> bool:
 
 
 def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
-    """Log a warning if others can use the server without a key, or read what is sent to it."""
+    """Log a warning if others can use the server without a key, or read what is sent to it, or its keys."""
     address, port = listener.getsockname()[:2]
     has_keys, is_reachable = bool(api_keys(config)), not ipaddress.ip_address(address).is_loopback
     if is_reachable and not has_keys:
@@ -279,6 +279,8 @@ def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
             address,
             port,
         )
+    for path in exposed_paths(config):
+        _log.warning("every user of this machine may read the keys in %s: take that away by `chmod o-r`", path)
     if "*" in config.allowed_origins and not has_keys:
         _log.warning(
             "every web page that someone opens in reach of this server may use it: give it an --api-key, or name the origins "
