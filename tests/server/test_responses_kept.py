@@ -76,6 +76,20 @@ def test_what_runs_is_not_forgotten():
     assert not is_kept(store, "a")
 
 
+def test_what_runs_fits_into_the_store():
+    store = ResponseStore(10_000, 60, VirtualClock())
+    running = [keep(store, name, num_bytes=3000, cancel=lambda: None) for name in "ab"]
+    store.check_room()
+    running.append(keep(store, "c", num_bytes=3000, cancel=lambda: None))
+    with pytest.raises(ApiError, match=r"3 responses of .* bytes run in the background"):
+        store.check_room()
+    store.delete(running[0])  # it runs until it has heard of that
+    with pytest.raises(ApiError, match="3 responses"):
+        store.check_room()
+    store.update(running[0], {}, [])
+    store.check_room()
+
+
 def test_a_conversation_loses_its_beginning_last():
     store = ResponseStore(5000, 60, VirtualClock())
     keep(store, "a")

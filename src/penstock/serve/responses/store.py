@@ -84,7 +84,8 @@ class ResponseStore:
         self._used: OrderedDict[Kept, None] = OrderedDict()
         """All that is kept, the least recently used first."""
         self._num_bytes = 0
-        self._num_running = 0
+        self._running: set[Kept] = set()
+        """Those in the background that have not ended, the forgotten among them."""
         self._gone: OrderedDict[tuple[Owner, str], str] = OrderedDict()
         """Why those that were forgotten last were."""
 
@@ -122,7 +123,7 @@ class ResponseStore:
     def keep(self, kept: Kept) -> None:
         """Remember a response, and forget others for it."""
         if kept.cancel is not None:
-            self._num_running += 1
+            self._running.add(kept)
         kept.used_ns = self._clock.now_ns()
         shelf = self._shelves.setdefault(kept.owner, _Shelf())
         shelf.kept[kept.response_id] = kept
@@ -137,9 +138,8 @@ class ResponseStore:
         kept.response = orjson.dumps(response)
         if items is not None:
             kept.items = as_json(items)
-            if kept.cancel is not None:
-                kept.cancel = None
-                self._num_running -= 1
+            kept.cancel = None
+            self._running.discard(kept)
         if kept in self._used:
             self._shelves[kept.owner].num_bytes += kept.num_bytes - before
             self._num_bytes += kept.num_bytes - before
@@ -150,9 +150,10 @@ class ResponseStore:
         self._forget(kept, "it was deleted")
 
     def check_room(self) -> None:
-        """Raise 429 if too many run in the background already."""
-        if self._num_running >= MAX_RUNNING:
-            running = counted(self._num_running, "response")
+        """Raise 429 if too many run in the background already, or if these fill the room of all that is kept."""
+        num_bytes = sum([kept.num_bytes for kept in self._running])
+        if len(self._running) >= MAX_RUNNING or num_bytes >= self._max_bytes:
+            running = f"{counted(len(self._running), 'response')} of {num_bytes} bytes"
             raise overloaded(f"Overloaded: {running} run in the background already.", _RETRY_AFTER_S)
 
     def _item(self, owner: Owner, item_id: str) -> bytes:
