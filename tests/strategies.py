@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from memory_store import Faults, MemoryStore
-from penstock.clock import Clock
+from penstock.clock import Clock, VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.engine.ports import BlockStore, Executor
 from penstock.engine.transfers import Transfers
@@ -147,7 +147,8 @@ class Workload:
     adapters: tuple[int, ...] = ()
     """Numbers of the requests' adapters, 0 for none; nothing: none has one."""
 
-    def requests(self) -> list[Request]:
+    def requests(self, clock: VirtualClock | None = None) -> list[Request]:
+        """With a clock, masks take time: none, or up to four steps, by the request."""
         numbers = self.adapters or (BASE,) * len(self.prompts)
         parts = zip(self.prompts, self.samplings, self.salts, self.ranks, self.arrival_turns, numbers, strict=True)
         return [
@@ -160,7 +161,7 @@ class Workload:
                 tenant=tenant,
                 cache_salt=salt,
                 predicted_new_tokens=predicted,
-                matcher=matcher_of(sampling),
+                matcher=matcher_of(sampling, clock, idx % 3 * 2 * STEP_NS),
                 adapter=make_adapter(number) if number else None,
             )
             for idx, (prompt, sampling, salt, (priority, tenant, predicted), turn, number) in enumerate(parts)
@@ -297,12 +298,28 @@ def samplings(max_tokens: int) -> st.SearchStrategy[SamplingParams]:
     )
 
 
-def matcher_of(sampling: SamplingParams) -> HashMatcher | None:
+class SlowMatcher(HashMatcher):
+    """Takes time for each token, on a clock that stands still otherwise."""
+
+    def __init__(self, vocab_size: int, clock: VirtualClock, token_ns: int, **fields: int | None) -> None:
+        super().__init__(vocab_size, **fields)
+        self._clock = clock
+        self._token_ns = token_ns
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._clock.advance(self._token_ns)
+        super().accept(token_ids)
+
+
+def matcher_of(sampling: SamplingParams, clock: VirtualClock | None = None, token_ns: int = 0) -> HashMatcher | None:
     """For a request of these parameters. Some grammars have an end, and then allow nothing but the end token."""
     if not sampling.follows_grammar:
         return None
     max_tokens = 5 if EOS_TOKEN_ID in sampling.stop_token_ids else None
-    return HashMatcher(MODEL.vocab_size, seed=sampling.seed, max_tokens=max_tokens, end_token_id=EOS_TOKEN_ID)
+    fields = {"seed": sampling.seed, "max_tokens": max_tokens, "end_token_id": EOS_TOKEN_ID}
+    if clock is None:
+        return HashMatcher(MODEL.vocab_size, **fields)
+    return SlowMatcher(MODEL.vocab_size, clock, token_ns, **fields)
 
 
 def ranks() -> st.SearchStrategy[tuple[int, str, int | None]]:

@@ -11,12 +11,19 @@ class Clock(Protocol):
         """Monotonic time in nanoseconds; only differences mean anything."""
         ...
 
+    def busy_ns(self) -> int:
+        """CPU time of the calling thread in nanoseconds, which stands still while it waits; only differences mean anything."""
+        ...
+
 
 class WallClock:
     """The machine's monotonic clock."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
+
+    def busy_ns(self) -> int:
+        return time.thread_time_ns()
 
 
 class VirtualClock:
@@ -26,6 +33,10 @@ class VirtualClock:
         self._now_ns = start_ns
 
     def now_ns(self) -> int:
+        return self._now_ns
+
+    def busy_ns(self) -> int:
+        """The same: nobody waits."""
         return self._now_ns
 
     def advance(self, delta_ns: int) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from penstock.clock import VirtualClock
 from penstock.engine.core import BROKEN
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import OutputChunk
+from penstock.engine.ports import NullObserver, OutputChunk
 from penstock.engine.thread import Engine
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.testing import HashExecutor, HashMatcher, HashModel, expected_tokens, make_core, make_request
+from penstock.testing.driver import STEP_NS, Driver
 from penstock.types.errors import ExecutorFailure
+from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from penstock.types.stats import StepStats
 
 SMALL = Capacity(num_blocks=25, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
 END_TOKEN_ID = 3
@@ -277,3 +281,82 @@ def test_what_grammars_take_of_the_host_is_told():
         {"schedule", "commit", "output"},
         {"schedule", "commit", "output"},
     ]
+
+
+class Slow(HashMatcher):
+    """A mask takes longer than a step."""
+
+    def __init__(self, clock: VirtualClock, seed: int = 0) -> None:
+        super().__init__(MODEL.vocab_size, seed=seed)
+        self._clock = clock
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._clock.advance(5 * STEP_NS)
+        super().accept(token_ids)
+
+
+def beside(depth: int) -> tuple[Driver, list[Request], Counts]:
+    """A driver, streams without grammars, and what is told of its steps."""
+    clock, counts = VirtualClock(), Counts()
+    capacity = replace(SMALL, num_blocks=500, max_model_len=400)
+    driver = Driver(make_core(capacity, observer=counts), HashExecutor(capacity, model=MODEL, depth=depth), clock)
+    return driver, [make_request(f"free{idx}", 9 + idx, max_tokens=300) for idx in range(3)], counts
+
+
+class Counts(NullObserver):
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.steps.append(stats)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_whose_masks_take_long_sits_out_and_the_others_do_not_wait(depth):
+    driver, streams, counts = beside(depth)
+    slow = make_request("slow", 5, max_tokens=300, matcher=Slow(driver.clock))
+    driver.turn(*map(Add, [*streams, slow]))
+    while driver.core.num_running == 4 or not driver.outcomes.get("slow"):
+        driver.turn()
+        driver.core.check()
+    num_steps, num_slow = len(driver.plans), len(driver.outcomes["slow"].token_ids)
+    hidden_ns = (depth - 1) * num_slow * STEP_NS  # a device would have computed meanwhile
+    assert driver.clock.now_ns() - hidden_ns < 1.15 * num_steps * STEP_NS
+    assert 3 < num_slow < 12
+    assert sum(len(stats.counts.sat_out) for stats in counts.steps) > 280
+    assert {name for stats in counts.steps for name in stats.counts.sat_out} == {"slow"}
+    while driver.core.has_work:
+        driver.turn()
+    assert all(len(driver.outcomes[stream.request_id].token_ids) == 300 for stream in streams)
+    num_alone = len(driver.plans) - num_steps
+    assert num_alone <= 300  # alone it has a row in every step
+    answer = expected_tokens(slow.prompt_token_ids, slow.sampling, model=MODEL, max_model_len=400, matcher=grammar())
+    assert tuple(driver.outcomes["slow"].token_ids) == answer.token_ids
+
+
+def test_all_whose_masks_take_long_wait_for_nobody():
+    driver, _, counts = beside(1)
+    both = [make_request(f"slow{idx}", 5, max_tokens=40, matcher=Slow(driver.clock, idx)) for idx in range(2)]
+    driver.turn(*map(Add, both))
+    while driver.core.has_work:
+        driver.turn()
+    assert not any(stats.counts.sat_out for stats in counts.steps)
+
+
+def test_one_that_sits_out_can_be_cancelled_and_misses_its_deadline():
+    driver, streams, _ = beside(1)
+    slow = [
+        make_request("cancelled", 5, max_tokens=300, matcher=Slow(driver.clock, 1)),
+        make_request("late", 6, max_tokens=300, matcher=Slow(driver.clock, 2), deadline_ns=100 * STEP_NS),
+    ]
+    driver.turn(*map(Add, [*streams[:2], *slow]))
+    while "late" not in driver.core.sitting_out() or "cancelled" not in driver.core.sitting_out():
+        driver.turn()
+    blocks = driver.core.scheduler.kv.tables["cancelled"].block_ids
+    assert blocks
+    driver.turn(Abort("cancelled"))
+    assert driver.outcomes["cancelled"].finish_reason is FinishReason.ABORT
+    while driver.core.has_work:
+        driver.turn()
+    assert driver.outcomes["late"].last.reject_reason == "deadline"
+    assert not driver.core.scheduler.kv.tables

@@ -29,7 +29,7 @@ from penstock.sched.policies.presets import PRESETS, make_policies
 from penstock.sched.scheduler import Scheduler
 from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_request
-from penstock.testing.hash_executor import HashExecutor, HashModel
+from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason, Request
@@ -62,10 +62,11 @@ def policies_of(preset: str) -> Policies:
 class Traffic(HashExecutor):
     """An executor during whose steps requests come and go: sessions over shared beginnings, stop strings, cancels."""
 
-    def __init__(self, depth: int, num_adapters: int = 0) -> None:
-        """Requests ask for `num_adapters` in turn, and now and then for none."""
+    def __init__(self, depth: int, num_adapters: int = 0, *, has_grammars: bool = False) -> None:
+        """Requests ask for `num_adapters` in turn, and now and then for none. `has_grammars`: every third follows one."""
         super().__init__(CAPACITY, model=MODEL, depth=depth, seed=5)
         self._num_adapters = num_adapters
+        self._has_grammars = has_grammars
         self.engine: Engine | None = None
         self._num_collected = 0
         self.is_over = threading.Event()
@@ -102,6 +103,7 @@ class Traffic(HashExecutor):
             stop=("7 ",) if idx % 3 == 0 else (),
             tenant=f"t{idx % 3}",
             cache_salt=b"salt" if idx % 11 == 10 else b"",
+            matcher=BusyMatcher(MODEL.vocab_size) if self._has_grammars and idx % 3 == 0 else None,
             adapter=make_adapter(number) if (number := idx * 5 % (self._num_adapters + 1)) else None,
         )
         self._turns[request.request_id], self._answers[request.request_id] = request, []
@@ -121,6 +123,16 @@ class Traffic(HashExecutor):
             self.is_over.set()
         elif not self._num_open:
             self.send()
+
+
+class BusyMatcher(HashMatcher):
+    """Takes a millisecond of the thread for each token, while steps take a tenth of it."""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        end_ns = time.thread_time_ns() + 1_000_000
+        while time.thread_time_ns() < end_ns:
+            pass
+        super().accept(token_ids)
 
 
 class SlowAdapters(FakeAdapters):
@@ -181,10 +193,16 @@ def make_recorder(
 
 
 def record(
-    path: Path, make: Callable[[], Policies], *, depth: int = 1, has_prefix_caching: bool = True, has_adapters: bool = False
+    path: Path,
+    make: Callable[[], Policies],
+    *,
+    depth: int = 1,
+    has_prefix_caching: bool = True,
+    has_adapters: bool = False,
+    has_grammars: bool = False,
 ) -> None:
     """Serve the traffic with an engine's own thread, under the wall clock."""
-    executor, clock = Traffic(depth, NUM_ADAPTERS if has_adapters else 0), WallClock()
+    executor, clock = Traffic(depth, NUM_ADAPTERS if has_adapters else 0, has_grammars=has_grammars), WallClock()
     adapters = SlowAdapters() if has_adapters else None
     recorder = make_recorder(
         path, clock, depth=depth, has_prefix_caching=has_prefix_caching, max_adapters=MAX_ADAPTERS if has_adapters else 0
@@ -209,6 +227,17 @@ def record(
     if adapters is not None:
         adapters.close()
     assert recorder.num_lost == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_those_who_sat_out_sit_out_again(depth: int, tmp_path: Path) -> None:
+    path, make = tmp_path / "recording", partial(policies_of, "penstock")
+    record(path, make, depth=depth, has_grammars=True)
+    recording = open_recording(path)
+    assert sum(bool(step.sat_out) for step in recording.steps()) > 10
+    replayed = replay(recording, make)
+    assert replayed.difference == ""
+    assert replayed.num_equal == replayed.num_steps > 40
 
 
 @pytest.mark.parametrize("preset", PRESETS)

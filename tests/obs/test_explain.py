@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.obs.explain.explanation import INTAKE, MODEL, ORDER, Explanation, explain_intake, gap_cause, summary
+from penstock.obs.explain.explanation import GRAMMAR, INTAKE, MODEL, ORDER, Explanation, explain_intake, gap_cause, summary
 from penstock.obs.explain.journal import MAX_NOTED, Journal
 from penstock.obs.explain.lives import Gap, Phase, Prefilled, StepNote
 from penstock.sched.policies.presets import make_policies
-from penstock.testing import FakeAdapters, HashExecutor, make_adapter, make_core, make_request, make_text, text_capacity
+from penstock.testing import (
+    FakeAdapters,
+    HashExecutor,
+    HashMatcher,
+    make_adapter,
+    make_core,
+    make_request,
+    make_text,
+    text_capacity,
+)
 from penstock.testing.driver import Driver, LateWorker
 from penstock.types.events import Abort, Add
 from penstock.types.plan import Capacity, Ticket
@@ -159,6 +168,49 @@ def test_time_before_its_model_was_loaded_is_told_apart_from_intake() -> None:
     assert told.waited_for_ns == {MODEL: 5 * MS, INTAKE: 2 * MS}
     assert told.queue_ns == 7 * MS
     assert "Waited 7.0 ms, of it 5.0 ms for its model to load and 2.0 ms before it was queued." in summary(told)
+
+
+def test_time_for_its_grammar_is_told_apart_from_intake() -> None:
+    request = make_request("a", 8, arrival_ns=2 * MS)
+    request.model_wait_ns, request.grammar_wait_ns = 1 * MS, 5 * MS
+    assert explain_intake(request, 10 * MS).waited_for_ns == {MODEL: 1 * MS, GRAMMAR: 5 * MS, INTAKE: 2 * MS}
+    bench = Bench()
+    bench.driver.clock.advance(10 * MS)
+    bench.driver._record(bench.core.apply([Add(request)], bench.now_ns))
+    bench.run()
+    told = bench.told("a")
+    assert told.waited_for_ns == {MODEL: 1 * MS, GRAMMAR: 5 * MS, INTAKE: 2 * MS}
+    assert "5.0 ms for its grammar" in summary(told)
+
+
+class SlowMatcher(HashMatcher):
+    """A token takes three steps."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench.driver.executor.model.vocab_size)
+        self._clock = bench.driver.clock
+
+    def accept(self, token_ids) -> None:
+        self._clock.advance(3 * MS)
+        super().accept(token_ids)
+
+
+def test_steps_that_it_sat_out_for_its_masks_are_told() -> None:
+    bench = Bench()
+    bench.add("a", 8, max_tokens=30)
+    bench.add("b", 9, max_tokens=3, matcher=SlowMatcher(bench))
+    bench.steps(10)
+    told = bench.told("b")
+    assert (told.phase, told.num_generated_tokens, told.num_sat_out_steps) == (Phase.DECODE, 1, 8)
+    bench.run()
+    told, other = bench.told("b"), bench.told("a")
+    assert (told.num_generated_tokens, told.num_decode_steps) == (3, 2)
+    assert told.num_sat_out_steps == 28  # until the other had ended: each mask takes thirty tenths of a step
+    assert told.sat_out_ns == told.decode_ns - 2 * MS - 3 * MS  # its own steps, and the mask between them
+    assert told.longest_gap.gap_ns == told.sat_out_ns + 1 * MS
+    assert gap_cause(told.longest_gap) == "it sat out, as a mask of its grammar took long"
+    assert f"It sat out 28 steps ({told.sat_out_ns // MS} ms): its masks took long" in summary(told)
+    assert (other.num_sat_out_steps, other.num_decode_steps) == (0, 29)
 
 
 def test_who_is_passed_waits_for_the_order_from_its_turn_on() -> None:

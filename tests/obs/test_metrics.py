@@ -107,6 +107,7 @@ def test_a_fresh_server_already_shows_its_series(metrics):
         "preemptions_total",
         "recomputed_tokens_total",
         "padding_tokens_total",
+        "grammar_rows_sat_out_total",
         "prompt_tokens_total",
         "generation_tokens_total",
         "batch_size_bucket",

@@ -81,7 +81,7 @@ def test_what_is_told_agrees_with_who_was_there(engine: Engine, workload: Worklo
     journal = core._journal = Journal(100)
     clock = VirtualClock(1000)  # requests arrive at an instant that is the number of their turn
     transfers, worker = engine.make_transfers(core, executor, clock)
-    requests, witness = workload.requests(), Witness(journal)
+    requests, witness = workload.requests(clock), Witness(journal)
     outcomes = run_to_completion(
         core,
         executor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
+from penstock.clock import VirtualClock
 from penstock.engine.core import EngineCore
 from penstock.testing import Driver, HashExecutor, Outcome, run_to_completion
 from penstock.types.request import Request
@@ -25,6 +26,15 @@ def check(driver: Driver) -> None:
 @given(engine=engines(), workload=workloads())
 def test_every_answer_is_that_of_the_oracle(engine: Engine, workload: Workload) -> None:
     _, _, requests, outcomes = run(engine, workload)
+    check_answers(engine, requests, outcomes)
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(engine=engines(), workload=workloads())
+def test_every_answer_is_that_of_the_oracle_where_slow_masks_make_requests_sit_out(engine: Engine, workload: Workload) -> None:
+    clock = VirtualClock()
+    requests = workload.requests(clock)
+    outcomes = run_to_completion(*engine.make(), later=workload.script(requests), clock=clock, after_turn=check)
     check_answers(engine, requests, outcomes)
 
 

@@ -8,7 +8,7 @@ reads a clock.
     core.take_adapter_placements()   adapters to place after that
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens
-    core.follow_grammars(events, now)  what those answers may go on with that follow a grammar
+    core.follow_grammars(events, ...)  what those answers may go on with that follow a grammar, and who sits out for it
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
@@ -21,10 +21,11 @@ in which they began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from penstock.engine.mask_accounts import MadeMask, MaskAccounts
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
@@ -85,6 +86,8 @@ class EngineCore:
         self._told_wait = WaitReason.NOTHING
         """To the journal."""
         self._last_finish_ns = 0
+        self._last_step_ns = 0
+        """How long the last step took, without its wait for other models."""
         self.snapshot = self._take_snapshot()
         """Replaced as a whole in every turn, and before an end is told. Any thread may read it, and nothing else here."""
 
@@ -137,7 +140,7 @@ class EngineCore:
 
         With one step in flight also None if that has to be finished first.
         """
-        plan = self.scheduler.schedule(now_ns)
+        plan = self.scheduler.schedule(now_ns, self.sitting_out())
         if self.scheduler.adapter_changes:
             self._tell_adapters(now_ns, is_planned=True)
         news = self.scheduler.news
@@ -172,6 +175,7 @@ class EngineCore:
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
         self._last_finish_ns = now_ns
+        self._last_step_ns = now_ns - stats.started_ns - stats.waited_ns
         self._journal.on_step(stats)
         for request in outcome.ended:
             self._forget(request, now_ns)
@@ -194,17 +198,25 @@ class EngineCore:
         """
         return self._following.masks(plan)
 
-    def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int) -> list[TokenEvent]:
+    def follow_grammars(
+        self, events: Sequence[TokenEvent], now_ns: int, busy_ns: Callable[[], int], *, is_beside: bool
+    ) -> list[TokenEvent]:
         """Tell the grammars of answers what `finish` said, and let each make up its mind what may come next.
 
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
+        `busy_ns` tells the time that the thread has worked. `is_beside`: a step is in flight.
         """
         failed: list[TokenEvent] = []
-        for request_id, detail, reason in self._following.go_on(events):
+        for request_id, detail, reason in self._following.go_on(events, busy_ns):
             failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
         if failed:
             self.snapshot = self._take_snapshot()
+        self._following.settle(self._last_step_ns, self.scheduler.running, is_beside=is_beside)
         return failed
+
+    def sitting_out(self) -> Collection[str]:
+        """Ids of requests that have no row in the next step, as their masks took long, if that has rows of others."""
+        return self._following.sitting_out
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate, a load or an adapter;
@@ -371,6 +383,12 @@ class Following:
 
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
+        self._tenants: dict[str, str] = {}
+        self._made: list[MadeMask] = []
+        """The last masks."""
+        self._accounts = MaskAccounts()
+        self.sitting_out: Collection[str] = self._accounts.debts_ns
+        """Changes with every `settle`."""
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
@@ -379,10 +397,15 @@ class Following:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
         if request.matcher is not None:
             self._matchers[request.request_id] = request.matcher
+            self._tenants[request.request_id] = request.tenant
+            self._accounts.begin(request.request_id, request.tenant)
 
     def remove(self, request: Request) -> None:
         """It has ended."""
-        self._matchers.pop(request.request_id, None)
+        if self._matchers.pop(request.request_id, None) is not None:
+            del self._tenants[request.request_id]
+            if request.request_id in self.sitting_out:
+                self._accounts.end(request.request_id)
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether one of them samples in a step."""
@@ -394,11 +417,13 @@ class Following:
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
 
-    def go_on(self, events: Iterable[TokenEvent]) -> list[tuple[str, str, str]]:
+    def go_on(self, events: Iterable[TokenEvent], busy_ns: Callable[[], int]) -> list[tuple[str, str, str]]:
         """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, with the
         cause in words, and as a `RejectReason` value if the grammar itself is it.
         """
         failed: list[tuple[str, str, str]] = []
+        self._made.clear()
+        began_ns = busy_ns()
         for event in events:
             matcher = self._matchers.get(event.request_id)
             if matcher is None:
@@ -413,7 +438,17 @@ class Following:
             except BaseException:  # a matcher is of one request alone; a panic of a library in Rust is no Exception
                 _logger.exception("request %s: %s", event.request_id, BROKEN)
                 failed.append((event.request_id, BROKEN, ""))
+            ended_ns = busy_ns()
+            self._made.append(MadeMask(event.request_id, self._tenants[event.request_id], ended_ns - began_ns))
+            began_ns = ended_ns
         return failed
+
+    def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
+        """Charge what the last masks took, after a step of this duration, and find out who sits out."""
+        if any(name not in self.sitting_out for name in running) and len(running) > 1:
+            self._accounts.settle(self._made, self._matchers, step_ns, len(running), is_beside=is_beside)
+        else:
+            self._accounts.forgive()
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
@@ -444,6 +479,7 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         finish_reason=request.finish_reason,
         reject_reason=reject_reason,
         model_wait_ns=request.model_wait_ns,
+        grammar_wait_ns=request.grammar_wait_ns,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
         arm=request.arm,

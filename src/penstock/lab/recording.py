@@ -167,6 +167,8 @@ class StepDone:
     """For how long the machine was another model's meanwhile."""
     most_ns: int = 0
     """How long it was to take at most, as others wanted the machine; 0: as long as it liked."""
+    sat_out: Sequence[int] = ()
+    """Running requests that had no row, as their masks had taken long."""
 
     @property
     def shape(self) -> StepShape:
@@ -388,6 +390,7 @@ class _Part:
             num_blocks_held=line.get("held"),
             waited_ns=line.get("waited", 0),
             most_ns=line.get("most", 0),
+            sat_out=line.get("out", ()),
         )
 
 

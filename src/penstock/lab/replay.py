@@ -74,7 +74,7 @@ def replay(recording: Recording, make_policies: Callable[[], Policies]) -> Repla
         adapters=adapters,
         max_adapters=max(1, header.max_adapters),
     )
-    core = _Core(scheduler, adapters)
+    core = _Core(scheduler, adapters, executor)
 
     def commands() -> list[Command]:
         """Those that are due."""
@@ -290,11 +290,15 @@ class _RecordedAdapters:
 
 
 class _Core(EngineCore):
-    """A core that says when it makes a plan."""
+    """A core that says when it makes a plan, and in which those sit out who did."""
 
-    def __init__(self, scheduler: Scheduler, adapters: _RecordedAdapters) -> None:
+    def __init__(self, scheduler: Scheduler, adapters: _RecordedAdapters, executor: _RecordedExecutor) -> None:
         super().__init__(scheduler)
         self._adapters = adapters
+        self._executor = executor
+
+    def sitting_out(self) -> Collection[str]:
+        return self._executor.sitting_out()
 
     def begin(self, now_ns: int) -> StepPlan | None:
         self._adapters.is_planning = True
@@ -340,6 +344,11 @@ class _RecordedExecutor(NoAdapters):
         """How long the step that comes next was to take at most."""
         steps = self._story.steps
         return steps[self._num_begun].most_ns if self._num_begun < len(steps) else 0
+
+    def sitting_out(self) -> Collection[str]:
+        """Requests that had no row in the step that comes next."""
+        steps = self._story.steps
+        return [str(number) for number in steps[self._num_begun].sat_out] if self._num_begun < len(steps) else ()
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._num_begun == len(self._story.steps):

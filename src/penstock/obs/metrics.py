@@ -149,6 +149,7 @@ class Metrics(RequestCounts):
         self.num_recomputed_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
+        self.num_rows_sat_out = 0
         self.max_prefill_tokens = 0
         """Prompt tokens that the last step could take."""
         self.num_computed_prompt_tokens = 0
@@ -161,6 +162,7 @@ class Metrics(RequestCounts):
         while that ran, to the end of its execution."""
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
         self.model_wait_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.grammar_wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         """Reports that are not counted yet: the function that counts each, and its arguments. Taken by whoever holds the
         lock."""
@@ -207,6 +209,11 @@ class Metrics(RequestCounts):
         """A request waited for so long until the model was loaded. For any thread."""
         with self.lock:
             self.model_wait_ns.observe(wait_ns)
+
+    def count_grammar_wait(self, wait_ns: int) -> None:
+        """A call waited for so long for its grammar, whether it got that or not. For any thread."""
+        with self.lock:
+            self.grammar_wait_ns.observe(wait_ns)
 
     def count_rejected(self, reason: str, arm: str = "", tenant: str = "") -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
@@ -258,6 +265,7 @@ class Metrics(RequestCounts):
         self.num_swaps += stats.counts.num_swaps
         self.num_recomputed_tokens += stats.counts.num_recomputed_tokens
         self.num_padding_tokens += stats.counts.num_padding_tokens
+        self.num_rows_sat_out += len(stats.counts.sat_out)
         self.max_prefill_tokens = stats.counts.max_prefill_tokens
         self.num_generated_tokens += stats.counts.num_sampled_tokens
         self.batch_size.observe(stats.counts.num_rows)

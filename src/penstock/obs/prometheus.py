@@ -120,6 +120,8 @@ class _Snapshot:
         yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
         yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)
         yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
+        text = "Rows left out of a step, as masks of their grammars had taken too long."
+        yield self._counter("grammar_rows_sat_out", text, metrics.num_rows_sat_out)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
         if metrics.tenants:
@@ -234,6 +236,8 @@ class _Snapshot:
             for arm, counts in self._requests:
                 family.add_metric([self._model, *arm], *getattr(counts, field).snapshot(_SECOND_NS))
             yield family
+        text = "Waits of calls for their grammars to be compiled; a known one takes microseconds."
+        yield self._histogram("grammar_wait_seconds", text, metrics.grammar_wait_ns, _SECOND_NS)
         text = "Each gap between tokens of one request."
         yield self._histogram("inter_token_latency_seconds", text, metrics.itl_ns, _SECOND_NS)
 

@@ -437,6 +437,8 @@ class _Writer:
             line["waited"] = stats.waited_ns
         if stats.counts.most_ns:
             line["most"] = stats.counts.most_ns
+        if stats.counts.sat_out:
+            line["out"] = [self._number(name, is_void=name not in self._numbers) for name in stats.counts.sat_out]
         self._pending = (line, stats.parts_ns)
 
     def door(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:

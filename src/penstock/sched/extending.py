@@ -6,7 +6,7 @@ A request that lacks blocks preempts others until they are found, or itself if t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from penstock.kv.manager import KVManager
@@ -29,9 +29,18 @@ class Extending:
         self._running = running
         self._speculation = speculation
 
-    def decodes(self, draft: StepDraft) -> list[Request]:
-        """A row for every running request that is one token behind, in order of admission. Returns the other ones."""
+    def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
+        """A row for every running request that is one token behind, in order of admission. Returns the other ones.
+
+        Those that sit out are passed over, unless that is all who run.
+        """
         counts, running = draft.counts, tuple(self._running)
+        counts.sat_out = ()
+        if sitting_out:
+            going = tuple([request for request in running if request.request_id not in sitting_out])
+            if going:
+                counts.sat_out = [name for request in running if (name := request.request_id) in sitting_out]
+                running = going
         num_slots = self._kv.num_slots if self._speculation is None else NO_SLOTS
         prefills, num_rows = progress.plan_decodes(
             running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)

@@ -39,7 +39,7 @@ split and end with their first step, and each holds one block meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.kv.invariants import check as check_kv
@@ -130,6 +130,7 @@ class Scheduler:
         self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
         self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
         self._takes_beams = policies.gate.is_continuous
+        self._may_sit_out = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, which was made ahead, found a request to pause: the next one is not made ahead."""
         self._most_step_ns = most_step_ns
@@ -233,27 +234,30 @@ class Scheduler:
 
     # schedule
 
-    def schedule(self, now_ns: int) -> StepPlan | None:
-        """The next step; None if there is nothing to compute, or if the step in flight has to be committed first."""
-        plan = self._schedule(now_ns)
+    def schedule(self, now_ns: int, sitting_out: Collection[str] = ()) -> StepPlan | None:
+        """The next step; None if there is nothing to compute, or if the step in flight has to be committed first.
+
+        `sitting_out`: ids of running requests that get no row if others do. In a batch that a gate calls, they do.
+        """
+        plan = self._schedule(now_ns, sitting_out if self._may_sit_out else ())
         if self._adapters.seen:
             self._adapters.seen.clear()
         return plan
 
-    def _schedule(self, now_ns: int) -> StepPlan | None:
+    def _schedule(self, now_ns: int, sitting_out: Collection[str]) -> StepPlan | None:
         if not self._flights:
-            return self._plan(now_ns)
+            return self._plan(now_ns, sitting_out)
         assert len(self._flights) == 1, "two steps are in flight"
         if not self._puts_off_pause and self._ahead.begin():
             try:
                 if not self._joining.must_pause(now_ns):
-                    return self._plan(now_ns)
+                    return self._plan(now_ns, sitting_out)
             finally:
                 self._ahead.end()
         self.news = PlanNews(now_ns, self.news.waits_for, (), ())
         return None
 
-    def _plan(self, now_ns: int) -> StepPlan | None:
+    def _plan(self, now_ns: int, sitting_out: Collection[str]) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
         self.kv.prefix.now_ns = now_ns
@@ -265,13 +269,15 @@ class Scheduler:
         )
         if self._padding.is_active:
             self._padding.begin(draft)
-        prefills = self._extending.decodes(draft)
+        prefills = self._extending.decodes(draft, sitting_out)
         if len(prefills) > 1:
             prefills = self._joining.rank(prefills, now_ns)
         draft.counts.most_ns = self._most_step_ns()
         draft.budget.limits = self._ask_budget(draft.counts, prefills)
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, prefills, decision, now_ns)
+        if draft.counts.sat_out and not draft.rows:  # nobody else can go on
+            self._extending.decodes(draft)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None

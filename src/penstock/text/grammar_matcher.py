@@ -159,8 +159,9 @@ class Limits:
 
 
 JSON_LIMITS = Limits()
-LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
-"""Ambiguous rules cost the square of the items in a row: a mask takes up to 8 ms so, and 220 with llguidance's own limits."""
+LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=5_000)
+"""Ambiguous rules cost the square of the items in a row: a mask takes up to 8 ms so, 20 with four times the items in a step,
+and 220 with llguidance's own limits."""
 MAX_ANSWERS = 64
 """Answers of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 

@@ -68,6 +68,8 @@ class Request:
     """Position of the first token of a pair's second text; 0: the prompt is one text."""
     model_wait_ns: int = 0
     """The time after its arrival in which it waited for its model to be loaded."""
+    grammar_wait_ns: int = 0
+    """The time before it was queued in which it waited for its grammar to be compiled."""
     adapter: AdapterRef | None = None
     """The adapter that its tokens are computed with; None: the model as it is."""
 

@@ -161,6 +161,8 @@ class StepCounts:
     """Different adapters that rows have."""
     num_adapter_rows: int = 0
     """Rows with an adapter."""
+    sat_out: Sequence[str] = ()
+    """Ids of running requests without a row, since their masks had taken long and others would have waited for the next."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
 
@@ -219,6 +221,7 @@ class RequestStats:
     arm: str = ""
     """As in the request; so is the next."""
     model_wait_ns: int = 0
+    grammar_wait_ns: int = 0
 
 
 @dataclass(slots=True)

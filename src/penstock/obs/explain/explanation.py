@@ -17,6 +17,8 @@ from penstock.types.stats import PreemptReason, PrefixEnd, PrefixStop, WaitReaso
 
 MODEL = "model"
 """Waiting for its model to be loaded."""
+GRAMMAR = "grammar"
+"""Waiting for its grammar to be compiled."""
 INTAKE = "intake"
 """Waiting before it was queued: its prompt was tokenised, and the step that ran came to its end."""
 ORDER = "order"
@@ -94,6 +96,10 @@ class Explanation:
     mean_batch: float
     """Requests in its steps, itself included."""
     max_batch: int
+    num_sat_out_steps: int
+    """Steps in which it had no row, as its masks had taken long."""
+    sat_out_ns: int
+    """How long these steps took; a part of `decode_ns`."""
     longest_gap: Gap | None
     """Between two of its tokens."""
     pauses: Sequence[PauseTold]
@@ -140,6 +146,8 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
         max_batch=steps.max_rows,
+        num_sat_out_steps=life.num_sat_out,
+        sat_out_ns=life.sat_out_ns,
         longest_gap=decodes.longest,
         pauses=[_pause(pause, life.arrival_ns, end) for pause in life.pauses],
     )
@@ -148,14 +156,17 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """The explanation of a request that is on its way to the queue."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, arm=request.arm)
-    life.model_wait_ns = request.model_wait_ns
+    life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
     return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     """From arrival to its first step; the parts are disjoint and leave no gap."""
+    queued_ns = until.at_ns if life.queued is None else life.queued.at_ns
+    intake_ns = queued_ns - life.arrival_ns - life.model_wait_ns - life.grammar_wait_ns
+    before = {MODEL: life.model_wait_ns, GRAMMAR: life.grammar_wait_ns, INTAKE: intake_ns}
     if life.queued is None:
-        return _some({MODEL: life.model_wait_ns, INTAKE: until.at_ns - life.arrival_ns - life.model_wait_ns})
+        return _some(before)
     due, why_later = until, ORDER
     if life.aside is not None:  # those who pass it from then on do so for that reason
         due, why_later = life.aside, life.aside_for.value
@@ -163,8 +174,7 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
         due, why_later = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued, ORDER
     waited = _told(due.since(life.queued))
     waited[why_later] = waited.get(why_later, 0) + until.at_ns - due.at_ns
-    intake_ns = life.queued.at_ns - life.arrival_ns - life.model_wait_ns
-    return _some({MODEL: life.model_wait_ns, INTAKE: intake_ns} | waited)
+    return _some(before | waited)
 
 
 def _told(by_reason_ns: Sequence[int]) -> dict[str, int]:
@@ -191,6 +201,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
 
 _WAITS = {
     MODEL: "for its model to load",
+    GRAMMAR: "for its grammar",
     INTAKE: "before it was queued",
     STEP: "for the next step",
     ORDER: "because others went first",
@@ -233,6 +244,9 @@ def _sentences(told: Explanation) -> Iterator[str]:
         yield _tokens(told)
     if told.other_models_ns > _LEAST_SHARE * (told.prefill_ns + told.decode_ns):
         yield f"For {duration(told.other_models_ns)} of that the machine was another model's."
+    if told.num_sat_out_steps:
+        steps = _count(told.num_sat_out_steps, "step")
+        yield f"It sat out {steps} ({duration(told.sat_out_ns)}): its masks took long, and others would have waited for them."
     yield from _pauses(told)
     if told.longest_gap is not None and _is_notable(told, told.longest_gap):
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
@@ -327,6 +341,8 @@ def gap_cause(gap: Gap) -> str:
     step = gap.step
     if gap.is_preemption:
         return "it had lost its place meanwhile"
+    if gap.has_sat_out:
+        return "it sat out, as a mask of its grammar took long"
     if step is None:
         return "unknown"
     if 2 * step.waited_ns > gap.gap_ns:

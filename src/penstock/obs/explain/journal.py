@@ -66,6 +66,8 @@ class Journal:
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
         """The beams of each search that has not ended."""
+        self._sitting_out: dict[str, Life] = {}
+        """Those that had no row in the last step for their masks, and have one in the next."""
         self._last_pieces: list[tuple[Life, int]] = []
         """Requests with one token of their prompt left, computed like a decode by the next step; how often it had paused."""
         self._clock = WaitClock()
@@ -97,7 +99,8 @@ class Journal:
     def _come(self, request: Request, now_ns: int, call_id: str = "") -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
         life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id, request.arm)
-        life.call_id, life.model_wait_ns = call_id, request.model_wait_ns
+        life.call_id = call_id
+        life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
         self._note(self._queue, life, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
@@ -190,6 +193,8 @@ class Journal:
 
     def _step(self, stats: StepStats) -> None:
         number = self._log.next
+        if self._sitting_out or stats.counts.sat_out:
+            self._sit_out(stats, number)
         self._log.append(self._step_note(stats), stats.ended_ns)
         last_pieces, self._last_pieces = self._last_pieces, []
         for life, num_pauses in last_pieces:
@@ -201,6 +206,27 @@ class Journal:
             self._prefill(row.request_id, row.context_len, row.query_len, stats, number)
         if self._log.is_full:
             self._forget_steps()
+
+    def _sit_out(self, stats: StepStats, number: int) -> None:
+        """Before the step is in the log: note who had no row in it for their masks, and who has gone on."""
+        went_on, self._sitting_out = self._sitting_out, {}
+        last_ended_ns = self._log.last_ended_ns
+        for request_id in stats.counts.sat_out:
+            life = went_on.pop(request_id, None) or self._lives.get(request_id)
+            if life is None or life.phase is not Phase.DECODE:
+                continue
+            self._sitting_out[request_id] = life
+            self._close_decodes(life, number)
+            life.decodes_from = number + 1
+            life.num_sat_out += 1
+            life.sat_out_ns += stats.ended_ns - last_ended_ns
+            if life.last_token_ns is None:
+                life.last_token_ns = last_ended_ns
+        for life in went_on.values():
+            if life.phase is Phase.DECODE and life.last_token_ns is not None:
+                gap_ns = stats.ended_ns - life.last_token_ns
+                life.decodes.note_gap(Gap(gap_ns, self._step_note(stats), has_sat_out=True))
+                life.last_token_ns = None
 
     def _step_note(self, stats: StepStats) -> StepNote:
         duration_ns = stats.ended_ns - stats.started_ns
@@ -269,7 +295,7 @@ class Journal:
         if life is None:
             return
         self._close_decodes(life, self._log.next)
-        if life.phase is Phase.DECODE:
+        if life.phase is Phase.DECODE and life.last_token_ns is None:
             life.last_token_ns = self._log.last_ended_ns
         life.phase = Phase.PAUSED
         life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens, preemption.is_swap))
@@ -284,7 +310,7 @@ class Journal:
         life = self._lives.get(stats.request_id)
         if life is None:  # refused, and never queued
             life = Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens)
-            life.model_wait_ns = stats.model_wait_ns
+            life.model_wait_ns, life.grammar_wait_ns = stats.model_wait_ns, stats.grammar_wait_ns
             self._keep(life, stats)
         else:
             self._end(life, stats, self._log.next)

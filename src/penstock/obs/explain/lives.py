@@ -2,7 +2,7 @@
 and read by `Journal`; worked out in numbers by `explain`.
 
 A request that decodes is in every step from its first token to its end, so two numbers of steps say all about it: how many it
-was in, with how many others, and which of them took longest. Nothing is done per request and step.
+was in, with how many others, and which of them took longest. Nothing is done per request and step, but where requests sit out.
 
 All requests that wait in a step wait for what the first of them lacks, so time is added once per step and not once per
 request: a request remembers the totals as it came, and the difference when it runs is what it waited for. How much of that is
@@ -58,6 +58,8 @@ class Gap:
     """In which the later one was computed."""
     is_preemption: bool = False
     """The request had lost its place meanwhile."""
+    has_sat_out: bool = False
+    """The request had no row in steps between, for its masks."""
 
 
 @dataclass(slots=True)
@@ -395,6 +397,8 @@ class Life:
     """Arm of the A/B test, if there is one."""
     model_wait_ns: int = 0
     """The time after its arrival in which its model was loaded."""
+    grammar_wait_ns: int = 0
+    """The time before it was queued in which its grammar was compiled."""
     call_id: str = ""
     """Id of the call for which it is watched, if others of that are not."""
     ticket: Ticket | None = None
@@ -426,7 +430,10 @@ class Life:
     num_first_tokens: int = 0
     """Tokens that prefills chose: one, and one more for each time it came back."""
     last_token_ns: int | None = None
-    """Before its last preemption."""
+    """Before its last preemption, or before it sat out; None while it goes on."""
+    num_sat_out: int = 0
+    """Steps in which it had no row, as its masks had taken long."""
+    sat_out_ns: int = 0
     first_token_ns: int | None = None
     pauses: list[Pause] = field(default_factory=list)
     end: RequestStats | None = None

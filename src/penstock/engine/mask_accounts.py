@@ -1,0 +1,132 @@
+"""The accounts of the time that masks take: owns which answers that follow a grammar sit out the next steps. The core tells
+after each step what every mask took. Reads no clock, and knows neither grammars nor plans.
+
+All rows of a step wait for the masks of some of them. So each row has a part of the step for its mask, and what a mask takes
+beyond that is a debt. A tenth of each step pays debts. A request with a debt sits out: it keeps its place and its blocks, and
+has no row.
+
+    own part of a row     a quarter of its equal part of the step (1 / rows), and a tenth of the step at most
+    for all debts         a tenth of the step less the own parts that were used, but a quarter of that tenth at least
+
+So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are. Tenants
+share equally what pays debts, and so do the requests of each; what one does not need is the others'. A debt is at most what the
+last mask took, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a client
+could leave before it pays, and come again.
+
+A mask is charged its CPU time: between two of them the thread may wait for others in the process, and no grammar is the cause.
+Masks that are made while the device computes cost others only the time by which they take longer than the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+STEP_SHARE = 10
+"""One in so many parts of a step pays debts."""
+ROW_SHARE = 4
+"""One in so many parts of a row's equal part of the step is its own. Usual masks take less, so that a batch in which all rows
+follow grammars does not sit out its own steps."""
+LEAST_SHARE = 4
+"""One in so many parts of the tenth pays debts also if usual masks have used it up."""
+MAX_LEFT = 256
+"""Debts of requests that ended which are remembered; the oldest is forgotten first."""
+
+
+class MadeMask(NamedTuple):
+    """The mask that was made for a request."""
+
+    request_id: str
+    tenant: str
+    busy_ns: int
+    """CPU time that it took."""
+
+
+class MaskAccounts:
+    """Debts, and what pays them. Times are in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.debts_ns: dict[str, int] = {}
+        """Requests that sit out -> what they owe, which is never 0."""
+        self._tenants: dict[str, str] = {}
+        """Those of requests with debts."""
+        self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
+        """Tenants and debts of requests that ended."""
+        self._saved_ns = 0
+        """Time for debts that is not spent: that of one step at most."""
+        self._step_ns = 0
+        """The last step, without the time for which it waited for masks."""
+        self._last_ns = 0
+        """All masks that were made beside it."""
+
+    def begin(self, request_id: str, tenant: str) -> None:
+        """A request comes, and takes over a debt of its tenant, if one was left."""
+        left = next((entry for entry in self._left if entry[0] == tenant), None)
+        if left is not None:
+            self._left.remove(left)
+            self._owe(request_id, tenant, left[1])
+
+    def end(self, request_id: str) -> None:
+        """A request with a debt ends."""
+        self._left.append((self._tenants.pop(request_id), self.debts_ns.pop(request_id)))
+
+    def settle(self, made: Sequence[MadeMask], live: Container[str], step_ns: int, num_rows: int, *, is_beside: bool) -> None:
+        """After a step, and the masks for the next: charge them, and pay debts.
+
+        `live`: ids of requests that go on; others have ended by their masks, which may have been the slowest. `step_ns`:
+        duration of the step. `num_rows`: requests that wait for these masks. `is_beside`: the device computes the next step
+        meanwhile.
+        """
+        total_ns = sum([mask.busy_ns for mask in made])
+        hidden_ns = 0
+        if is_beside:  # the step was as long as its layers, or as the masks that were made beside it
+            step_ns -= max(0, self._last_ns - self._step_ns)
+            hidden_ns = step_ns
+        self._step_ns, self._last_ns = step_ns, total_ns
+        cost_ns = max(0, total_ns - hidden_ns)
+        own_ns = step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
+        used_ns = 0
+        for mask in made if cost_ns else ():
+            part_ns = mask.busy_ns * cost_ns // total_ns
+            used_ns += min(part_ns, own_ns)
+            if part_ns > own_ns:
+                self._owe(mask.request_id, mask.tenant, part_ns - own_ns)
+                if mask.request_id not in live:
+                    self.end(mask.request_id)
+        tenth_ns = step_ns // STEP_SHARE
+        self._saved_ns = min(step_ns, self._saved_ns + max(tenth_ns - used_ns, tenth_ns // LEAST_SHARE, 1))
+        if self.debts_ns:
+            self._pay()
+
+    def forgive(self) -> None:
+        """Nobody was there who waited for the masks of others."""
+        self.debts_ns.clear()
+        self._tenants.clear()
+
+    def _owe(self, request_id: str, tenant: str, debt_ns: int) -> None:
+        self.debts_ns[request_id] = self.debts_ns.get(request_id, 0) + debt_ns
+        self._tenants[request_id] = tenant
+
+    def _pay(self) -> None:
+        by_tenant: dict[str, dict[str, int]] = {}
+        for request_id, debt_ns in self.debts_ns.items():
+            by_tenant.setdefault(self._tenants[request_id], {})[request_id] = debt_ns
+        parts_ns = equal_parts(self._saved_ns, {tenant: sum(debts.values()) for tenant, debts in by_tenant.items()})
+        for tenant, debts in by_tenant.items():
+            for request_id, paid_ns in equal_parts(parts_ns[tenant], debts).items():
+                self._saved_ns -= paid_ns
+                self.debts_ns[request_id] -= paid_ns
+                if not self.debts_ns[request_id]:
+                    del self.debts_ns[request_id], self._tenants[request_id]
+
+
+def equal_parts(amount: int, wanted: Mapping[_Key, int]) -> dict[_Key, int]:
+    """An amount, shared: to each what it wants, or an equal part of what those leave that want less."""
+    parts: dict[_Key, int] = {}
+    for key, most in sorted(wanted.items(), key=lambda entry: entry[1]):
+        parts[key] = min(most, amount // (len(wanted) - len(parts)))
+        amount -= parts[key]
+    return parts
