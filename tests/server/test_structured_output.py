@@ -355,9 +355,9 @@ async def slow_grammars(*keys):
         runtime = server.runtime
         runtime.grammars = compiling = Compiling(runtime.grammars, lambda grammar: grammar.source.startswith("a"))
 
-        def post(key, regex):
+        def post(key, regex, **headers):
             body = {"prompt": "a", "max_tokens": 50, "temperature": 0} | outputs(regex=regex)
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            headers |= {"Authorization": f"Bearer {key}"} if key else {}
             return asyncio.create_task(client.post(COMPLETIONS, json=body, headers=headers))
 
         def waiting():
@@ -369,6 +369,12 @@ async def slow_grammars(*keys):
                 yield compiling, post, waiting
         finally:
             compiling.may_go_on.set()
+
+
+async def beside(response, path):
+    """The text of another page of the same server."""
+    async with httpx.AsyncClient() as client:
+        return (await client.get(response.url.join(path))).text
 
 
 async def test_the_grammars_of_one_key_do_not_hold_up_those_of_another():
@@ -397,6 +403,43 @@ async def test_the_grammar_of_a_client_that_leaves_is_not_compiled():
         compiling.may_go_on.set()
         assert [(await task).status_code for task in (first, *staying, shared)] == [200] * 3
         assert sorted(grammar.source for grammar in compiling.asked) == ["a", "aa", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ("X-Deadline-Ms", "deadline"),
+        ("X-Queue-Timeout-Ms", "queue_timeout"),
+        ("X-First-Token-Timeout-Ms", "first_token_timeout"),
+    ],
+)
+async def test_who_may_not_wait_so_long_is_told_while_others_grammars_are_compiled(header, reason):
+    async with slow_grammars() as (compiling, post, waiting):
+        first = post(None, "a")
+        await until(lambda: compiling.asked)
+        late = await post(None, "ab", **{header: "150"})
+        error = check(late, 408, "deadline_exceeded")
+        assert "not compiled within the 150 ms" in error["message"]
+        assert not waiting()
+        compiling.may_go_on.set()
+        assert (await first).status_code == 200
+        assert re.search(
+            f'^penstock_requests_rejected_total.*"{reason}".* 1\\.0$', await beside(late, "/metrics"), re.MULTILINE
+        )
+    assert [grammar.source for grammar in compiling.asked] == ["a"]
+
+
+async def test_the_wait_for_a_grammar_is_counted_and_told():
+    async with slow_grammars() as (compiling, post, _):
+        first = post(None, "a")
+        await until(lambda: compiling.asked)
+        compiling.may_go_on.set()
+        answer = await first
+        [told] = json.loads(await beside(answer, f"/v1/requests/{answer.json()['id']}"))["choices"]
+        metrics = await beside(answer, "/metrics")
+    assert told["waited"]["for_ms"]["grammar"] > 0
+    assert sum(told["waited"]["for_ms"].values()) == pytest.approx(told["time_ms"]["queue"], abs=0.01)
+    assert re.search(r"^penstock_grammar_wait_seconds_count.* 1\.0$", metrics, re.MULTILINE)
 
 
 async def test_an_overloaded_server_compiles_nothing():

@@ -6,7 +6,8 @@ what a grammar is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import orjson
 
 from penstock.deploy.running import RunningModel
 from penstock.serve.errors import invalid
-from penstock.serve.openai.call import AskedGrammar
+from penstock.serve.openai.call import AskedGrammar, Terms
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.text.grammar import Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
@@ -66,18 +67,21 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
 
 
 async def matchers_of(
-    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, tenant: str
+    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
 ) -> list[Matcher]:
     """A matcher for each of so many choices. `plan` says what comes before the grammar; there is at least one of both.
 
-    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read.
+    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read, and the reason of a
+    limit of time that passes meanwhile.
     """
     if asked is None:
         assert plan is not None, "else nothing is to be followed"
         return [running.grammars.free_matcher(plan) for _ in range(number)]
     try:
         matchers = _known(number, asked.grammar, plan, running)
-        return await _compiled(number, asked.grammar, plan, running, tenant) if matchers is None else matchers
+        if matchers is not None:
+            return matchers
+        return await _in_time(_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
@@ -92,6 +96,29 @@ def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: Runn
         return None
     known = [matcher for matcher in (running.grammars.known(grammar, plan) for _ in range(number)) if matcher is not None]
     return known if len(known) == number else None
+
+
+async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
+    """The matchers, if the first limit of time does not pass before. A compilation that nobody waits for is not begun."""
+    limits = [
+        (terms.deadline_ns, RejectReason.DEADLINE),
+        (terms.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT),
+        (terms.first_token_deadline_ns, RejectReason.FIRST_TOKEN_TIMEOUT),
+    ]
+    first = min(((at_ns, reason) for at_ns, reason in limits if at_ns is not None), default=None)
+    if first is None:
+        return await compiling
+    limit_ns, reason = first
+    try:
+        async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
+            return await compiling
+    except TimeoutError:
+        running.metrics.count_rejected(reason, terms.arm, terms.owner.tenant)
+        allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
+        detail = (
+            f"Its grammar was not compiled within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
+        )
+        raise Rejected(reason, detail) from None
 
 
 async def _compiled(

@@ -78,12 +78,18 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     seed = running.sources.draw_seed() if call.seed is None else call.seed
     with at_the_door(running, _ask(call)) as place:
         tokenised, form = await _tokenised(call)
-        matchers = None
+        matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
             num_requests = len(tokenised.prompts) * call.num_choices
             grammar, plan = _planned(call, form)
-            matchers = await matchers_of(grammar, plan, num_requests, running, call.terms.owner.tenant)
-        return in_flight.open(call, _requests(call, in_flight, tokenised, seed, matchers), tokenised.echoes, form, place)
+            asked_ns = running.clock.now_ns()
+            try:
+                matchers = await matchers_of(grammar, plan, num_requests, running, call.terms)
+            finally:
+                grammar_wait_ns = running.clock.now_ns() - asked_ns
+                running.metrics.count_grammar_wait(grammar_wait_ns)
+        requests = _requests(call, in_flight, tokenised, seed, matchers, grammar_wait_ns)
+        return in_flight.open(call, requests, tokenised.echoes, form, place)
 
 
 @contextmanager
@@ -452,7 +458,12 @@ def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -
 
 
 def _requests(
-    call: Call, in_flight: InFlight, tokenised: Tokenised, seed: int, matchers: Sequence[Matcher] | None
+    call: Call,
+    in_flight: InFlight,
+    tokenised: Tokenised,
+    seed: int,
+    matchers: Sequence[Matcher] | None,
+    grammar_wait_ns: int,
 ) -> list[Request]:
     """`num_choices` requests for each prompt, in the order of the prompts."""
     terms, running = call.terms, call.running
@@ -482,6 +493,7 @@ def _requests(
                     sampling=sampling,
                     arrival_ns=terms.arrival_ns,
                     model_wait_ns=terms.model_wait_ns,
+                    grammar_wait_ns=grammar_wait_ns,
                     parent_id=f"{engine_id}.{prompt_index}",
                     arm=terms.arm,
                     priority=terms.priority,
