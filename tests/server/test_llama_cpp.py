@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime
+from harness import CAPACITY, CHAT_TEMPLATE, SPECIAL_TOKENS, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from test_completions import TOKENIZER, oracle
+from test_tools import says
 
 from penstock.serve.openai.in_flight import InFlight
 from penstock.text import fim
@@ -279,8 +281,6 @@ async def test_fields_of_an_answer_can_be_chosen(client):
 
 
 async def test_lines_end_answers():
-    from test_tools import says
-
     runtime = says("    a = 1\n    b = 2\nc = 3\n")
     try:
         async with make_client(runtime) as client:
@@ -350,6 +350,22 @@ async def test_errors_have_llama_cpps_types(client, runtime):
     assert (await client.get("/completion")).json()["error"]["code"] == 405
 
 
+async def test_bodies_are_json_whatever_curl_calls_them(client):
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    for path, body in (("/completion", ASK), ("/api/generate", {"model": "toy", "prompt": "Hi", "stream": False})):
+        assert (await client.post(path, content=json.dumps(body), headers=form)).status_code == 200
+        other_site = await client.post(path, content=json.dumps(body), headers=form | {"Sec-Fetch-Site": "cross-site"})
+        assert other_site.status_code == 403
+    assert (await client.post("/v1/completions", content=json.dumps(ASK), headers=form)).status_code == 400
+
+
+async def test_hints_and_unknown_fields_are_passed_over_if_the_server_says_so(runtime):
+    async with make_client(runtime, ignore_unknown_parameters=True) as client:
+        answer = await ask(client, n_cache_reuse=256, sse_ping_interval=5, colour=1)
+        assert answer["content"] == said("Hi")
+        assert "'mirostat' is not supported yet" in await refused(client, mirostat=2)
+
+
 async def test_a_failure_within_a_stream_is_an_event(client, monkeypatch):
     monkeypatch.setattr("penstock.serve.llama_cpp.write.LlamaWriter._final", None)
     *_, last = await events(client)
@@ -392,6 +408,7 @@ async def test_files_stand_before_the_hole_as_far_as_there_is_room(client, monke
     assert await prompt("one") == f"^repository\n~f\none~file\n{hole}"
     assert await prompt("x" * 1500, "y" * 1000, "z" * 900) == f"^repository\n~f\n{'y' * 1000}~f\n{'z' * 900}~file\n{hole}"
     assert await prompt("x" * 3000) == hole
+    assert await prompt("x" * 2_000_000, "y") == f"^repository\n~f\ny~file\n{hole}"
 
 
 async def test_a_model_that_fills_nothing_is_named(client):
@@ -446,6 +463,8 @@ async def test_tokens_of_a_content_and_back(client):
     data = b"".join([one["piece"].encode() if isinstance(one["piece"], str) else bytes(one["piece"]) for one in told])
     assert data.decode() == text
     assert any(isinstance(one["piece"], list) for one in told), "parts of a character are bytes"
+    long = (await client.post("/tokenize", json={"content": "a" * 70_000, "with_pieces": True})).json()["error"]
+    assert "'content' has 70000 tokens; the pieces of 65536" in long["message"]
     assert (await client.post("/detokenize", json={"tokens": ids})).json()["content"] == text
 
 
@@ -514,8 +533,6 @@ async def test_props_tell_no_path():
 
 
 async def test_slots_show_a_request_to_its_owner_alone(gate):
-    from harness import until
-
     runtime = make_runtime(gate)
     try:
         async with make_client(runtime, api_keys=("a", "b")) as client:
@@ -540,6 +557,23 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
             assert not any(slot["is_processing"] for slot in await slots("a"))
             response = await client.get("/slots?fail_on_no_slot=1", headers={"Authorization": "Bearer a"})
             assert response.status_code == 200
+    finally:
+        gate.open()
+        runtime.close()
+
+
+async def test_no_slot_is_an_error_for_those_who_ask_so():
+    gate = GatedExecutor(replace(CAPACITY, max_rows=1))
+    runtime = make_runtime(gate)
+    try:
+        async with make_client(runtime) as client:
+            asked = asyncio.create_task(client.post("/completion", json=ASK))
+            await until(lambda: runtime.engine.load().num_running == 1)
+            assert [slot["is_processing"] for slot in (await client.get("/slots")).json()] == [True]
+            error = (await client.get("/slots?fail_on_no_slot=1")).json()["error"]
+            assert (error["code"], error["type"]) == (503, "unavailable_error")
+            gate.open()
+            assert (await asked).status_code == 200
     finally:
         gate.open()
         runtime.close()

@@ -204,7 +204,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     waits, found = partial(when_loaded, deployment, config), folder.when_found
 
     def reads(path: str, answer: JsonEndpoint) -> Endpoint:
-        return takes_json(waits(looked_up(found(answer))), of_any_type=path.startswith("/api/"))
+        return takes_json(waits(looked_up(found(answer))), of_any_type=path.startswith("/api/") or path in LLAMA_PATHS)
 
     return [
         *(Operation("POST", path, told, reads(path, answer), answer, bodies) for path, told, bodies, answer in with_body),

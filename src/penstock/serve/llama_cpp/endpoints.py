@@ -25,6 +25,7 @@ from penstock.serve.openai.read import Reader, find_model, read_owner
 from penstock.serve.openai.run import mixed_ids, render
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.openai.write import NewWriter
+from penstock.serve.texts.tei import MAX_TOLD_TOKENS
 
 LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots")
 """Paths that no other API has."""
@@ -105,6 +106,12 @@ def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> list[Any]:
     token_ids = mixed_ids(prompt, running, adds_special_tokens=bool(body.add_special))
     if not body.with_pieces:
         return list(token_ids)
+    if len(token_ids) > MAX_TOLD_TOKENS:
+        raise invalid(
+            f"'content' has {len(token_ids)} tokens; the pieces of {MAX_TOLD_TOKENS} are told in one answer. Send it in parts, "
+            "or leave out 'with_pieces'.",
+            "with_pieces",
+        )
     pieces = {token_id: _piece(running.tokenizer.token_bytes(token_id)) for token_id in set(token_ids)}
     return [{"id": token_id, "piece": pieces[token_id]} for token_id in token_ids]
 

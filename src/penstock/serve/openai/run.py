@@ -352,9 +352,10 @@ def mixed_ids(prompt: MixedPrompt, running: RunningModel, *, adds_special_tokens
 def _infill_text(prompt: InfillPrompt, call: Call, running: RunningModel, fim: FillInTheMiddle) -> str:
     """The text that asks for what fills the hole, after as many of the last files as there is room for."""
     files = [fim.file_text(name, text) for name, text in prompt.files]
+    while any(_exceeded_size(file, running) for file in files):
+        del files[0]
     rest = fim.text(prompt.first, prompt.last)
-    for text in (*files, rest):
-        check_text_size(text, running, prompt.param)
+    check_text_size(rest, running, prompt.param)
     room = running.admission.max_len(call.adapter) - (call.max_tokens or _DEFAULT_ROOM) - _MAX_NAMES
     *sizes, rest_size = map(len, running.tokenizer.encode_batch([*files, rest], add_special_tokens=True))
     num_left_out, size = 0, sum(sizes) + rest_size
@@ -438,10 +439,16 @@ def banned_sequences(words: Sequence[str], sampling: SamplingParams, running: Ru
 
 def check_text_size(text: str, running: RunningModel, param: str) -> None:
     """Raise CONTEXT_LENGTH for what is larger than `MAX_TEXT_CHARS` and than every text that the context holds."""
-    if len(text) > MAX_TEXT_CHARS:
-        limit = max(MAX_TEXT_CHARS, running.model.max_model_len * running.tokenizer.max_token_bytes)
-        if len(text) > limit:
-            raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
+    if (limit := _exceeded_size(text, running)) is not None:
+        raise _too_long(f"The text has {len(text)} characters; at most {limit} are tokenised at once.", param)
+
+
+def _exceeded_size(text: str, running: RunningModel) -> int | None:
+    """The limit that a text is larger than, which no text that the context holds is; None: it may be tokenised."""
+    if len(text) <= MAX_TEXT_CHARS:
+        return None
+    limit = max(MAX_TEXT_CHARS, running.model.max_model_len * running.tokenizer.max_token_bytes)
+    return limit if len(text) > limit else None
 
 
 def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -> None:
