@@ -2,11 +2,17 @@
 
 import asyncio
 import json
+import threading
 
+import httpx
 import pytest
-from harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime
+from harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
 from test_tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
+from penstock.config import ServerConfig
+from penstock.deploy.deployment import Deployment
+from penstock.deploy.served import ModelCard
+from penstock.serve.app import create_app
 from penstock.text import fim
 
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hi"}], "options": {"temperature": 0, "num_predict": 5}}
@@ -383,6 +389,28 @@ async def test_a_suffix_is_for_models_that_fill_in_the_middle(client, monkeypatc
     assert "".join(piece["response"] for piece in pieces) == answer["response"]
     for fields, told in (({"system": "Be brief."}, "'system' means nothing"), ({"think": True}, "'think' needs")):
         assert told in await refused(client, "/api/generate", suffix="b", **fields)
+
+
+async def test_requests_share_the_reading_of_a_models_files(runtime):
+    deployment, goes_on, num_reads = Deployment.of(runtime), threading.Event(), 0
+
+    def read_card():
+        nonlocal num_reads
+        num_reads += 1
+        goes_on.wait(20)
+        return ModelCard(architecture="llama")
+
+    deployment.default.read_card = read_card
+    transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+        asked = [asyncio.create_task(client.get("/api/tags")) for _ in range(20)]
+        await until(lambda: num_reads)
+        asked.pop().cancel()  # who leaves takes nothing from the others
+        assert (await client.get("/load")).status_code == 200  # threads are left for that
+        goes_on.set()
+        for response in await asyncio.gather(*asked):
+            assert response.json()["models"][0]["details"]["family"] == "llama"
+    assert num_reads == 1
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class OllamaModels:
         self._deployment = deployment
         self._folder = folder
         self._ignored = ignored
-        self._cards: WeakKeyDictionary[ServedModel, ModelCard] = WeakKeyDictionary()
+        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelCard]] = WeakKeyDictionary()
+        """One for each model, from the first question on: a disk that hangs keeps one thread, and not one for each request."""
 
     async def version(self, _http: HttpRequest) -> dict[str, Any]:
         """This server's version, which is not one of Ollama's."""
@@ -112,8 +113,8 @@ class OllamaModels:
 
     async def _card(self, served: ServedModel) -> ModelCard:
         if served not in self._cards:
-            self._cards[served] = await asyncio.to_thread(_read_card, served)
-        return self._cards[served]
+            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(_read_card, served))
+        return await asyncio.shield(self._cards[served])
 
 
 REFUSED: tuple[tuple[str, str], ...] = (
