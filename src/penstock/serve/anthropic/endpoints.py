@@ -10,19 +10,22 @@ from typing import Any
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
-from penstock.serve.anthropic.read import MessagesReader
+from penstock.serve.anthropic.read import NAMES, MessagesReader
 from penstock.serve.anthropic.write import MessageWriter
-from penstock.serve.errors import invalid, shorten
+from penstock.serve.errors import ApiError, invalid, renamed, shorten
 from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
+from penstock.serve.openai.call import Call
 from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
+from penstock.serve.openai.write import NewWriter
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Models that one answer lists; as at Anthropic."""
@@ -38,13 +41,20 @@ class MessagesEndpoint:
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in the shape of Anthropic's Messages API."""
-        return await self._endpoint.answer(data, http, lambda data, scope: (self._reader.message(data, scope), MessageWriter))
+
+        def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
+            return self._reader.message(data, scope), MessageWriter
+
+        return await self._endpoint.answer(data, http, read, NAMES)
 
     async def count(self, data: bytes, http: HttpRequest) -> Response:
         """The number of tokens of a conversation with its tools, as the model would read them."""
-        running, conversation = await self._off_loop.run(
-            len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
-        )
+        try:
+            running, conversation = await self._off_loop.run(
+                len(data), lambda: self._reader.prompt(data, http.scope), limit=INLINE_MAX_BYTES
+            )
+        except ApiError as error:
+            raise renamed(error, NAMES) from None
         with running.using():
             tenant = read_owner(http.scope, self._config).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))

@@ -37,6 +37,14 @@ from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 
 ANSWER_PREFIX = "msg_"
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "response_format.json_schema": "output_config.format",
+        **{f"tools[{index}].function.parameters": f"tools[{index}].input_schema" for index in range(MAX_TOOLS)},
+        **{f"tools[{index}].function": f"tools[{index}]" for index in range(MAX_TOOLS)},
+    }
+)
+"""Fields of a chat as this API calls them, for errors."""
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "text": frozenset({"text"}),
@@ -104,13 +112,9 @@ class MessagesReader:
         )
         call = self._reader.read_chat(chat, data, scope)
         assert isinstance(call.prompts, Conversation)
-        grammar = call.grammar
-        if grammar is not None and grammar.param.startswith("response_format"):
-            grammar = dataclasses.replace(grammar, param="output_config.format.schema")
         return dataclasses.replace(
             call,
             prompts=_conversation(body, call.prompts),
-            grammar=grammar,
             ends_with_context=True,
             answer=dataclasses.replace(call.answer, answer_id=f"{ANSWER_PREFIX}{call.terms.request_id}"),
         )
@@ -192,23 +196,15 @@ class MessagesReader:
 
 
 def _tools(tools: Sequence[ClientTool]) -> list[ToolBody]:
-    told: list[ToolBody] = []
-    names: set[str] = set()
-    for index, tool in enumerate(tools):
-        param = f"tools[{index}]"
-        if not TOOL_NAME.fullmatch(tool.name):
-            raise invalid(f"'{param}.name' {NAME_RULE}.", f"{param}.name")
-        if tool.name in names:
-            raise invalid(f"'{param}.name' {tool.name!r} is the name of another tool, too.", f"{param}.name")
-        names.add(tool.name)
-        if tool.input_schema.get("type", "object") != "object":
-            raise invalid(f"'{param}.input_schema' must describe an object.", f"{param}.input_schema")
-        check_depth(tool.input_schema, f"{param}.input_schema")
-        function = FunctionBody.model_construct(
-            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+    return [
+        ToolBody.model_construct(
+            type="function",
+            function=FunctionBody.model_construct(
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+            ),
         )
-        told.append(ToolBody.model_construct(type="function", function=function))
-    return told
+        for tool in tools
+    ]
 
 
 def _tool_choice(body: CountTokensBody) -> dict[str, Any]:
