@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import httpx
 import orjson
 import pytest
 from harness import GatedExecutor, LiveServer, wait_until
+
+from penstock.serve.openai.call import Call
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}
@@ -149,3 +152,23 @@ def test_a_body_is_let_go_of_before_its_answer_is_streamed(gated: LiveServer, ga
             gate.open()
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "model": "toy", "max_tokens": 9}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "hi"}], "model": "toy"}),
+    ],
+)
+def test_a_stream_does_not_keep_the_call(gate, gated, path, body):
+    """Which has the prompts, and all that was said before."""
+    gate.allow(2)
+    with httpx.stream("POST", gated.url + path, json=body | {"stream": True}, timeout=20) as response:
+        pieces = response.iter_text()
+        next(pieces)
+        gc.collect()
+        assert [one for one in gc.get_objects() if isinstance(one, Call)] == []
+        gate.open()

@@ -77,12 +77,11 @@ class ResponsesEndpoint:
                 code="request_too_large",
                 param="previous_response_id" if past.items else "input",
             )
-        question = await self._off_loop.run(
+        call, question = await self._off_loop.run(
             num_bytes,
             lambda: read(body, data, past, http.scope, self._reader, keeps=self._store.keeps),
             limit=INLINE_MAX_BYTES,
         )
-        call = question.call
         if (entry := entry_of(http.scope)) is not None:
             entry.model = call.answer.model_name
         opened = await unless_gone(http, run(call, self._in_flight))
@@ -122,9 +121,8 @@ class ResponsesEndpoint:
             kept = _kept(question, owner, queued)
             kept.was_background = True
             kept.cancel = partial(opened.stream.cancel, _CANCELLED)
-            kept.ended = asyncio.get_running_loop().create_future()
+            kept.ended = task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
             self._store.keep(kept)
-            task = asyncio.create_task(self._run(opened, question, kept), name=f"response {question.response_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return _json(kept.response)
@@ -141,8 +139,6 @@ class ResponsesEndpoint:
         finally:
             opened.close()
         self._store.update(kept, response, [*question.items, *response["output"]])
-        assert kept.ended is not None
-        kept.ended.set_result(None)
 
     async def _answered(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> Response:
         is_queued = True
@@ -183,7 +179,7 @@ class ResponsesEndpoint:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
         if kept.cancel is not None and kept.ended is not None:
             kept.cancel()
-            await asyncio.shield(kept.ended)
+            await asyncio.wait([kept.ended])
         return _json(kept.response)
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:

@@ -115,15 +115,13 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    call: Call
+    """As much of a question as is needed until its answer has ended: not the call, nor what was said before."""
+
+    response_id: str
     told: dict[str, Any]
     """The fields of the answer that repeat the question, `id` and `model` included."""
     items: list[Item]
     """Its own, as they are kept."""
-
-    @property
-    def response_id(self) -> str:
-        return self.call.answer.answer_id
 
     def new_id(self, kind: str, index: int) -> str:
         """The id of an item of the answer."""
@@ -147,9 +145,10 @@ def _is_reference(item: Any) -> bool:
     return item.get("type") == "item_reference" or ("id" in item and item.get("type") is None and set(item) <= {"id", "type"})
 
 
-def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> Question:
-    """Raises `ApiError`, which may call fields as chats do: `NAMES` has the others.
+def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Reader, *, keeps: bool) -> tuple[Call, Question]:
+    """The call, and the question that its answer belongs to.
 
+    Raises `ApiError`, which may call fields as chats do: `NAMES` has the others.
     `keeps`: the server keeps responses, unless the body says otherwise.
     """
     is_named = body.request_id is not None or identity_of(scope).is_from_header
@@ -165,7 +164,7 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
     answer = dataclasses.replace(call.answer, answer_id=response_id)
     call = dataclasses.replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
     kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
-    return Question(call, _told(body, call, keeps=keeps), kept)
+    return call, Question(response_id, _told(body, call, keeps=keeps), kept)
 
 
 # Items

@@ -46,7 +46,7 @@ class Kept:
     cancel: Callable[[], object] | None = None
     """Ends a response that runs in the background; None: it has ended, or never ran there."""
     ended: asyncio.Future[None] | None = None
-    """Done when such a response has ended."""
+    """Done when such a response has ended: the task that reads it."""
     was_background: bool = False
 
     @property
