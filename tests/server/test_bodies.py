@@ -175,6 +175,8 @@ def test_unknown_parameters_are_named_but_not_all_of_them():
     assert error.message == "Unknown parameters: 'z0', 'z1', 'z2' and more."
     error = refusal(orjson.dumps({"messages": [{**HI, **many(300)}]}), ChatCompletionBody)
     assert error.param == "messages[0].z0"
+    one = {"type": "function", "function": {"name": "now"}, "z0": 0}  # with more fields than a tool can have
+    assert refusal(orjson.dumps({"messages": [HI], "tools": [one]}), ChatCompletionBody).message.endswith("'tools[0].z0'.")
 
 
 def test_brackets_in_text_are_no_lists():

@@ -170,10 +170,14 @@ def test_openai_s_client_puts_a_stream_together():
         ]
         whole = client.chat.completions.create(**asked).choices[0]
         assert whole.finish_reason == "tool_calls"
-        # What a client sends back is taken.
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.message.tool_calls]
-        history = [*ASK["messages"], whole.message, *results]
-        assert client.chat.completions.create(**asked | {"messages": history}).choices[0].message.tool_calls
+        # What a client sends back is taken, with what it has made of the arguments.
+        strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in (WEATHER, NOW)]
+        parsed = client.chat.completions.parse(**asked | {"tools": strict}).choices[0].message
+        assert parsed.tool_calls[0].function.parsed_arguments == {"place": "Rome", "days": 3}
+        for told in (message, whole.message, parsed):
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in told.tool_calls]
+            history = [*ASK["messages"], told, *results]
+            assert client.chat.completions.create(**asked | {"messages": history}).choices[0].message.tool_calls
     server.runtime.close()
 
 

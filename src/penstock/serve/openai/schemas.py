@@ -108,6 +108,10 @@ CACHE_CONTROL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}, {"ty
 CACHE_OPTIONS: tuple[dict[str, str], ...] = ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
 
 
+MAX_NAMED = 3
+"""Unknown fields that one error names."""
+
+
 class Body(BaseModel):
     """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
 
@@ -125,10 +129,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_too_many_fields(cls, value: Any) -> Any:
-        # With more fields than there are, some are unknown: a few of them are named, and not all of them counted.
-        if isinstance(value, dict) and len(value) > len(cls.field_names):
+        # With many more fields than there are, a few of the unknown ones are named, and not all of them counted.
+        if isinstance(value, dict) and len(value) > len(cls.field_names) + MAX_NAMED:
             unknown = (name for name in value if name not in cls.field_names)
-            raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, 3))})
+            raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, MAX_NAMED))})
         return value
 
 
@@ -402,6 +406,8 @@ class CalledFunction(Body):
     name: str
     arguments: Any = ""
     """JSON text of an object; also the object itself."""
+    parsed_arguments: Any = None
+    """Without effect: what OpenAI's clients have made of `arguments`, and send along when an answer comes back as a message."""
 
 
 class ToolCallBody(Body):
@@ -420,6 +426,8 @@ class ChatMessage(Body):
     name: str | None = None
     parsed: Any = None
     """Without effect: what OpenAI's client has made of `content`, and sends along when an answer comes back as a message."""
+    provider_specific_fields: Any = None
+    """Without effect: litellm's copy of an answer's fields that it does not know, sent along likewise."""
     annotations: Annotated[Any, NotYet([])] = None
     audio: Annotated[Any, NotYet()] = None
     cache_control: Annotated[Any, NotYet(*CACHE_CONTROL)] = None
