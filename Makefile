@@ -66,8 +66,8 @@ test: $(INSTALLED_TEST)  ## install, fetch the default model, check style and ty
 test-page: $(INSTALLED_TEST)  ## the page at / in headless Chromium (apt install chromium chromium-driver), and its pictures in the docs
 	PENSTOCK_PICTURES=docs/images $(BIN)/pytest tests/page $(ARGS)
 
-test-clients: $(INSTALLED)  ## the clients that people have, by URL, in an environment of their own (downloads them; minutes)
-	@tests/clients/run.sh
+test-clients: $(INSTALLED)  ## the clients that people have, each in an environment of its own: ARGS=litellm for one (downloads them; minutes)
+	@tests/clients/run.sh $(ARGS)
 
 test-schemas: $(INSTALLED)  ## answers to JSON schemas against jsonschema and its suite of tests (downloads both; a minute)
 	@tests/schemas/run.sh $(ARGS)

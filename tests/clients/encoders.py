@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-import traceback
 from collections.abc import Callable, Sequence
+
+from checks import run
 
 QUESTION = "How do I cancel my order?"
 DOCUMENTS = [
@@ -85,18 +86,5 @@ CLIENTS: Sequence[Callable[[str], None]] = (
 )
 
 
-def main() -> int:
-    failed = 0
-    for client in CLIENTS:
-        name = client.__name__.removeprefix("with_")
-        try:
-            client(sys.argv[1])
-            print(f"ok   {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAIL {name}\n{traceback.format_exc()}", flush=True)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("encoders", CLIENTS, lambda _: sys.argv[1]))

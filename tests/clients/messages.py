@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import json
 import sys
-import traceback
-import urllib.request
 from collections.abc import Callable, Sequence
 
 import anthropic
+from checks import run, wait_until_none_runs
 
 KEY = "none"
 MODEL = "smollm2:135m"
@@ -167,19 +166,9 @@ def cancel(url: str) -> None:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        for _ in range(100):
-            if num_running(url) == 0:
-                return
-            await asyncio.sleep(0.1)
-        raise AssertionError("the request goes on")
+        await asyncio.to_thread(wait_until_none_runs, url, KEY)
 
     asyncio.run(check())
-
-
-def num_running(url: str) -> int:
-    request = urllib.request.Request(f"{url}/load", headers={"X-Api-Key": KEY})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["requests_running"]
 
 
 CHECKS: Sequence[Callable[[str], None]] = (
@@ -196,17 +185,5 @@ CHECKS: Sequence[Callable[[str], None]] = (
 )
 
 
-def main() -> int:
-    failed = 0
-    for check in CHECKS:
-        try:
-            check(sys.argv[1])
-            print(f"ok   anthropic {check.__name__}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAIL anthropic {check.__name__}\n{traceback.format_exc()}", flush=True)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("anthropic", CHECKS, lambda _: sys.argv[1]))

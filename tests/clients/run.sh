@@ -1,30 +1,26 @@
 #!/usr/bin/env bash
-# The clients that people have, against real servers: `make test-clients`. Makes build/clients-venv with them.
+# The clients that people have, against real servers: `make test-clients`. Each gets its current release, in an environment of
+# its own in build/clients, because they ask for different releases of each other.
 #
-#   PORT=N  of the servers, which run one after the other (default 8971)
+#   run.sh [CLIENT ...]  those whose names are below (default: all of them)
+#   PORT=N               of the servers, which run one after the other (default 8971)
+#   RECORD=1             writes down what the clients send and get, in tests/clients/recorded; `make test` sends it again
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-VENV=build/clients-venv
-URL=http://127.0.0.1:${PORT:=8971}
-CLIENTS=(anthropic openai langchain-openai llama-index-embeddings-openai cohere huggingface_hub numpy ollama)
+PORT=${PORT:-8971}
+HERE=tests/clients
+BUILT=build/clients
+ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents javascript lm-eval)
+export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
-if [[ "$(cat "$VENV/.installed" 2>/dev/null)" != "${CLIENTS[*]}" ]]; then
-  .venv/bin/python -m venv "$VENV"
-  "$VENV/bin/pip" install --quiet --disable-pip-version-check "${CLIENTS[@]}"
-  echo "${CLIENTS[*]}" > "$VENV/.installed"
-fi
-
-trap '[[ -z ${server:-} ]] || { kill "$server"; wait "$server" || true; }' EXIT
-
-# check MODEL SCRIPT [ARGS OF THE SERVER]: has a script of this folder ask a server of the model.
-check() {
-  local model=$1 script=$2
-  shift 2
-  .venv/bin/penstock pull "$model"
-  .venv/bin/penstock serve "$model" --port "$PORT" "$@" &
-  server=$!
-  "$VENV/bin/python" - "$URL/ready" <<'PYTHON'
+# start PORT COMMAND: waits until what it runs answers there.
+start() {
+  local port=$1
+  shift
+  "$@" &
+  started+=($!)
+  .venv/bin/python - "http://127.0.0.1:$port/ready" <<'PYTHON'
 import sys, time, urllib.request
 
 for _ in range(600):
@@ -36,14 +32,110 @@ for _ in range(600):
 else:
     sys.exit("the server was not ready within a minute")
 PYTHON
-  "$VENV/bin/python" "tests/clients/$script" "$URL" || failed=1
-  kill "$server"
-  wait "$server" || true
-  server=
+  kill -0 $! 2> /dev/null || { echo "error: another server is at port $port; PORT=N chooses another" >&2; exit 1; }
+}
+
+# install NAME PACKAGES: an environment of Python with their current releases.
+install() {
+  local folder=$BUILT/$1
+  shift
+  [[ "$(cat "$folder/.installed" 2>/dev/null)" != "$*" ]] || return 0
+  .venv/bin/python -m venv "$folder"
+  "$folder/bin/pip" install --quiet --disable-pip-version-check "$@"
+  echo "$*" > "$folder/.installed"
+}
+
+# ask NAME MODEL [ARGS OF THE SERVER] -- COMMAND: runs a command, with a server's URL as its last argument.
+ask() {
+  local name=$1 model=$2 port=$PORT
+  shift 2
+  local -a args=()
+  while [[ $1 != -- ]]; do
+    args+=("$1")
+    shift
+  done
+  .venv/bin/penstock pull "$model"
+  start "$port" .venv/bin/penstock serve "$model" --port "$port" "${args[@]}"
+  if [[ -n ${RECORD:-} ]]; then
+    port=$((PORT + 1))
+    start "$port" .venv/bin/python $HERE/recorder.py "$port" "127.0.0.1:$PORT" "$HERE/recorded/$name.jsonl"
+  fi
+  "${@:2}" "http://127.0.0.1:$port" || failed=1
+  stop
+}
+
+stop() {
+  local pid
+  for pid in "${started[@]}"; do
+    kill "$pid" 2> /dev/null && wait "$pid" || true
+  done
+  started=()
+}
+
+check() {
+  case $1 in
+    encoders)
+      install encoders openai langchain-openai llama-index-embeddings-openai cohere huggingface_hub numpy
+      ask encoders minilm -- $BUILT/encoders/bin/python $HERE/encoders.py
+      ;;
+    anthropic)
+      install anthropic anthropic
+      ask anthropic smollm2:135m --api-key none -- $BUILT/anthropic/bin/python $HERE/messages.py
+      ;;
+    ollama)
+      install ollama ollama
+      ask ollama smollm2:135m minilm -- $BUILT/ollama/bin/python $HERE/with_ollama.py
+      ;;
+    openai)
+      install openai openai
+      ask openai smollm2:135m -- $BUILT/openai/bin/python $HERE/with_openai.py
+      ;;
+    litellm) framework litellm smollm2:135m litellm mcp ;; # its tools import mcp, which it does not bring
+    langchain) framework langchain smollm2:135m langchain-openai ;;
+    instructor) framework instructor smollm2:135m instructor ;;
+    pydantic-ai) framework pydantic-ai qwen2.5-coder:1.5b 'pydantic-ai-slim[openai]' ;;
+    smolagents) framework smolagents smollm2:135m 'smolagents[openai]' ;;
+    javascript) javascript ;;
+    lm-eval)
+      install lm-eval 'lm-eval[api]' transformers
+      ask lm-eval smollm2:135m -- env PYTHONPATH=tests .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
+      ;;
+    *)
+      echo "error: there is no client '$1'; there are: ${ALL[*]}" >&2
+      exit 2
+      ;;
+  esac
+}
+
+framework() { # NAME MODEL PACKAGES
+  local name=$1 model=$2
+  install "$name" "${@:3}"
+  ask "$name" "$model" -- "$BUILT/$name/bin/python" $HERE/frameworks.py "$name" "$model"
+}
+
+javascript() {
+  local folder=$BUILT/javascript
+  # The clients want a newer Node than distributions have; by their tag, as npm would choose releases for the one that is there.
+  local -a packages=(node@22 openai@latest ai@latest @ai-sdk/openai-compatible@latest zod@latest)
+  if ! command -v npm > /dev/null; then
+    echo "FAIL javascript: npm is missing (Debian, Ubuntu: apt install npm)"
+    failed=1
+    return
+  fi
+  if [[ "$(cat "$folder/.installed" 2>/dev/null)" != "${packages[*]}" ]]; then
+    mkdir -p "$folder"
+    npm install --silent --prefix "$folder" "${packages[@]}"
+    echo "${packages[*]}" > "$folder/.installed"
+  fi
+  cp $HERE/with_javascript.mjs "$folder" # Node looks for packages beside the file.
+  ask javascript smollm2:135m -- "$folder/node_modules/.bin/node" "$folder/with_javascript.mjs"
 }
 
 failed=0
-check minilm encoders.py
-check smollm2:135m messages.py --api-key none
-check smollm2:135m with_ollama.py minilm
+started=()
+trap stop EXIT
+[[ $# -gt 0 ]] || set -- "${ALL[@]}"
+for client in "$@"; do
+  check "$client"
+done
 exit "$failed"

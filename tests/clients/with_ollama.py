@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 from collections.abc import Callable
 
 import ollama
+from checks import run
 
 MODEL, EMBEDDER = "smollm2:135m", "minilm"
 MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
@@ -111,20 +111,8 @@ def errors(client: ollama.Client) -> None:
         assert (found[0], told in found[1]) == (status, True), found
 
 
-def main(url: str) -> int:
-    client, failures = ollama.Client(host=url), 0
-    checks: tuple[Callable[[ollama.Client], None], ...] = (chat, generate, schema, tools, embed, models, errors)
-    for check in checks:
-        try:
-            check(client)
-        except Exception:
-            failures += 1
-            traceback.print_exc()
-            print(f"ollama {check.__name__}: failed")
-        else:
-            print(f"ollama {check.__name__}: ok")
-    return 1 if failures else 0
+CHECKS: tuple[Callable[[ollama.Client], None], ...] = (chat, generate, schema, tools, embed, models, errors)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(run("ollama", CHECKS, lambda _: ollama.Client(host=sys.argv[1])))

@@ -1,0 +1,160 @@
+"""The frameworks over OpenAI's API, by a server's URL: litellm, LangChain, instructor, pydantic-ai and smolagents.
+
+    python tests/clients/frameworks.py litellm smollm2:135m http://127.0.0.1:8000      # run.sh starts a server of the model
+
+Runs in an environment with the one that is named, without Penstock: each wants another release of OpenAI's client. Exits with
+1 if it fails. Where the model is small, tools are required and choices few: the way of a call and of its result is checked, not
+the model's wisdom. A larger one has to call a tool of its own accord.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Literal, NamedTuple
+
+from checks import run
+from pydantic import BaseModel
+
+QUESTION = "What is the weather in Rome?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+Place = Literal["Rome", "Oslo"]
+PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "The weather.", "parameters": PLACE}}
+
+
+class Served(NamedTuple):
+    model: str
+    url: str
+
+
+class Report(BaseModel):
+    """The weather of a place."""
+
+    place: Place
+    sky: Literal["sunny", "grey"]
+    degrees: Literal[12, 24]
+
+
+def get_weather(place: Place) -> str:
+    """The weather of a place.
+
+    Args:
+        place: A city.
+    """
+    return f"sunny, 24 degrees in {place}"
+
+
+def with_litellm(served: Served) -> None:
+    """As OpenAI's API and as a server of vLLM. Tools need the package `mcp` beside it."""
+    import litellm
+
+    for provider in ("openai", "hosted_vllm"):
+        asked = {
+            "model": f"{provider}/{served.model}",
+            "api_base": f"{served.url}/v1",
+            "api_key": f"litellm-{provider}",
+            "temperature": 0,
+            "max_tokens": 60,
+            "messages": MESSAGES,
+        }
+        whole = litellm.completion(**asked)
+        chunks = litellm.completion(**asked, stream=True, stream_options={"include_usage": True})
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        called = litellm.completion(**asked, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+        [call] = called.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
+        history = [*MESSAGES, called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        told = litellm.completion(**asked | {"messages": history}, tools=[WEATHER], tool_choice="none")
+        assert told.choices[0].message.content
+        Report.model_validate_json(litellm.completion(**asked, response_format=Report).choices[0].message.content)
+        later = asyncio.run(litellm.acompletion(**asked))
+        assert later.choices[0].message.content == whole.choices[0].message.content
+
+
+def with_langchain(served: Served) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        base_url=f"{served.url}/v1", api_key="langchain-openai", model=served.model, temperature=0, max_tokens=60
+    )
+    whole = model.invoke(QUESTION)
+    assert whole.content
+    assert whole.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream(QUESTION)) == whole.content
+    bound = model.bind_tools([get_weather], tool_choice="any", parallel_tool_calls=False)
+    called = bound.invoke(QUESTION)
+    [call] = called.tool_calls
+    assert call["args"]["place"] in ("Rome", "Oslo")
+    first, *others = bound.stream(QUESTION)
+    assert sum(others, first).tool_calls[0]["args"] == call["args"]
+    history = [HumanMessage(QUESTION), called, ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"])]
+    assert model.bind_tools([get_weather], tool_choice="none").invoke(history).content
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Report, method=method).invoke(QUESTION), Report)
+
+
+def with_instructor(served: Served) -> None:
+    """In its default mode, which is a tool that has to be called."""
+    import instructor
+    import openai
+
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{served.url}/v1", api_key="instructor", max_retries=0))
+    asked = {"model": served.model, "temperature": 0, "max_tokens": 100, "messages": MESSAGES, "max_retries": 0}
+    report = client.chat.completions.create(**asked, response_model=Report)
+    assert isinstance(report, Report)
+    *_, last = client.chat.completions.create_partial(**asked, response_model=Report)
+    assert last.model_dump() == report.model_dump()
+
+
+def with_pydantic_ai(served: Served) -> None:
+    """Words, a result with fields, and a tool that the model calls of its own accord, whole and as a stream."""
+    from pydantic_ai import Agent, ToolCallPart
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+    from pydantic_ai.usage import UsageLimits
+
+    model = OpenAIChatModel(served.model, provider=OpenAIProvider(base_url=f"{served.url}/v1", api_key="pydantic-ai"))
+    settings = {"temperature": 0, "max_tokens": 100}
+    limits = UsageLimits(request_limit=3)
+    told = Agent(model, instructions="Be brief.", model_settings=settings).run_sync("Say hello.")
+    assert told.output
+    found = Agent(model, output_type=Report, model_settings=settings).run_sync(QUESTION, usage_limits=limits)
+    assert isinstance(found.output, Report)
+    agent = Agent(model, tools=[get_weather], model_settings=settings)
+    answer = agent.run_sync(QUESTION, usage_limits=limits)
+    parts = [part for message in answer.all_messages() for part in message.parts]
+    assert [part.args_as_dict() for part in parts if isinstance(part, ToolCallPart)] == [{"place": "Rome"}]
+    assert answer.output
+
+    async def stream() -> str:
+        async with agent.run_stream(QUESTION, usage_limits=limits) as answer:
+            return "".join([piece async for piece in answer.stream_text(delta=True)])
+
+    assert asyncio.run(stream()) == answer.output
+
+
+def with_smolagents(served: Served) -> None:
+    """An agent that has to call a tool in each step; the last answer is in words."""
+    from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
+
+    few = {"temperature": 0, "max_tokens": 60, "parallel_tool_calls": False}
+    model = OpenAIModel(served.model, api_base=f"{served.url}/v1", api_key="smolagents", **few)
+    agent = ToolCallingAgent(tools=[tool(get_weather)], model=model, max_steps=2, verbosity_level=LogLevel.OFF)
+    assert agent.run(QUESTION)
+    assert agent.memory.steps[1].observations.startswith("sunny, 24 degrees in ")
+
+
+CHECKS = {
+    "litellm": with_litellm,
+    "langchain": with_langchain,
+    "instructor": with_instructor,
+    "pydantic-ai": with_pydantic_ai,
+    "smolagents": with_smolagents,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run("frameworks", [CHECKS[sys.argv[1]]], lambda _: Served(*sys.argv[2:])))
