@@ -6,8 +6,8 @@ beside others like them and beside answers that follow one.
 
 `slow`: answers to an ambiguous grammar, whose masks take up to some milliseconds each. `usual`: answers to a JSON schema as
 people write them. `plain_ms` is the time between two tokens of the streams beside as many answers without a grammar, and
-`more_percent` how much longer it is beside those with one. Median of the rounds, and all of them. Needs the default model in the
-cache (`penstock pull`). The last line printed is one JSON object.
+`more_percent` how much longer it is beside those with one. Median of the rounds, and all of them. Needs the default model in
+the cache (`penstock pull`). The last line printed is one JSON object.
 """
 
 from __future__ import annotations
