@@ -103,7 +103,11 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     """The answer is one of these texts."""
     grammar: str | None = None
-    """A grammar in Lark's notation."""
+    """A grammar in Lark's notation, or in GBNF, whose rules are written with `::=`."""
+    grammar_syntax: str | None = None
+    """`lark` or `gbnf`, if the grammar shall be read as that alone."""
+    structural_tag: str | Mapping[str, object] | None = None
+    """Tags with a form in free text, as an object or as JSON text."""
     json_object: bool | None = None
     """True: any JSON object."""
 

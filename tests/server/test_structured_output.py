@@ -58,6 +58,25 @@ def matches(pattern):
     return lambda text: re.fullmatch(pattern, text) is not None
 
 
+TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tags_with_separator",
+        "tags": [
+            {"type": "tag", "begin": "<c>", "content": {"type": "json_schema", "json_schema": COLOUR}, "end": "</c>"},
+            {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</n>"},
+        ],
+        "separator": ", ",
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
+IS_TAGGED = '<c>"(red|green|blue)"</c>|<n>[0-9]{2}</n>'
+STRUCTURES = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<c>", "schema": COLOUR, "end": "</c>"}],
+    "triggers": ["<c>"],
+}
 ASKED = {
     "json_schema": (by_schema(SCHEMA), follows_schema),
     "json_schema, not strict": (by_schema(SCHEMA, strict=False, description="Which colour?"), follows_schema),
@@ -67,6 +86,13 @@ ASKED = {
     "regex": (outputs(regex="[a-c]{2}-[0-9]{3}"), matches("[a-c]{2}-[0-9]{3}")),
     "choice": (outputs(choice=["yes", "no", "Größe"]), lambda text: text in ("yes", "no", "Größe")),
     "grammar": (outputs(grammar='start: ("ab" | "c") ("-" /[0-9]/)'), matches("(ab|c)-[0-9]")),
+    "grammar in GBNF": (outputs(grammar='root ::= "ab" | "c"'), matches("ab|c")),
+    "grammar in GBNF, by name": (outputs(grammar='root ::= "ab" | "c"', grammar_syntax="gbnf"), matches("ab|c")),
+    "grammar in Lark, by name": (outputs(grammar='start: "ab" | "c"', grammar_syntax="lark"), matches("ab|c")),
+    "structural_tag": (outputs(structural_tag=json.dumps(TAGS)), matches(IS_TAGGED)),
+    "structural_tag as an object": (outputs(structural_tag=TAGS), matches(IS_TAGGED)),
+    "structural_tag as a format": ({"response_format": TAGS}, matches(IS_TAGGED)),
+    "structural_tag of structures": ({"response_format": STRUCTURES}, lambda text: "<c>" not in text or "</c>" in text),
     "nothing else": (outputs(regex="x{3}", json_object=False, whitespace_pattern=None), matches("x{3}")),
 }
 
@@ -238,7 +264,21 @@ BAD = [
     (outputs(grammar=""), "structured_outputs.grammar"),
     (outputs(grammar="root ::= 'a'"), "structured_outputs.grammar"),
     (outputs(grammar="start: nowhere"), "structured_outputs.grammar"),
+    (outputs(grammar='start: "a"', grammar_syntax="gbnf"), "structured_outputs.grammar"),
+    (outputs(grammar='root ::= "a"', grammar_syntax="lark"), "structured_outputs.grammar"),
+    (outputs(grammar='root ::= "a"', grammar_syntax="ebnf"), "structured_outputs.grammar_syntax"),
+    (outputs(regex="a", grammar_syntax="lark"), "structured_outputs.grammar_syntax"),
     (outputs(structural_tag="{}"), "structured_outputs.structural_tag"),
+    (outputs(structural_tag={"type": "structural_tag", "format": {"type": "token"}}), "structured_outputs.structural_tag"),
+    (outputs(structural_tag=[]), "structured_outputs.structural_tag"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [{"begin": "a", "end": "b"}]}},
+        "response_format.structures[0].schema",
+    ),
+    ({"response_format": STRUCTURES | {"triggers": ["<d>"]}}, "response_format"),
+    ({"response_format": STRUCTURES | {"type": "text"}}, "response_format.structures"),
+    ({"response_format": {"type": "json_object", "format": {}}}, "response_format.format"),
     (outputs(whitespace_pattern=" "), "structured_outputs.whitespace_pattern"),
     (outputs(disable_any_whitespace=True), "structured_outputs.disable_any_whitespace"),
     (outputs(disable_additional_properties=True), "structured_outputs.disable_additional_properties"),
@@ -518,7 +558,7 @@ async def test_the_document_describes_the_fields(client):
     assert set(schemas["StructuredOutputs"]["properties"]) >= {"json", "json_object", "regex", "choice", "grammar"}
     assert set(schemas["JsonSchemaFormat"]["properties"]) == {"name", "description", "schema", "strict"}
     assert schemas["JsonSchemaFormat"]["required"] == ["name", "schema"]
-    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text", "json_object", "json_schema"]
+    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text", "json_object", "json_schema", "structural_tag"]
     for body in ("CompletionBody", "ChatCompletionBody"):
         assert {"$ref": "#/components/schemas/ResponseFormat"} in schemas[body]["properties"]["response_format"]["anyOf"]
 

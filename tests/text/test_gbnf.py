@@ -49,7 +49,7 @@ ws    ::= [ \t\n]*
     ],
 )
 def test_answers_are_those_that_the_rules_have(source, answers, others):
-    grammar = Grammar(GrammarKind.LARK, source)
+    grammar = Grammar(GrammarKind.GRAMMAR, source)
     assert [text for text in answers + others if BYTES.follows(grammar, text)] == answers
 
 

@@ -43,7 +43,7 @@ def schema(value):
 
 
 def lark(source):
-    return Grammar(GrammarKind.LARK, source)
+    return Grammar(GrammarKind.GRAMMAR, source)
 
 
 def choice(*values):

@@ -74,3 +74,26 @@ def test_no_special_token_is_ever_allowed_but_the_end(grammars, tokenizer):
     special = {token_id for token_id in range(tokenizer.vocab_size) if tokenizer.is_special(token_id)}
     assert {token_id for token_id in special if allows(mask, token_id)} == set(tokenizer.eos_token_ids)
     assert len(special) > len(tokenizer.eos_token_ids)
+
+
+def test_tags_in_free_text_as_the_model_cuts_them(grammars, tokenizer):
+    """Also where a token has the end of a tag and more."""
+    call = {"begin": "<call=add>", "schema": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}, "end": "</call>"}
+    tags = Grammar(
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps({"type": "structural_tag", "structures": [call], "triggers": ["<call="]}),
+    )
+
+    def first_refused(text):
+        matcher, said = grammars.matcher(tags), b""
+        for token_id in (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids[0]):
+            if not allows(matcher.mask(), token_id):
+                return said.decode()
+            said += tokenizer.token_bytes(token_id)
+            matcher.accept((token_id,))
+        return None
+
+    assert first_refused("I add: <call=add>[1, 23]</call>\n\nNow <call=add>[]</call>. <b>Größe</b> <call") is None
+    assert first_refused("I add: <call=add>[1, 2, 3]</call>") == "I add: <call=add>[1, 2"
+    assert first_refused("I <call=sub>[1]</call>") in ("I <call=", "I <call")
+    assert first_refused("I add: <call=add>[1]") == "I add: <call=add>[1]"

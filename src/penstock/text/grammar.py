@@ -51,8 +51,11 @@ class GrammarKind(StrEnum):
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
-    LARK = "grammar"
-    """Lark, or GBNF where its rules are written with `::=`."""
+    GRAMMAR = "grammar"
+    """GBNF where rules are written with `::=`, else Lark."""
+    LARK = "Lark grammar"
+    GBNF = "GBNF grammar"
+    STRUCTURAL_TAG = "structural_tag"
     TOOLS = "tools"
 
 
@@ -61,11 +64,14 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.JSON_OBJECT: grammar_source.of_json_object,
     GrammarKind.REGEX: grammar_source.of_regex,
     GrammarKind.CHOICE: grammar_source.of_choices,
-    GrammarKind.LARK: grammar_source.of_grammar,
+    GrammarKind.GRAMMAR: grammar_source.of_grammar,
+    GrammarKind.LARK: grammar_source.of_lark,
+    GrammarKind.GBNF: grammar_source.of_gbnf,
 }
 
 
-_MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS, GrammarKind.LARK: MAX_LARK_CHARS}
+_OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
+_MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +96,8 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
-    """JSON text of a schema; a regex; Lark; a JSON array of strings for CHOICE; empty for JSON_OBJECT; for TOOLS the text of
-    `tool_grammar.tool_source`."""
+    """JSON text of a schema, or of a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
+    for TOOLS the text of `tool_grammar.tool_source`."""
     lead: Lead | None = None
     """Text that stands before; None: the answer begins with what the grammar describes."""
     other: Grammar | None = None
@@ -186,7 +192,7 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         _check_source(grammar)
         if grammar.kind is not GrammarKind.TOOLS:
-            lark = _TO_LARK[grammar.kind](grammar.source)
+            lark = self._lark_of(grammar)
             try:
                 return self._of_lark(grammar, lark)
             except Rejected as rejected:
@@ -207,6 +213,14 @@ class Grammars:
             _log.info("a tool's arguments follow no schema: %s", rejected.detail)
             return self._of_lark(grammar, lark)
 
+    def _lark_of(self, grammar: Grammar) -> str:
+        """Lark of a grammar of any kind but TOOLS. Raises `Rejected`."""
+        if grammar.kind is GrammarKind.STRUCTURAL_TAG:
+            from penstock.text.structural_tag import of_structural_tag  # few ask for it
+
+            return of_structural_tag(grammar.source, self._tokens.spell, MAX_REGEX_CHARS)
+        return _TO_LARK[grammar.kind](grammar.source)
+
     def _of_lark(self, grammar: Grammar, lark: str) -> CompiledGrammar:
         from penstock.text.grammar_matcher import JSON_LIMITS, LARK_LIMITS, Mark, compile_grammar
 
@@ -216,9 +230,9 @@ class Grammars:
         larks, other = {"main": lark}, grammar.other
         if other is not None:
             _check_source(other)
-            larks["other"] = _TO_LARK[other.kind](other.source)
+            larks["other"] = self._lark_of(other)
         before = grammar.before(self._tokens.spell)
-        limits = LARK_LIMITS if GrammarKind.LARK in (grammar.kind, other and other.kind) else JSON_LIMITS
+        limits = LARK_LIMITS if _OF_RULES.intersection((grammar.kind, other and other.kind)) else JSON_LIMITS
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
             with self._starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)

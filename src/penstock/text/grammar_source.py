@@ -557,7 +557,12 @@ def of_choices(source: str) -> str:
 
 def of_grammar(source: str) -> str:
     """From Lark, or from GBNF where rules are written with `::=`. Raises `Rejected`."""
-    return f"{gbnf.to_lark(source)}\n{OPTIONS}" if gbnf.is_gbnf(source) else of_lark(source)
+    return of_gbnf(source) if gbnf.is_gbnf(source) else of_lark(source)
+
+
+def of_gbnf(source: str) -> str:
+    """From GBNF. Raises `Rejected`."""
+    return f"{gbnf.to_lark(source)}\n{OPTIONS}"
 
 
 def of_lark(source: str) -> str:

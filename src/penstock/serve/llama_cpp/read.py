@@ -418,7 +418,7 @@ def _lines(body: LlamaBody) -> LineLimits | None:
 
 def _structured(body: LlamaBody) -> dict[str, Any] | None:
     if body.json_schema is None:
-        return {"grammar": body.grammar} if body.grammar else None
+        return {"grammar": body.grammar, "grammar_syntax": "gbnf"} if body.grammar else None
     if body.grammar:
         raise invalid("'grammar' and 'json_schema' both say what the answer must be: leave one of them out.", "grammar")
     return {"json": body.json_schema}

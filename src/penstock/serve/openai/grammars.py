@@ -30,10 +30,14 @@ _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
         "json_object": GrammarKind.JSON_OBJECT,
         "regex": GrammarKind.REGEX,
         "choice": GrammarKind.CHOICE,
-        "grammar": GrammarKind.LARK,
+        "grammar": GrammarKind.GRAMMAR,
+        "structural_tag": GrammarKind.STRUCTURAL_TAG,
     }
 )
 """By the fields of `structured_outputs`."""
+
+_SYNTAXES: Mapping[str, GrammarKind] = MappingProxyType({"lark": GrammarKind.LARK, "gbnf": GrammarKind.GBNF})
+"""By the values of `grammar_syntax`."""
 
 _MAX_INLINE_CHARS = 1 << 15
 """Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
@@ -141,9 +145,16 @@ def _of_format(asked: ResponseFormat) -> AskedGrammar | None:
     if asked.schema_ is not None and asked.type != "json_object":
         param = "response_format.schema"
         raise invalid(f"'{param}' needs 'type': 'json_object', not '{asked.type}'.", param)
+    tags = [name for name in ("structures", "triggers", "format") if getattr(asked, name) is not None]
+    if tags and asked.type != "structural_tag":
+        param = f"response_format.{tags[0]}"
+        raise invalid(f"'{param}' needs 'type': 'structural_tag', not '{asked.type}'.", param)
     match asked.type:
         case "text":
             return None
+        case "structural_tag":
+            value = asked.model_dump(include={"type", *tags}, by_alias=True)
+            return AskedGrammar(Grammar(GrammarKind.STRUCTURAL_TAG, _written(value, "response_format")), "response_format")
         case "json_object" if asked.schema_:
             param = "response_format.schema"
             return AskedGrammar(Grammar(GrammarKind.JSON_SCHEMA, _written(asked.schema_, param)), param)
@@ -164,9 +175,14 @@ def _of_outputs(asked: StructuredOutputs) -> AskedGrammar:
         rule = f"must have only one of {names}" if given else f"must have one of {names}"
         raise invalid(f"'structured_outputs' {rule}.", "structured_outputs")
     [name] = given
-    param, value = f"structured_outputs.{name}", values[name]
+    param, value, kind = f"structured_outputs.{name}", values[name], _KINDS[name]
+    if asked.grammar_syntax is not None:
+        if name != "grammar":
+            syntax_param = "structured_outputs.grammar_syntax"
+            raise invalid(f"'{syntax_param}' is of a 'grammar', and '{name}' is asked for: leave it out.", syntax_param)
+        kind = _SYNTAXES[asked.grammar_syntax]
     source = "" if value is True else value if isinstance(value, str) else _written(value, param)
-    return AskedGrammar(Grammar(_KINDS[name], source), param)
+    return AskedGrammar(Grammar(kind, source), param)
 
 
 def _written(value: dict[str, Any] | list[str], param: str) -> str:

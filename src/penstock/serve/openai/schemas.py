@@ -250,17 +250,29 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
 
 
+class TagStructure(Body):
+    """A part of an answer that has a form, between two texts."""
+
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: Annotated[Schema, Field(alias="schema")]
+    end: Annotated[str, Field(min_length=1)]
+
+
 class ResponseFormat(Body):
     """OpenAI's word for what an answer must be."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's: the schema of a `json_object`."""
+    structures: Annotated[list[TagStructure], Field(min_length=1)] | None = None
+    """This and the next are vLLM's, of a `structural_tag`; so is the third, instead of both."""
+    triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    format: Schema | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's word for what an answer must be: one of the first five fields."""
+    """vLLM's word for what an answer must be: one of the first six fields."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -273,12 +285,15 @@ class StructuredOutputs(Body):
         | None
     ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
-    """In Lark's notation."""
+    """In Lark's notation, or in GBNF, whose rules are written with `::=`."""
+    grammar_syntax: Literal["lark", "gbnf"] | None = None
+    """The one that is meant. xgrammar's EBNF is read as GBNF."""
+    structural_tag: SchemaOrText | None = None
+    """The object that `response_format` is with that type, or its text."""
     whitespace_pattern: Annotated[Any, NotYet()] = None
     disable_fallback: Annotated[Any, NotYet(False)] = None
     disable_any_whitespace: Annotated[Any, NotYet(False)] = None
     disable_additional_properties: Annotated[Any, NotYet(False)] = None
-    structural_tag: Annotated[Any, NotYet()] = None
 
 
 class GenerationBody(Body):
@@ -362,7 +377,7 @@ class GenerationBody(Body):
     return_token_offsets: Annotated[Any, NotYet(False)] = None
     return_tokens_as_token_ids: Annotated[Any, NotYet(False)] = None
     routed_experts_prompt_start: Annotated[Any, NotYet(0)] = None
-    structural_tag: Annotated[Any, NotYet()] = None
+    structural_tag: Annotated[Any, NotYet(instead="structural_tag")] = None
     truncation_side: Annotated[Any, NotYet("left")] = None
     vllm_xargs: Annotated[Any, NotYet({})] = None
     watermarking: Annotated[Any, NotYet(False)] = None
