@@ -189,21 +189,25 @@ class _Automaton:
                 return False, mask
         return True, mask
 
+    # Rules hang on others before and behind them: in turn from both ends, even a long chain is done in a few passes.
+
     def _find_begins(self) -> None:
-        changes = True
+        names, changes = list(self._rule_begins), True
         while changes:
             changes = False
-            for name, before in self._rule_begins.items():
+            names.reverse()
+            for name in names:
                 begin = self._begin(self._rules[name])
-                if begin != before:
+                if begin != self._rule_begins[name]:
                     self._rule_begins[name] = begin
                     changes = True
 
     def _find_behind(self) -> None:
-        changes = True
+        names, changes = list(self._rule_begins), True
         while changes:
             before = dict(self._behind)
-            for name in self._rule_begins:
+            names.reverse()
+            for name in names:
                 self._walk(self._rules[name], self._behind.get(("name", name), 0))
             changes = before != self._behind
 
