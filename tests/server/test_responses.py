@@ -358,6 +358,15 @@ WRONG = [
     ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "none of the 'tools' has"),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search' is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
+    ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now", "x": 1}}, "tool_choice.x", "Unknown parameter"),
+    (
+        {
+            "tools": FUNCTIONS,
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "name": "now"}]},
+        },
+        "tool_choice.tools[0].type",
+        "must be 'function'",
+    ),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name", "Missing"),
     ({"text": {"format": {"type": "json_object", "name": "x"}}}, "text.format.name", "needs 'type': 'json_schema'"),
     (

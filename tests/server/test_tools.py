@@ -359,6 +359,8 @@ def wide(num_fields, **fields):
     return {"properties": {f"{'x' * 60}{nth}": {"type": "string", **fields} for nth in range(num_fields)}}
 
 
+CHOICE = {"type": "function", "function": {"name": "now"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHOICE]}}
 REFUSED = [
     ({"tools": [function(parameters=deep(300))]}, "tools[0].function.parameters"),
     ({"tools": [function(parameters=wide(800))]}, "tools"),
@@ -378,6 +380,14 @@ REFUSED = [
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": CHOICE | {"strict": True}}, "tool_choice.strict"),
+    ({"tool_choice": CHOICE | {"function": {"name": "now", "strict": True}}}, "tool_choice.function.strict"),
+    ({"tool_choice": ALLOWED | {"mode": "auto"}}, "tool_choice.mode"),
+    ({"tool_choice": ALLOWED | {"allowed_tools": ALLOWED["allowed_tools"] | {"x": 1}}}, "tool_choice.allowed_tools.x"),
+    (
+        {"tool_choice": ALLOWED | {"allowed_tools": {"mode": "auto", "tools": [CHOICE | {"type": "mcp"}]}}},
+        "tool_choice.allowed_tools.tools[0].type",
+    ),
     ({"ignore_eos": True}, "ignore_eos"),
     ({"functions": [{"name": "a"}]}, "functions"),
     ({"function_call": {"name": "a"}}, "function_call"),
@@ -392,6 +402,10 @@ REFUSED = [
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages[0].reasoning_content"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b", "reasoning": "c"}]},
+        "messages[0].reasoning",
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -128,6 +128,18 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 def invalid(message: str, param: str | None = None) -> ApiError:
     """400: malformed, out of range, unknown or not supported."""
     return ApiError(400, message, code="invalid_request_error", param=param)
+
+
+def unknown(param: str) -> ApiError:
+    """400 of a field that nobody knows, by its whole name."""
+    return invalid(f"Unknown parameter: '{shorten(param)}'.", shorten(param))
+
+
+def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) -> None:
+    """Raise 400 for a field of an object which is none of these. `at`: where the object stands in the body."""
+    for name, content in value.items():
+        if name not in known and content is not None:
+            raise unknown(f"{at}.{name}")
 
 
 def too_long(message: str, param: str | None = None) -> ApiError:

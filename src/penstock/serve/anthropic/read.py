@@ -16,7 +16,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS
-from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.errors import ApiError, invalid, shorten, unknown
 from penstock.serve.openai.call import Call, Conversation
 from penstock.serve.openai.read import PART_HINTS, Reader, find_model, read_conversation
 from penstock.serve.openai.schemas import (
@@ -340,7 +340,7 @@ def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, An
             if name in _HINTS:
                 _HINTS[name].refuse(value, f"{at}.{name}")
             elif name != "type" and name not in _FIELDS[block["type"]]:
-                raise _unknown(name, at)
+                raise unknown(f"{at}.{name}")
         checked.append((at, block))
     return checked
 
@@ -353,10 +353,6 @@ def _check_kind(kind: Any, role: str, param: str) -> None:
     known = ", ".join(f"'{one}'" for one in sorted(_IN_ROLE[role]))
     told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
     raise invalid(f"'{param}'{told} is not supported here: it must be one of {known}.", param)
-
-
-def _unknown(name: str, at: str) -> ApiError:
-    return invalid(f"Unknown parameter: '{at}.{shorten(name)}'.", f"{at}.{shorten(name)}")
 
 
 def _string(block: Mapping[str, Any], name: str, at: str) -> str:

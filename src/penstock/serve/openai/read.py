@@ -631,6 +631,8 @@ def _message(message: ChatMessage, param: str) -> Message:
     role = _role(message.role, f"{param}.role")
     calls = past_calls(message, param) if message.tool_calls else ()
     reasoning = message.reasoning_content or message.reasoning or ""
+    if message.reasoning and message.reasoning != reasoning:
+        raise invalid(f"'{param}.reasoning' and '{param}.reasoning_content' differ; give one of them.", f"{param}.reasoning")
     for name, value in (("tool_calls", calls), ("reasoning_content", reasoning)):
         if value and role != "assistant":
             raise invalid(f"'{param}.{name}' is for messages with the role 'assistant', not '{role}'.", f"{param}.{name}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from penstock.serve.errors import invalid
+from penstock.serve.errors import invalid, refuse_unknown
 from penstock.serve.openai.call import AskedGrammar, ToolUse
 from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, IgnoredParameters, ToolBody
 from penstock.text.dialects import NAME_CHARS, Dialect, PastCall
@@ -95,20 +95,25 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, frozenset[str] | No
     if kind == "function":
         return "required", frozenset([_named(choice, names, param)])
     if kind == "allowed_tools":
+        refuse_unknown(choice, ("type", "allowed_tools"), param)
         allowed = choice.get("allowed_tools")
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
             raise invalid(f"'{param}.allowed_tools' must have a 'mode' of 'auto' or 'required', and 'tools'.", param)
+        refuse_unknown(allowed, ("mode", "tools"), f"{param}.allowed_tools")
         return mode, frozenset(_named(one, names, f"{param}.allowed_tools.tools[{at}]") for at, one in enumerate(listed))
     raise invalid(f"'{param}.type' must be 'function' or 'allowed_tools'.", param)
 
 
 def _named(one: Any, names: Sequence[str], param: str) -> str:
     function = one.get("function") if isinstance(one, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
         raise invalid(f"'{param}.function.name' must be a string.", f"{param}.function.name")
+    if one.get("type", "function") != "function":
+        raise invalid(f"'{param}.type' must be 'function'.", f"{param}.type")
+    refuse_unknown(one, ("type", "function"), param)
+    refuse_unknown(function, ("name",), f"{param}.function")
     if name not in names:
         raise invalid(f"'{param}.function.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.function.name")
     return name

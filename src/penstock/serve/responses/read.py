@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 from starlette.types import Scope
 
-from penstock.serve.errors import invalid, shorten
+from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.call import Call
 from penstock.serve.openai.read import Reader
@@ -364,6 +364,7 @@ def _choice(choice: Any, names: Sequence[str]) -> Any:
     if kind == "function":
         return {"type": "function", "function": {"name": _named(choice, names, "tool_choice")}}
     if kind == "allowed_tools":
+        refuse_unknown(choice, ("type", "mode", "tools"), "tool_choice")
         mode, listed = choice.get("mode"), choice.get("tools")
         if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
             raise invalid("'tool_choice' must have a 'mode' of 'auto' or 'required', and 'tools'.", "tool_choice")
@@ -377,6 +378,9 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
     name = one.get("name") if isinstance(one, dict) else None
     if not isinstance(name, str):
         raise invalid(f"'{param}.name' must be a string.", f"{param}.name")
+    if one.get("type") != "function":
+        raise invalid(f"'{param}.type' must be 'function'.", f"{param}.type")
+    refuse_unknown(one, ("type", "name"), param)
     if name not in names:
         raise invalid(f"'{param}.name' is {name[:64]!r}, which none of the 'tools' has.", f"{param}.name")
     return name
