@@ -1,5 +1,5 @@
-"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops, waits, sleeps or
-reads a clock.
+"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops, waits or sleeps,
+and reads a clock only to know how long masks take.
 
     core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
     plan = core.begin(now)           the next step, or None
@@ -21,10 +21,11 @@ in which they began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from penstock.clock import Clock
 from penstock.engine.mask_accounts import MadeMask, MaskAccounts
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
@@ -198,16 +199,14 @@ class EngineCore:
         """
         return self._following.masks(plan)
 
-    def follow_grammars(
-        self, events: Sequence[TokenEvent], now_ns: int, busy_ns: Callable[[], int], *, is_beside: bool
-    ) -> list[TokenEvent]:
+    def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int, clock: Clock, *, is_beside: bool) -> list[TokenEvent]:
         """Tell the grammars of answers what `finish` said, and let each make up its mind what may come next.
 
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
-        `busy_ns` tells the time that the thread has worked. `is_beside`: a step is in flight.
+        `clock` tells how long that takes, and nothing else. `is_beside`: a step is in flight.
         """
         failed: list[TokenEvent] = []
-        for request_id, detail, reason in self._following.go_on(events, busy_ns):
+        for request_id, detail, reason in self._following.go_on(events, clock):
             failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
         if failed:
             self.snapshot = self._take_snapshot()
@@ -417,13 +416,13 @@ class Following:
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
 
-    def go_on(self, events: Iterable[TokenEvent], busy_ns: Callable[[], int]) -> list[tuple[str, str, str]]:
+    def go_on(self, events: Iterable[TokenEvent], clock: Clock) -> list[tuple[str, str, str]]:
         """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, with the
         cause in words, and as a `RejectReason` value if the grammar itself is it.
         """
         failed: list[tuple[str, str, str]] = []
         self._made.clear()
-        began_ns = busy_ns()
+        began_ns, began_busy_ns = clock.now_ns(), clock.busy_ns()
         for event in events:
             matcher = self._matchers.get(event.request_id)
             if matcher is None:
@@ -438,9 +437,10 @@ class Following:
             except BaseException:  # a matcher is of one request alone; a panic of a library in Rust is no Exception
                 _logger.exception("request %s: %s", event.request_id, BROKEN)
                 failed.append((event.request_id, BROKEN, ""))
-            ended_ns = busy_ns()
-            self._made.append(MadeMask(event.request_id, self._tenants[event.request_id], ended_ns - began_ns))
-            began_ns = ended_ns
+            ended_ns, busy_ns = clock.now_ns(), clock.busy_ns()
+            tenant = self._tenants[event.request_id]
+            self._made.append(MadeMask(event.request_id, tenant, ended_ns - began_ns, busy_ns - began_busy_ns))
+            began_ns, began_busy_ns = ended_ns, busy_ns
         return failed
 
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:

@@ -13,7 +13,8 @@ share equally what pays debts, and so do the requests of each; what one does not
 last mask took, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a client
 could leave before it pays, and come again.
 
-A mask is charged its CPU time: between two of them the thread may wait for others in the process, and no grammar is the cause.
+A mask is charged the time that it took on the wall, as the others waited for it, but at most twice its CPU time: the thread may
+wait for others in the process meanwhile, and no grammar is the cause.
 Masks that are made while the device computes cost others only the time by which they take longer than the step.
 """
 
@@ -32,6 +33,8 @@ ROW_SHARE = 4
 follow grammars does not sit out its own steps."""
 LEAST_SHARE = 4
 """One in so many parts of the tenth pays debts also if usual masks have used it up."""
+MAX_WALL = 2
+"""So many times its CPU time a mask is charged at most."""
 MAX_LEFT = 256
 """Debts of requests that ended which are remembered; the oldest is forgotten first."""
 
@@ -41,8 +44,13 @@ class MadeMask(NamedTuple):
 
     request_id: str
     tenant: str
+    wall_ns: int
     busy_ns: int
-    """CPU time that it took."""
+    """CPU time."""
+
+    @property
+    def charge_ns(self) -> int:
+        return min(self.wall_ns, MAX_WALL * self.busy_ns)
 
 
 class MaskAccounts:
@@ -80,7 +88,8 @@ class MaskAccounts:
         duration of the step. `num_rows`: requests that wait for these masks. `is_beside`: the device computes the next step
         meanwhile.
         """
-        total_ns = sum([mask.busy_ns for mask in made])
+        charges_ns = [mask.charge_ns for mask in made]
+        total_ns = sum(charges_ns)
         hidden_ns = 0
         if is_beside:  # the step was as long as its layers, or as the masks that were made beside it
             step_ns -= max(0, self._last_ns - self._step_ns)
@@ -89,8 +98,8 @@ class MaskAccounts:
         cost_ns = max(0, total_ns - hidden_ns)
         own_ns = step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
         used_ns = 0
-        for mask in made if cost_ns else ():
-            part_ns = mask.busy_ns * cost_ns // total_ns
+        for mask, charge_ns in zip(made, charges_ns, strict=True) if cost_ns else ():
+            part_ns = charge_ns * cost_ns // total_ns
             used_ns += min(part_ns, own_ns)
             if part_ns > own_ns:
                 self._owe(mask.request_id, mask.tenant, part_ns - own_ns)

@@ -198,7 +198,7 @@ class Stepper:
 
     def _follow_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
         """Let grammars follow, and send masks before there is text: a device at the end of its layers waits for them."""
-        events += self._core.follow_grammars(events, now_ns, self._clock.busy_ns, is_beside=bool(self._flights))
+        events += self._core.follow_grammars(events, now_ns, self._clock, is_beside=bool(self._flights))
         try:
             self._restrict()
         except ExecutorFailure:
