@@ -16,7 +16,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.errors import in_words, invalid
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_mixed
+from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.openai.call import Call, Conversation
 from penstock.serve.openai.endpoints import CallEndpoint
@@ -94,7 +94,7 @@ class LlamaFace(CallEndpoint):
 
     async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
         return await self._off_loop.run(
-            len(data), lambda: parse_body(data, body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
+            len(data), lambda: read_body(data, body_type, self.reader.ignored), limit=INLINE_MAX_BYTES
         )
 
 

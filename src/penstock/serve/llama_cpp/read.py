@@ -7,10 +7,11 @@ Called by the faces of this package; may run on any thread, and waits for nothin
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
@@ -30,23 +31,28 @@ from penstock.serve.openai.schemas import (
     MAX_TOKENS_LIMIT,
     Body,
     CompletionBody,
+    IgnoredParameters,
     NotYet,
     Schema,
     StopStrings,
     check_body,
+    parse_body,
 )
 from penstock.serve.openai.write import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
 from penstock.types.sampling import MAX_LOGPROBS, LineLimits
 
+_Body = TypeVar("_Body", bound="LlamaBody")
+
 MAX_FILES = 1024
 MAX_FILE_NAME_CHARS = 4096
-MAX_TEXTS_IN_PROMPT = 1024
-"""Texts between the tokens of one prompt: each is tokenised by itself."""
+MAX_TEXTS_BETWEEN = 1024
+"""Texts between the tokens of all prompts: each is tokenised by itself."""
 MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
 MAX_INDENT = 4096
 MAX_PREDICT_MS = 24 * 3600 * 1000
+_INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
 
 _SAMPLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -90,6 +96,9 @@ _SWITCHED_OFF: Mapping[str, float] = MappingProxyType(
         "temperature": 1.0,
     }
 )
+
+_LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
+"""Names that mean the same."""
 
 Limit = Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
@@ -195,11 +204,11 @@ class LlamaBody(Body):
     @property
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the answer's tokens, and its value."""
-        return _said(self, "n_predict", "max_completion_tokens", "max_tokens")
+        return _said(self, *_LIMITS)
 
     @property
     def num_probs(self) -> int:
-        return _said(self, "n_probs", "logprobs")[1] or 0
+        return _said(self, *_PROBS)[1] or 0
 
     def names(self) -> Mapping[str, str]:
         """Fields of a completion as this client calls them, for errors."""
@@ -209,8 +218,8 @@ class LlamaBody(Body):
             "structured_outputs": "grammar" if self.grammar else "json_schema",
             "max_tokens": self.limit[0],
             "repetition_penalty": "repeat_penalty",
-            "logprobs": _said(self, "n_probs", "logprobs")[0],
-            "n": _said(self, "n_cmpl", "n")[0],
+            "logprobs": _said(self, *_PROBS)[0],
+            "n": _said(self, *_CHOICES)[0],
         }
 
 
@@ -248,8 +257,18 @@ class LlamaInfillBody(LlamaBody):
 
 
 def _said(body: LlamaBody, *names: str) -> tuple[str, int | None]:
-    """The first of these names that has a value, as they mean the same; else the first name of all."""
+    """The first of these names that has a value; else the first name of all."""
     return next(((name, value) for name in names if (value := getattr(body, name)) is not None), (names[0], None))
+
+
+def read_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
+    """The body of these bytes. Raises 400. `ignored`: as for `parse_body`."""
+    body = parse_body(data, body_type, ignored)
+    for names in (_LIMITS, _CHOICES, _PROBS):
+        said = {value: name for name in names if (value := getattr(body, name)) is not None}
+        if len(said) > 1:
+            raise invalid(f"{' and '.join(map(repr, said.values()))} differ; give one of them.", names[0])
+    return body
 
 
 class LlamaReader:
@@ -286,7 +305,7 @@ class LlamaReader:
         fields = _sampling(body) | {
             "model": body.model,
             "prompt": "",
-            "n": _said(body, "n_cmpl", "n")[1],
+            "n": _said(body, *_CHOICES)[1],
             "stream": body.stream,
             "stop": body.stop,
             "max_tokens": None if limit is None or limit < 0 else limit,
@@ -329,7 +348,9 @@ def read_prompts(value: Any, param: str, vocab_size: int) -> tuple[Prompt, ...]:
         return (_prompt(value, param, vocab_size),)
     if not 0 < len(value) <= MAX_CHOICES:
         raise invalid(f"'{param}' has {len(value)} prompts; 1 to {MAX_CHOICES} are taken at once.", param)
-    return tuple([_prompt(item, f"{param}[{index}]", vocab_size) for index, item in enumerate(value)])
+    prompts = tuple([_prompt(item, f"{param}[{index}]", vocab_size) for index, item in enumerate(value)])
+    _check_texts(prompts, param)
+    return prompts
 
 
 def _prompt(value: Any, param: str, vocab_size: int) -> Prompt:
@@ -356,10 +377,17 @@ def read_mixed(parts: Sequence[Any], param: str, vocab_size: int) -> MixedPrompt
             raise invalid(f"'{param}[{index}]' must be a token id or a string.", f"{param}[{index}]")
         if isinstance(part, int) and not 0 <= part < vocab_size:
             check_token_ids(parts[index : index + 1], vocab_size, f"{param}[{index}]")
+    prompt = MixedPrompt(tuple(parts), param)
+    _check_texts([prompt], param)
+    return prompt
+
+
+def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
+    """Raise 400 for more texts between tokens than are tokenised at once."""
+    parts = [part for prompt in prompts if isinstance(prompt, MixedPrompt) for part in prompt.parts]
     num_texts = sum([isinstance(part, str) for part in parts])
-    if num_texts > MAX_TEXTS_IN_PROMPT:
-        raise invalid(f"'{param}' has {num_texts} strings; at most {MAX_TEXTS_IN_PROMPT} are taken in one prompt.", param)
-    return MixedPrompt(tuple(parts), param)
+    if num_texts > MAX_TEXTS_BETWEEN:
+        raise invalid(f"'{param}' has {num_texts} strings between token ids; at most {MAX_TEXTS_BETWEEN} are taken.", param)
 
 
 def _sampling(body: LlamaBody) -> dict[str, Any]:
@@ -429,7 +457,7 @@ def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float] | None,
     if value is None:
         return None, ()
     if isinstance(value, dict):
-        pairs = [(int(key) if key.isascii() and key.isdigit() and len(key) <= 10 else key, bias) for key, bias in value.items()]
+        pairs = [(int(key) if _INTEGER.fullmatch(key) else key, bias) for key, bias in value.items()]
     elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         pairs = [(token, bias) for token, bias in value]
     else:
