@@ -18,6 +18,10 @@ export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices fro
 start() {
   local port=$1
   shift
+  if (: <> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
+    echo "error: another server listens on port $port; PORT=N chooses another" >&2
+    exit 1
+  fi
   "$@" &
   started+=($!)
   .venv/bin/python - "http://127.0.0.1:$port/ready" <<'PYTHON'
@@ -32,7 +36,6 @@ for _ in range(600):
 else:
     sys.exit("the server was not ready within a minute")
 PYTHON
-  kill -0 $! 2> /dev/null || { echo "error: another server is at port $port; PORT=N chooses another" >&2; exit 1; }
 }
 
 # install NAME PACKAGES: an environment of Python with their current releases.
