@@ -162,7 +162,7 @@ def test_a_token_that_reaches_across_a_trigger_is_allowed_if_a_call_may_go_on_wi
     ids = allowed(matcher, PLAIN)
     assert {across(PLAIN, ">\n"), across(PLAIN, '>{"')} <= ids
     matcher.accept((across(PLAIN, '>{"'),))
-    assert allowed(matcher, PLAIN) == {across(PLAIN, "name"), across(PLAIN, "n")}
+    assert allowed(matcher, PLAIN) == {across(PLAIN, "name")}
 
 
 def test_text_that_only_begins_like_a_trigger_is_free_again():
@@ -320,3 +320,28 @@ def test_names_that_begin_alike_are_told_apart():
             before, middle, after = one.ways[0].parts
             say(matcher, SPECIAL, f"{one.ways[0].begin}{before}{tool.name}{middle}{{}}{after}{one.ways[0].end}")
             assert END_ID in allowed(matcher, SPECIAL)
+
+
+def test_tokens_are_forced_inside_a_call_and_nowhere_before():
+    matcher = matcher_of(SPECIAL, *auto("hermes"))
+    for char in "Hi ":
+        assert matcher.forced() == ()
+        say(matcher, SPECIAL, char)
+    say(matcher, SPECIAL, '<tool_call>{"')
+    forced = matcher.forced()
+    assert SPECIAL.decode(forced, is_continuation=True).startswith("name")
+    for token_id in forced:
+        assert allowed(matcher, SPECIAL) == {token_id}
+        matcher.accept((token_id,))
+
+
+def test_the_end_of_the_reasoning_is_forced_token_by_token():
+    """A token may complete the mark before the others have come."""
+    matcher = matcher_of(PLAIN, None, AnswerPlan(reasoning=REASONING["think"], is_reasoning=True, max_reasoning_tokens=2))
+    say(matcher, PLAIN, "ab")
+    text = ""
+    while forced := matcher.forced():
+        assert allowed(matcher, PLAIN) == {*forced}
+        text += PLAIN.decode(forced, is_continuation=True)
+        matcher.accept(forced)
+    assert "</think>" in text

@@ -55,9 +55,13 @@ def allowed_ids(matcher):
     return [token_id for token_id in range(len(mask) * 8) if mask[token_id // 8] >> token_id % 8 & 1]
 
 
-def brute_force(tokenizer, language, text):
-    """Ids that may follow a text, by looking at every answer of a finite language. [ascending]"""
-    rest = [answer[len(text) :] for answer in language if answer.startswith(text)]
+def rests(language, text):
+    """The texts that may follow one, by looking at every answer of a finite language."""
+    return [answer[len(text) :] for answer in language if answer.startswith(text)]
+
+
+def brute_force(tokenizer, rest):
+    """Ids that may come next where the rest of the answer is one of these. [ascending]"""
     ids = set(tokenizer.eos_token_ids) if b"" in rest else set()
     for token_id in range(tokenizer.vocab_size):
         token = b"" if tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
@@ -74,8 +78,15 @@ def check_every_state(grammars, tokenizer, grammar, language):
         text = b"".join(tokenizer.token_bytes(token_id) for token_id in path)
         matcher = grammars.matcher(grammar)
         matcher.accept(path)
-        ids = allowed_ids(matcher)
-        assert ids == brute_force(tokenizer, language, text), text
+        ids, rest, forced = allowed_ids(matcher), rests(language, text), matcher.forced()
+        if not forced:
+            assert ids == brute_force(tokenizer, rest), text
+        elif rest == [b""]:
+            assert ids == [*forced] == [tokenizer.eos_token_ids[0]]
+        else:
+            assert ids == [forced[0]]
+            spelled = b"".join(map(tokenizer.token_bytes, forced))
+            assert all(answer.startswith(spelled) for answer in rest), text
         for token_id in ids:
             longer = text + tokenizer.token_bytes(token_id)
             if token_id not in tokenizer.eos_token_ids and longer not in seen:
@@ -165,7 +176,7 @@ def test_every_end_token_ends_an_answer_and_nothing_else_follows(grammars, token
             matcher = grammars.matcher(regex("the|then"))
             matcher.accept(spell(tokenizer, text))
             matcher.accept((end_id,))
-            assert allowed_ids(matcher) == sorted(tokenizer.eos_token_ids)
+            assert allowed_ids(matcher) == [tokenizer.eos_token_ids[0]]
 
 
 def spell(tokenizer, text):
@@ -280,7 +291,7 @@ def test_json_object_is_an_object_with_anything_inside(grammars, tokenizer):
     matcher = grammars.matcher(Grammar(GrammarKind.JSON_OBJECT))
     assert {tokenizer.token_bytes(token_id)[:1] for token_id in allowed_ids(matcher)} == {b"{"}
     matcher.accept(spell(tokenizer, '{"a": [1, -2.5e3, null, {"b": "\\u0007"}],\n  "": true}'))
-    assert allowed_ids(matcher) == sorted(tokenizer.eos_token_ids)
+    assert allowed_ids(matcher) == [tokenizer.eos_token_ids[0]]
 
 
 @pytest.mark.parametrize("indent", ["  ", "    ", "\t"])
@@ -539,7 +550,7 @@ def test_matchers_of_one_grammar_are_independent(grammars, tokenizer):
     first, second = (grammars.matcher(regex("the|and")) for _ in range(2))
     first.accept(spell(tokenizer, "the"))
     assert {tokenizer.token_bytes(n)[:1] for n in allowed_ids(second)} == {b"t", b"a"}
-    assert allowed_ids(first) == sorted(tokenizer.eos_token_ids)
+    assert allowed_ids(first) == [tokenizer.eos_token_ids[0]]
 
 
 def test_grammar_is_compiled_once_and_anew_after_many_answers(grammars, monkeypatch):
@@ -593,3 +604,67 @@ def test_model_without_an_end_token_is_told_so(byte_level_vocab):
 def test_nothing_is_imported_before_the_first_grammar():
     code = "import sys, penstock.deploy.factory, penstock.text.grammar; sys.exit('llguidance' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def forced_after(grammars, grammar, *texts):
+    """The forced tokens after these tokens of an answer."""
+    matcher = grammars.matcher(grammar)
+    for token_ids in texts:
+        assert matcher.mask() is not None
+        matcher.accept(token_ids)
+    return matcher.forced()
+
+
+def test_forced_text_is_cut_as_the_tokenizer_cuts_it(grammars, tokenizer):
+    """But for its end, where a longer token could still come."""
+    text = "the cat and the 123 in"
+    first, *others = tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
+    forced = forced_after(grammars, regex(f"{text}[a-z]"), (first,))
+    assert forced == tuple(others[: len(forced)])
+    assert len(forced) >= len(others) - 2
+    assert forced_after(grammars, choice("the", "then", "tab"), spell(tokenizer, "t")) == ()
+
+
+def test_forced_tokens_are_the_same_one_by_one_and_at_once(grammars, tokenizer):
+    first = spell(tokenizer, "a")
+    forced = forced_after(grammars, regex("a the 123 the cat"), first)
+    assert len(forced) > 2
+    matcher = grammars.matcher(regex("a the 123 the cat"))
+    matcher.accept(first)
+    for nth, token_id in enumerate(forced):
+        assert matcher.forced() == forced[nth:]
+        assert allowed_ids(matcher) == [token_id]
+        matcher.accept((token_id,))
+
+
+def test_a_sampled_token_that_the_tokenizer_would_not_write_leaves_the_rest_to_it(grammars, tokenizer):
+    """A byte of "the" came alone; forced tokens spell the rest."""
+    forced = forced_after(grammars, regex("the cat"), spell(tokenizer, "t"))
+    assert b"he cat".startswith(b"".join(map(tokenizer.token_bytes, forced)))
+    assert forced
+
+
+def test_the_tokenizer_s_own_end_is_forced_behind_a_complete_answer(grammars, tokenizer):
+    assert forced_after(grammars, regex("the"), spell(tokenizer, "the")) == tokenizer.eos_token_ids[:1]
+    assert forced_after(grammars, regex("the(n)?"), spell(tokenizer, "the")) == ()
+
+
+def test_forced_text_that_looks_like_a_special_token_is_spelled(grammars, tokenizer):
+    name = next(tokenizer.token_text(n) for n in range(tokenizer.vocab_size) if tokenizer.is_special(n))
+    assert len(name) > 2
+    forced = forced_after(grammars, regex(f"a {re.escape(name)}!"), spell(tokenizer, "a"))
+    assert not any(map(tokenizer.is_special, forced))
+    assert f" {name}!".encode().startswith(b"".join(map(tokenizer.token_bytes, forced)))
+    assert len(forced) > 2
+
+
+def test_text_that_is_part_of_a_character_is_forced(grammars, tokenizer):
+    first, *others = spell(tokenizer, "東")
+    forced = forced_after(grammars, regex("東x"), (first,))
+    assert "東x".encode()[1:].startswith(b"".join(map(tokenizer.token_bytes, forced)))
+    assert others
+
+
+def test_a_grammar_may_leave_every_token_to_the_model(grammars, tokenizer):
+    source = 'start: "the cat"\n%llguidance {"no_forcing": true}\n'
+    assert forced_after(grammars, lark(source), spell(tokenizer, "t")) == ()

@@ -667,7 +667,10 @@ SHARE = 3
 
 
 class HashMatcher:
-    """Allows a third of the vocabulary, and nothing but `end_token_id` after `max_tokens` tokens, if these are given."""
+    """Allows a third of the vocabulary, and nothing but `end_token_id` after `max_tokens` tokens, if these are given.
+
+    With `num_forced` so many of 8 places, and the end, allow one token alone. `forced` tells so, but not always all at once.
+    """
 
     def __init__(
         self,
@@ -677,6 +680,7 @@ class HashMatcher:
         max_tokens: int | None = None,
         end_token_id: int | None = None,
         fails_after: int | None = None,
+        num_forced: int = 0,
     ) -> None:
         """It can't be followed further than `fails_after` tokens."""
         self.token_ids: list[int] = []
@@ -686,6 +690,7 @@ class HashMatcher:
         self._max_tokens = max_tokens
         self._end_token_id = end_token_id
         self._fails_after = fails_after
+        self._num_forced = num_forced
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -696,13 +701,31 @@ class HashMatcher:
             if len(self.token_ids) == self._fails_after:
                 raise GrammarFailure("the grammar can't be followed any further, as it was told")
 
+    def forced(self) -> Sequence[int]:
+        state, num_tokens = self._state, len(self.token_ids)
+        forced: list[int] = []
+        while self._is_forced(state, num_tokens) and len(forced) <= state % 4:
+            (token_id,) = self._allowed(state, num_tokens)
+            forced.append(token_id)
+            state, num_tokens = mix(state, token_id), num_tokens + 1
+        return forced
+
     def mask(self) -> bytes:
         bits = sum(1 << token_id for token_id in self.allowed())
         return bits.to_bytes(-(-self._vocab_size // 32) * 4, "little")
 
     def allowed(self) -> list[int]:
         """Token ids, ascending; at least one."""
-        if self._end_token_id is not None and len(self.token_ids) == self._max_tokens:
+        return self._allowed(self._state, len(self.token_ids))
+
+    def _allowed(self, state: int, num_tokens: int) -> list[int]:
+        if num_tokens == self._max_tokens and self._end_token_id is not None:
             return [self._end_token_id]
-        found = [token_id for token_id in range(self._vocab_size) if mix(self._state, token_id) % SHARE == 0]
-        return found or [self._state % self._vocab_size]
+        if self._is_forced(state, num_tokens):
+            return [state % self._vocab_size]
+        found = [token_id for token_id in range(self._vocab_size) if mix(state, token_id) % SHARE == 0]
+        return found or [state % self._vocab_size]
+
+    def _is_forced(self, state: int, num_tokens: int) -> bool:
+        is_at_end = num_tokens == self._max_tokens and self._end_token_id is not None
+        return self._num_forced > 0 and (is_at_end or (state >> 8) % 8 < self._num_forced)

@@ -90,6 +90,12 @@ class AnswerMatcher:
             self._accept(token_id)
         self._mask = self._next_mask()
 
+    def forced(self) -> Sequence[int]:
+        """See `Matcher.forced`."""
+        if self._state is _State.FOLLOWING and self._inner is not None:
+            return self._inner.forced()
+        return self._forced[:1] if self._state is _State.REASONING else ()  # one may complete the mark before the others
+
     def mask(self) -> bytes | None:
         """See `Matcher.mask`."""
         if self._state is _State.FOLLOWING and self._inner is not None:

@@ -113,7 +113,7 @@ class Grammar:
         rest = f"@main | {block}{text}@other" if self.other is not None else "@main"
         text = text if self.kind is not GrammarKind.TOOLS else ""
         rules = "" if self.lead is None else f"{self.lead.block(spell)}LINES: /\\n{{1,2}}/\n"
-        return f"{grammar_source.OPTIONS}start: {block}{text}{rest}\n{rules}"
+        return f"start: {block}{text}{rest}\n{rules}"
 
 
 class Grammars:
@@ -205,7 +205,7 @@ class Grammars:
         except Rejected as rejected:
             # Tools that are not strict ask for no more than what can be had: find those that can't be followed.
             def check(schema: str) -> None:
-                self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.OPTIONS}start: %json {schema}\n")
+                self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.START}%json {schema}\n")
 
             lark, are_followed = tool_grammar.of_tools(grammar.source, self._tokens.spell, check)
             if are_followed:

@@ -2,7 +2,8 @@
 
 A matcher is used by one thread at a time. The model's vocabulary, as llguidance wants it, is made at the first grammar, as that
 takes a moment, and read by every grammar after. Special tokens and ids without a token spell nothing there, so that no grammar
-can allow them. Never logs, as grammars and answers are users' own.
+can allow them. Text that a grammar leaves no choice about is cut into tokens as the model's tokenizer cuts it, but for its end
+where a longer token could still come. Never logs, as grammars and answers are users' own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -64,8 +66,15 @@ class GrammarTokens:
         usable[: self._vocab_size] = [bool(token) for token in tokens]
         usable[list(self._end_ids)] = True
         # General slices: what strings of JSON are made of is walked once, not for each mask.
-        vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, self._end_ids[0])), eos_token=list(self._end_ids))
+        cutter = _Vocabulary(tokens, self.end_id, self._tokenizer)
+        vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self._end_ids))
+        cutter.cut_greedily = vocabulary.greedy_tokenize
         return vocabulary, np.packbits(usable, bitorder="little")
+
+    @property
+    def end_id(self) -> int:
+        """The end token that a complete answer is given: the tokenizer's own."""
+        return self._end_ids[0]
 
     def spell(self, text: str) -> str:
         """A text as Lark, in which special tokens of the model stand by their ids."""
@@ -134,12 +143,19 @@ class _Vocabulary:
     bos_token_id = None
     special_token_ids = ()
 
-    def __init__(self, tokens: Sequence[bytes], eos_token_id: int) -> None:
+    def __init__(self, tokens: Sequence[bytes], eos_token_id: int, tokenizer: Tokenizer) -> None:
         self.tokens = tokens
         self.eos_token_id = eos_token_id
+        self._tokenizer = tokenizer
+        self.cut_greedily: Callable[[str], list[int]] = lambda _: []
+        """llguidance's own way, which needs no more than the tokens; known once it has read them."""
 
-    def __call__(self, text: bytes) -> list[int]:
-        raise NotImplementedError("only where text is forced, which no grammar here does")
+    def __call__(self, data: bytes) -> list[int]:
+        """The tokens of a text that goes on after others. They have to spell it, and none of them may be special."""
+        text = data.decode()
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
+        spelled = [self.tokens[token_id] if token_id < len(self.tokens) else b"" for token_id in token_ids]
+        return token_ids if b"".join(spelled) == data else self.cut_greedily(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +194,10 @@ class Mark:
 class CompiledGrammar:
     """A grammar at the beginning of an answer. `matcher` may be called from any thread."""
 
-    def __init__(self, start: LLMatcher, usable: NDArray[np.uint8]) -> None:
+    def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
         self._usable = usable
+        self.tokens = tokens
         self._num_answers = 0
         self._has_failed = False
         self._bars: dict[tuple[str, str], bytes] = {}
@@ -260,7 +277,7 @@ def compile_grammar(
         raise refusal(name, failure(matcher.get_error()))
     named_ids = [int(token_id) for token_id in re.findall(r"<\[(\d+)\]>", "".join([start, *larks.values()]))]
     try:
-        compiled = CompiledGrammar(matcher, _with_ids(usable, named_ids))
+        compiled = CompiledGrammar(matcher, _with_ids(usable, named_ids), tokens)
         for mark in marks:
             compiled.bar(mark, tokens)
         if not is_free:
@@ -282,13 +299,16 @@ def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.u
 class GrammarMatcher:
     """The engine thread's, once the request is handed over."""
 
-    __slots__ = ("_compiled", "_inner", "_is_first", "_mask")
+    __slots__ = ("_compiled", "_forced", "_inner", "_is_first", "_mask")
 
     def __init__(self, inner: LLMatcher, compiled: CompiledGrammar) -> None:
         self._is_first = True
         self._inner = inner
         self._compiled = compiled
         self._mask: bytes | None = None
+        self._forced: deque[int] | None = None
+        """Forced tokens that are still to come, found once, so that they are the same one by one and all at once. None: not
+        looked for since the last token."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """See `Matcher.accept`. End tokens after the first are no news."""
@@ -296,9 +316,28 @@ class GrammarMatcher:
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
                 raise self._compiled.failure(self._inner)
+            if self._forced and self._forced.popleft() == token_id and self._forced:
+                continue
+            self._forced = None
+
+    def forced(self) -> Sequence[int]:
+        """See `Matcher.forced`. None before the first token, where answers share what was found."""
+        if self._forced is None:
+            self._forced = deque(() if self._is_first else self._find_forced())
+        return tuple(self._forced)
 
     def mask(self) -> bytes:
         """See `Matcher.mask`."""
         if self._mask is None:
-            self._mask = self._compiled.first_mask if self._is_first else self._compiled.mask_of(self._inner)
+            if self._is_first:
+                self._mask = self._compiled.first_mask
+            elif forced := self.forced():
+                self._mask = self._compiled.tokens.only(forced[0])
+            else:
+                self._mask = self._compiled.mask_of(self._inner)
         return self._mask
+
+    def _find_forced(self) -> Sequence[int]:
+        """The tokens that must come; where nothing can come but an end, the tokenizer's own end."""
+        is_complete = self._inner.is_stopped() and not self._inner.is_error()
+        return [self._compiled.tokens.end_id] if is_complete else self._inner.compute_ff_tokens()

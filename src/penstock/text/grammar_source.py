@@ -25,8 +25,10 @@ from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
 MAX_CAUSE_CHARS = 300
 
+START = "\nstart: "
+"""Before a grammar that was not written in Lark, in the Lark that is made of it."""
 _OUR_PLACE = "at 2(8): "
-"""Place of a grammar that was not written in Lark, in the Lark that is made of it."""
+"""The place of what stands behind `START`."""
 _TOO_LARGE = (
     "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 )
@@ -487,9 +489,6 @@ def _named(schema: dict[str, Any], ref: str) -> Any:
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
 """Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
 
-OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""The model chooses how text that is certain is cut into tokens, as it does everywhere else."""
-
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
 """Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds; it is here so that the quotes
 after it, in a string without an end, do not begin one string each: that would take the square of the length."""
@@ -524,7 +523,7 @@ def of_schema(source: str) -> str:
     if not isinstance(schema, dict):
         raise _rejected('The json_schema must be a JSON object. Give a schema such as {"type": "object"}.')
     prepare_schema(schema)
-    return f"{OPTIONS}start: %json {_json(schema)}\n"
+    return f"{START}%json {_json(schema)}\n"
 
 
 def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
@@ -537,14 +536,14 @@ def of_json_object(source: str) -> str:
     """Any JSON object; `source` is empty. Raises `Rejected`."""
     if source:
         raise _rejected("A json_object takes no description. Use json_schema to describe it.")
-    return f"{OPTIONS}start: %json {_json({'type': 'object'})}\n"
+    return f"{START}%json {_json({'type': 'object'})}\n"
 
 
 def of_regex(source: str) -> str:
     """From a regex that the whole answer matches."""
     from llguidance import regex_to_lark
 
-    return f"{OPTIONS}start: /{regex_to_lark(source, '')}/\n"
+    return f"{START}/{regex_to_lark(source, '')}/\n"
 
 
 def of_choices(source: str) -> str:
@@ -562,7 +561,7 @@ def of_grammar(source: str) -> str:
 
 def of_gbnf(source: str) -> str:
     """From GBNF. Raises `Rejected`."""
-    return f"{gbnf.to_lark(source)}\n{OPTIONS}"
+    return gbnf.to_lark(source)
 
 
 def of_lark(source: str) -> str:
@@ -574,7 +573,7 @@ def of_lark(source: str) -> str:
     if (num_operators := len(_OF_SETS.findall(rules))) > MAX_SET_OPERATORS:
         what = f"has {num_operators} operators & and ~, and at most {MAX_SET_OPERATORS} are taken"
         raise _rejected(f"The grammar {what}. Say the same with alternatives.")
-    return f"{source}\n{OPTIONS}"
+    return source
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -93,7 +93,7 @@ def of_structural_tag(source: str, spell: Callable[[str], str], max_regex_chars:
         raise _refused("", f"is not JSON: {error}") from error
     writer = _Writer(spell, max_regex_chars)
     writer.lines[0] = f"start: {writer.row(writer.parts(_format_of(asked), 'format', 0), is_last=True)}"
-    return grammar_source.OPTIONS + "\n".join(writer.lines) + "\n"
+    return "\n".join(writer.lines) + "\n"
 
 
 def _format_of(asked: Any) -> Any:

@@ -109,14 +109,22 @@ class Tokenizer:
         """No token spells more bytes, so n bytes that the vocabulary can spell make at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, is_continuation: bool = False) -> list[int]:
         """Token ids. `add_special_tokens` puts bos (and eos) around them where the model wants that: right for
-        plain prompts, wrong for the result of a chat template, which contains them already.
+        plain prompts, wrong for the result of a chat template, which contains them already. `is_continuation` says that the
+        text follows another: no space is put before it.
 
         A byte that the vocabulary can't spell is left out, as transformers does (SmolLM2 has none for U+0004).
         Raises `Rejected` if the text contains a lone surrogate, if the tokenizer could make too much of it, or fails on it.
         """
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        if not is_continuation or not self._backend.starts_with_space:
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        token_ids, before = self.encode(f"\n{text}", add_special_tokens=add_special_tokens), b""
+        for num_before, token_id in enumerate(token_ids, 1):
+            before += self.token_bytes(token_id)
+            if before.endswith(b"\n"):
+                return token_ids[num_before:]
+        return token_ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """As `encode`, for several texts at once, on several cores."""

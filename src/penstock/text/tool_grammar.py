@@ -79,7 +79,7 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
     tools = [Tool(*each) for each in described]
     ways = BY_NAME[name].ways if has_trigger else BY_NAME[name].ways[:1]
     starts = [f"head{nth} way{nth}" if has_trigger else f"way{nth}" for nth in range(len(ways))]
-    lines = [grammar_source.OPTIONS.rstrip(), f"start: {' | '.join(starts)}"]
+    lines = [f"start: {' | '.join(starts)}"]
     for nth, way in enumerate(ways):
         if has_trigger:
             lines.append(_of_trigger(f"head{nth}", way, spell))

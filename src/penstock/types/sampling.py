@@ -22,12 +22,19 @@ from typing import Any, Protocol
 
 
 class Matcher(Protocol):
-    """The state of one request's grammar. Both methods raise `GrammarFailure` once the grammar can't be followed any further;
-    `mask` only when it is called for the first time after an `accept`.
+    """The state of one request's grammar. Its methods raise `GrammarFailure` once the grammar can't be followed any further;
+    `forced` and `mask` only when they are called for the first time after an `accept`.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """The next tokens of the answer, as they were sampled."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Tokens of which each is the only one that may come next, as its mask would say; none if there is a choice.
+
+        So an answer is the same whether they are sampled one by one or appended at once. There may be more after them.
+        """
         ...
 
     def mask(self) -> bytes | None:
