@@ -312,11 +312,13 @@ class SlowMatcher(HashMatcher):
 
 
 def matcher_of(sampling: SamplingParams, clock: VirtualClock | None = None, token_ns: int = 0) -> HashMatcher | None:
-    """For a request of these parameters. Some grammars have an end, and then allow nothing but the end token."""
+    """For a request of these parameters. Some grammars have an end, and then allow nothing but the end token; some force most
+    of their tokens."""
     if not sampling.follows_grammar:
         return None
     max_tokens = 5 if EOS_TOKEN_ID in sampling.stop_token_ids else None
-    fields = {"seed": sampling.seed, "max_tokens": max_tokens, "end_token_id": EOS_TOKEN_ID}
+    num_forced = (0, 4, 7)[sampling.seed]
+    fields = {"seed": sampling.seed, "max_tokens": max_tokens, "end_token_id": EOS_TOKEN_ID, "num_forced": num_forced}
     if clock is None:
         return HashMatcher(MODEL.vocab_size, **fields)
     return SlowMatcher(MODEL.vocab_size, clock, token_ns, **fields)

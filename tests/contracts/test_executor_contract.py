@@ -286,6 +286,15 @@ class TestSteps:
         assert list(result.token_ids["a"]) == harness.answer(second)[:1]
         assert list(result.token_ids["b"]) == harness.answer(first)[:1]
 
+    def test_a_row_can_be_told_again_with_tokens_that_it_did_not_sample(self, harness: Harness) -> None:
+        """They are computed together, beside the one that it did sample, and its blocks stay where they are."""
+        feed, prompt = Feed(harness.make()), harness.prompt(3)
+        (sampled,) = feed.step([RowPlan("a", 0, 3, (), True)], [admit("a", prompt, [1, 2, 3])]).token_ids["a"]
+        longer = [*prompt, sampled, *harness.prompt(harness.block_size, seed=5)]
+        row = RowPlan("a", 3, len(longer) - 3, (), True)
+        (token_id,) = feed.step([row], [admit("a", longer, [1, 2, 3], num_computed_tokens=3)], ["a"]).token_ids["a"]
+        assert [token_id, *feed.decode("a", len(longer), 2)] == harness.answer(longer)[:3]
+
     def test_all_rows_can_be_replaced_in_one_step(self, harness: Harness) -> None:
         feed = Feed(harness.make())
         names = [f"r{idx}" for idx in range(MAX_ROWS)]
@@ -561,6 +570,35 @@ class TestGrammars:
         together = [outcome.token_ids for outcome in harness.run(*requests(), max_step_tokens=7)]
         assert together == [harness.run(alone)[0].token_ids for alone in requests()]
         assert all(len(token_ids) == GREEDY.max_tokens for token_ids in together)
+
+    def test_forced_tokens_at_once_are_those_one_by_one(self, harness: Harness) -> None:
+        """Also beside penalties, which count them, and a seed, whose draws depend on their number."""
+
+        class OneByOne(HashMatcher):
+            def forced(self) -> Sequence[int]:
+                return ()
+
+        def requests(kind: type[HashMatcher]) -> list[Request]:
+            size, vocab_size = harness.block_size, harness.vocab_size
+            return [
+                request(
+                    f"r{seed}",
+                    harness.prompt(seed * size - 1, seed=seed),
+                    matcher=kind(vocab_size, seed=seed, num_forced=5),
+                    temperature=seed % 2,
+                    seed=seed,
+                    max_tokens=2 * size,
+                    frequency_penalty=0.5,
+                    repetition_penalty=1.2,
+                )
+                for seed in (1, 2, 3)
+            ]
+
+        alone = [harness.run(one)[0].token_ids for one in requests(OneByOne)]
+        together = harness.run(*requests(HashMatcher), max_step_tokens=7)
+        assert [outcome.token_ids for outcome in together] == alone
+        num_events = [len(outcome.events) for outcome in together]
+        assert harness.make().depth > 1 or max(num_events) < 2 * harness.block_size, "some came at once"
 
     @pytest.mark.parametrize(
         "masks",

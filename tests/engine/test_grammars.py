@@ -266,6 +266,82 @@ def test_a_grammar_follows_its_answer_through_preemptions(depth):
         assert rig.tokens_of(request.request_id) == expected(request, grammar(seed)).token_ids
 
 
+def forcing(seed: int = 0, **fields) -> HashMatcher:
+    """Seven of eight tokens are forced."""
+    return grammar(seed, num_forced=7, **fields)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forced_tokens_take_no_steps_of_their_own(depth):
+    """With two steps in flight the next one samples them already: its masks leave it no choice."""
+    rig = Rig(depth)
+    requests = [make_request(f"r{seed}", [seed + 1] * 9, max_tokens=24, matcher=forcing(seed)) for seed in range(2)]
+    rig.run(*requests)
+    for seed, request in enumerate(requests):
+        assert rig.tokens_of(request.request_id) == expected(request, forcing(seed)).token_ids
+        chunks = rig.of(request.request_id)
+        assert [chunk.num_generated_tokens for chunk in chunks] == [
+            sum(len(chunk.token_ids) for chunk in chunks[: idx + 1]) for idx in range(len(chunks))
+        ]
+    if depth == 1:
+        assert rig.executor.num_steps < 24 / 2
+    else:
+        assert rig.executor.num_steps >= 24
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 20))
+def test_forced_tokens_end_at_max_tokens(max_tokens):
+    rig = Rig(1)
+    request = make_request("a", 3, max_tokens=max_tokens, matcher=forcing(1))
+    rig.run(request)
+    assert rig.tokens_of("a") == expected(request, forcing(1)).token_ids
+    assert rig.end_of("a").finish_reason is FinishReason.LENGTH
+    assert request.num_tokens == 3 + max_tokens
+
+
+def test_a_forced_end_ends_the_answer_in_the_step_before():
+    rig = Rig(1)
+    ends = forcing(3, max_tokens=6, end_token_id=END_TOKEN_ID)
+    rig.run(make_request("a", 3, max_tokens=20, min_tokens=10, matcher=ends, stop_token_ids=(END_TOKEN_ID,)))
+    end = rig.of("a")[-1]
+    assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, END_TOKEN_ID)
+    assert len(end.token_ids) > 1
+    assert len(rig.tokens_of("a")) == 7
+
+
+def test_tokens_behind_a_stop_string_are_not_the_answer_s():
+    rig = Rig(1)
+    wanted = expected(make_request("a", 3, max_tokens=24), forcing(1)).token_ids
+    rig.run(make_request("whole", 3, max_tokens=24, matcher=forcing(1)))
+    several = next(chunk for chunk in rig.of("whole") if len(chunk.token_ids) > 2)
+    num_shown = several.num_generated_tokens - 1  # the last of them comes behind the stop string
+    rig.run(make_request("a", 3, max_tokens=24, matcher=forcing(1), stop=("".join(f"{one} " for one in wanted[:num_shown]),)))
+    assert rig.tokens_of("a") == wanted[:num_shown]
+    assert rig.end_of("a").num_generated_tokens == num_shown
+    assert rig.end_of("a").finish_reason is FinishReason.STOP
+
+
+def test_tokens_whose_log_probabilities_are_asked_for_are_sampled_one_by_one():
+    rig = Rig(1)
+    requests = [make_request(name, 3, max_tokens=20, logprobs=logprobs, matcher=forcing(1)) for name, logprobs in NAMED]
+    rig.run(*requests)
+    assert rig.tokens_of("asks") == rig.tokens_of("asks_not") == expected(requests[0], forcing(1)).token_ids
+    assert [len(chunk.logprobs) for chunk in rig.of("asks")] == [1] * 20
+    assert max(len(chunk.token_ids) for chunk in rig.of("asks_not")) > 1
+
+
+NAMED = [("asks", 0), ("asks_not", None)]
+
+
+@pytest.mark.parametrize("fails_after", range(1, 9))
+def test_a_grammar_that_fails_among_forced_tokens_ends_the_answer_there(fails_after):
+    rig = Rig(1)
+    request = make_request("a", 3, max_tokens=20, matcher=forcing(1, fails_after=fails_after))
+    rig.run(request)
+    assert rig.end_of("a").finish_reason is FinishReason.ERROR
+    assert rig.tokens_of("a") == expected(request, forcing(1)).token_ids[:fails_after]
+
+
 def test_what_grammars_take_of_the_host_is_told():
     told: list[set[str]] = []
 

@@ -103,7 +103,7 @@ class Traffic(HashExecutor):
             stop=("7 ",) if idx % 3 == 0 else (),
             tenant=f"t{idx % 3}",
             cache_salt=b"salt" if idx % 11 == 10 else b"",
-            matcher=BusyMatcher(MODEL.vocab_size) if self._has_grammars and idx % 3 == 0 else None,
+            matcher=BusyMatcher(MODEL.vocab_size, seed=idx, num_forced=4) if self._has_grammars and idx % 3 == 0 else None,
             adapter=make_adapter(number) if (number := idx * 5 % (self._num_adapters + 1)) else None,
         )
         self._turns[request.request_id], self._answers[request.request_id] = request, []
@@ -238,6 +238,9 @@ def test_those_who_sat_out_sit_out_again(depth: int, tmp_path: Path) -> None:
     replayed = replay(recording, make)
     assert replayed.difference == ""
     assert replayed.num_equal == replayed.num_steps > 40
+    prompts = {event.id: event.num_prompt_tokens for event in recording.events() if isinstance(event, Arrival)}
+    rows = [row for step in recording.steps() for row in step.rows if row.query_len > 1 and row.samples]
+    assert any(row.context_len >= prompts[row.id] for row in rows) or depth == 2, "forced tokens"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -504,7 +504,7 @@ class FailingMatcher:
     """Can't take the third token, once the test lets it look at it."""
 
     def __init__(self, inner, may_fail):
-        self.mask = inner.mask
+        self.mask, self.forced = inner.mask, inner.forced
         self._inner, self._may_fail, self._num_accepted = inner, may_fail, 0
 
     def accept(self, token_ids):

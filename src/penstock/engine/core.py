@@ -167,11 +167,16 @@ class EngineCore:
         """Adapters that the executor must place after those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_placements()
 
-    def finish(self, plan: StepPlan, result: StepResult, now_ns: int) -> list[TokenEvent]:
-        """Commit a step: one event for each row that sampled or failed, in the order of the plan."""
+    def finish(self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None) -> list[TokenEvent]:
+        """Commit a step: one event for each row that sampled or failed, in the order of the plan.
+
+        `clock` tells how long grammars take, and nothing else; None: it is not asked.
+        """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         outcome = self.scheduler.commit(plan, result, now_ns)
+        if self._following:
+            self._accept(outcome, clock)
         if outcome.ended:  # else the next `begin` tells soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
@@ -182,6 +187,13 @@ class EngineCore:
             self._forget(request, now_ns)
         self._observer.on_step(stats)
         return outcome.events
+
+    def _accept(self, outcome: StepOutcome, clock: Clock | None) -> None:
+        """Tell the grammars of answers what was sampled, and let the answers have the tokens that these force at once."""
+        for idx, event in enumerate(outcome.events):
+            if event.finish_reason is None and event.request_id in self._following:
+                forced = self._following.accept(event, self.scheduler.max_forced(event.request_id), clock)
+                outcome.events[idx] = self.scheduler.force(event, forced, outcome) if forced else event
 
     @property
     def has_grammars(self) -> bool:
@@ -200,13 +212,13 @@ class EngineCore:
         return self._following.masks(plan)
 
     def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int, clock: Clock, *, is_beside: bool) -> list[TokenEvent]:
-        """Tell the grammars of answers what `finish` said, and let each make up its mind what may come next.
+        """Let the grammar of each answer in `finish`'s events make up its mind what may come next.
 
         Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
         `clock` tells how long that takes, and nothing else. `is_beside`: a step is in flight.
         """
         failed: list[TokenEvent] = []
-        for request_id, detail, reason in self._following.go_on(events, clock):
+        for request_id, detail, reason in self._following.choose(events, clock):
             failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
         if failed:
             self.snapshot = self._take_snapshot()
@@ -383,14 +395,19 @@ class Following:
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._tenants: dict[str, str] = {}
-        self._made: list[MadeMask] = []
-        """The last masks."""
+        self._failed: dict[str, tuple[str, str]] = {}
+        """Causes by request id, until `choose` tells them."""
+        self._made: dict[str, MadeMask] = {}
+        """The time that each has taken for its next mask, by request id, until `settle` charges it."""
         self._accounts = MaskAccounts()
         self.sitting_out: Collection[str] = self._accounts.debts_ns
         """Changes with every `settle`."""
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._matchers
 
     def add(self, request: Request) -> None:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
@@ -416,39 +433,66 @@ class Following:
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
 
-    def go_on(self, events: Iterable[TokenEvent], clock: Clock) -> list[tuple[str, str, str]]:
-        """With what was sampled, to the next mask. Returns the requests whose grammar can't be followed any further, with the
+    def accept(self, event: TokenEvent, max_forced: int, clock: Clock | None) -> Sequence[int]:
+        """Tell the matcher of a request what was sampled. Returns the tokens that have to follow, `max_forced` at most."""
+        request_id, began = event.request_id, _times(clock)
+        matcher, forced = self._matchers[request_id], list[int]()
+        try:
+            matcher.accept(event.token_ids)
+            while len(forced) < max_forced and (token_ids := matcher.forced()):
+                for token_id in token_ids[: max_forced - len(forced)]:
+                    forced.append(token_id)
+                    matcher.accept((token_id,))
+        except BaseException as error:
+            self._fail(request_id, error)
+        self._made[request_id] = MadeMask(request_id, self._tenants[request_id], *_since(began, _times(clock)))
+        return forced
+
+    def choose(self, events: Iterable[TokenEvent], clock: Clock) -> list[tuple[str, str, str]]:
+        """The next masks. Returns the requests whose grammar can't be followed any further, since `accept` or now, with the
         cause in words, and as a `RejectReason` value if the grammar itself is it.
         """
-        failed: list[tuple[str, str, str]] = []
-        self._made.clear()
-        began_ns, began_busy_ns = clock.now_ns(), clock.busy_ns()
-        for event in events:
-            matcher = self._matchers.get(event.request_id)
-            if matcher is None:
+        began = _times(clock)
+        for request_id in [event.request_id for event in events if event.request_id in self._made]:
+            if request_id not in self._matchers or request_id in self._failed:
                 continue
             try:
-                matcher.accept(event.token_ids)
-                matcher.mask()
-            except GrammarFailure as failure:
-                failed.append((event.request_id, str(failure), RejectReason.INVALID.value))
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException:  # a matcher is of one request alone; a panic of a library in Rust is no Exception
-                _logger.exception("request %s: %s", event.request_id, BROKEN)
-                failed.append((event.request_id, BROKEN, ""))
-            ended_ns, busy_ns = clock.now_ns(), clock.busy_ns()
-            tenant = self._tenants[event.request_id]
-            self._made.append(MadeMask(event.request_id, tenant, ended_ns - began_ns, busy_ns - began_busy_ns))
-            began_ns, began_busy_ns = ended_ns, busy_ns
-        return failed
+                self._matchers[request_id].mask()
+            except BaseException as error:
+                self._fail(request_id, error)
+            ended, made = _times(clock), self._made[request_id]
+            wall_ns, busy_ns = _since(began, ended)
+            self._made[request_id] = made._replace(wall_ns=made.wall_ns + wall_ns, busy_ns=made.busy_ns + busy_ns)
+            began = ended
+        failed, self._failed = self._failed, {}
+        return [(request_id, *causes) for request_id, causes in failed.items()]
+
+    def _fail(self, request_id: str, error: BaseException) -> None:
+        """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+        if isinstance(error, GrammarFailure):
+            self._failed[request_id] = str(error), RejectReason.INVALID.value
+        else:
+            _logger.error("request %s: %s", request_id, BROKEN, exc_info=error)
+            self._failed[request_id] = BROKEN, ""
 
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
         """Charge what the last masks took, after a step of this duration, and find out who sits out."""
         if any(name not in self.sitting_out for name in running) and len(running) > 1:
-            self._accounts.settle(self._made, self._matchers, step_ns, len(running), is_beside=is_beside)
+            self._accounts.settle(tuple(self._made.values()), self._matchers, step_ns, len(running), is_beside=is_beside)
         else:
             self._accounts.forgive()
+        self._made.clear()
+
+
+def _times(clock: Clock | None) -> tuple[int, int]:
+    """The instant, and the time that the thread has worked."""
+    return (0, 0) if clock is None else (clock.now_ns(), clock.busy_ns())
+
+
+def _since(began: tuple[int, int], ended: tuple[int, int]) -> tuple[int, int]:
+    return ended[0] - began[0], ended[1] - began[1]
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

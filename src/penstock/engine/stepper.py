@@ -161,7 +161,7 @@ class Stepper:
         result = self._collect(flight.ticket)
         now_ns = clock.now_ns()
         events = core.apply(self._poll_aborts(), now_ns)
-        events += core.finish(flight.plan, result, now_ns)
+        events += core.finish(flight.plan, result, now_ns, clock)
         told_ns = clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": told_ns - now_ns}
         if core.has_grammars or self._awaits_masks:

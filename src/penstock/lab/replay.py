@@ -36,7 +36,7 @@ from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import Matcher, SamplingParams
 
 STOP_TOKEN_ID = 0
 UNKNOWN_TOKEN_ID = (1 << 31) - 1
@@ -141,6 +141,7 @@ def _read(recording: Recording) -> _Story:
     contents = _Contents(recording.header.block_size)
     requests: dict[int, Request] = {}
     outputs: dict[str, deque[int]] = {}
+    following: dict[int, _RecordedMatcher] = {}
     last_ns = -1
     for event in recording.events():
         match event:
@@ -150,12 +151,17 @@ def _read(recording: Recording) -> _Story:
                 if event.adapter != BASE and not recording.header.max_adapters:
                     raise RecordingError("The recording has adapters, and does not say when they were in memory.")
                 arrivals[event.id] = event
-                requests[event.id], outputs[str(event.id)] = _request(event, contents), deque()
+                outputs[str(event.id)] = deque()
+                if event.has_grammar:
+                    following[event.id] = _RecordedMatcher(outputs[str(event.id)])
+                requests[event.id] = _request(event, contents, following.get(event.id))
                 commands.append((event.queued_ns, event))
                 begins.add(event.queued_ns)
             case Departure() if event.id in arrivals:
                 departures[event.id] = event
-                outputs[str(event.id)] = deque(_output(arrivals[event.id], event, contents))
+                outputs[str(event.id)].extend(_output(arrivals[event.id], event, contents))
+                if event.id in following:
+                    following[event.id].note(arrivals[event.id].num_prompt_tokens + event.num_output_tokens)
                 if event.at_ns != last_ns:
                     commands.append((event.at_ns, event))
                     ends.append(event)
@@ -166,6 +172,9 @@ def _read(recording: Recording) -> _Story:
             case StepDone():
                 last_ns = event.ended_ns
                 steps.append(event)
+                for row in event.rows if following else ():
+                    if row.samples and row.id in following:
+                        following[row.id].note(row.context_len + row.query_len)
                 begins.add(event.planned_ns)
                 begins.update(end.at_ns for end in ends if end.at_ns != last_ns)
                 begins.update(looks - {last_ns})
@@ -196,7 +205,7 @@ def _read(recording: Recording) -> _Story:
     )
 
 
-def _request(arrival: Arrival, contents: _Contents) -> Request:
+def _request(arrival: Arrival, contents: _Contents, matcher: Matcher | None) -> Request:
     return Request(
         request_id=str(arrival.id),
         prompt_token_ids=tuple(contents.tokens(arrival.blocks, arrival.num_prompt_tokens)),
@@ -205,12 +214,14 @@ def _request(arrival: Arrival, contents: _Contents) -> Request:
             temperature=0.0,
             stop_token_ids=(STOP_TOKEN_ID,),
             prompt_logprobs=0 if arrival.is_scored else None,
+            follows_grammar=arrival.has_grammar,
         ),
         arrival_ns=arrival.arrival_ns,
         priority=arrival.priority,
         deadline_ns=arrival.deadline_ns,
         tenant=arrival.tenant,
         arm=arrival.arm,
+        matcher=matcher,
         adapter=None if arrival.adapter == BASE else AdapterRef(arrival.adapter, arrival.adapter_content.to_bytes(16, "big")),
     )
 
@@ -224,6 +235,36 @@ def _output(arrival: Arrival, departure: Departure, contents: _Contents) -> list
     if departure.reason is FinishReason.STOP and not departure.is_by_text:
         output[-1] = STOP_TOKEN_ID
     return output
+
+
+class _RecordedMatcher:
+    """The grammar of a recorded request: forces as many tokens after each sampled one as its next row computed beside that."""
+
+    def __init__(self, output: deque[int]) -> None:
+        """`output`: the tokens that are still to come."""
+        self._output = output
+        self._ends: deque[int] = deque()
+        self._num_forced = 0
+
+    def note(self, num_tokens: int) -> None:
+        """The request had so many tokens when it sampled the next time, or ended."""
+        self._ends.append(num_tokens)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """One that was sampled has left the output already; one that was forced does now."""
+        del token_ids
+        if self._num_forced:
+            self._num_forced -= 1
+            self._output.popleft()
+        elif self._ends:
+            num_tokens = self._ends.popleft() + 1
+            self._num_forced = self._ends[0] - num_tokens if self._ends else 0
+
+    def forced(self) -> Sequence[int]:
+        return tuple(islice(self._output, self._num_forced))
+
+    def mask(self) -> None:
+        """The executor needs none: the tokens are known."""
 
 
 class _Contents:

@@ -147,6 +147,7 @@ class Metrics(RequestCounts):
         self.num_swaps = 0
         """The preemptions among them that swap."""
         self.num_recomputed_tokens = 0
+        self.num_forced_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.num_rows_sat_out = 0
@@ -268,6 +269,7 @@ class Metrics(RequestCounts):
         self.num_rows_sat_out += len(stats.counts.sat_out)
         self.max_prefill_tokens = stats.counts.max_prefill_tokens
         self.num_generated_tokens += stats.counts.num_sampled_tokens
+        self.num_forced_tokens += sum(stats.counts.forced.values())
         self.batch_size.observe(stats.counts.num_rows)
         self.batch_tokens.observe(stats.counts.num_tokens)
         self._observe_part("total", stats.ended_ns - stats.started_ns)

@@ -124,6 +124,7 @@ class _Snapshot:
         yield self._counter("grammar_rows_sat_out", text, metrics.num_rows_sat_out)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
+        yield self._counter("forced_tokens", "Generated tokens that a grammar left no choice about.", metrics.num_forced_tokens)
         if metrics.tenants:
             yield self._of_tenants("requests", "Requests of a named key, by outcome.", "outcome", metrics.tenant_requests)
             yield self._of_tenants("tokens", "Tokens of a named key's requests.", "kind", metrics.tenant_tokens)

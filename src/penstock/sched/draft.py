@@ -102,7 +102,7 @@ class StepDraft:
         self.promised = Promises()
         self.rows: list[RowPlan] = []
         self.num_decode_rows = 0
-        """The first rows, of requests that were one token behind."""
+        """The first rows, of requests that decode."""
         self.padding_rows: list[RowPlan] = []
         """Rows that come behind the others in the plan."""
         self.admits: dict[str, AdmitRow] = {}

@@ -20,6 +20,9 @@ from penstock.types.stats import PreemptReason
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
 """With it no decode takes the short way, and each is asked how many tokens it may get."""
 
+MAX_FORCED_TOKENS = 15
+"""Forced tokens that a request computes in a step beside the one before them, as others wait for their next token meanwhile."""
+
 
 class Extending:
     """The next tokens of each running request, and the blocks for them."""
@@ -30,7 +33,7 @@ class Extending:
         self._speculation = speculation
 
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
-        """A row for every running request that is one token behind, in order of admission. Returns the other ones.
+        """A row for every running request that decodes, in order of admission. Returns the other ones.
 
         Those that sit out are passed over, unless that is all who run.
         """
@@ -46,9 +49,21 @@ class Extending:
             running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
         )
         counts.num_tokens += num_rows
+        if prefills:
+            prefills = self._jumps(draft, prefills)
         counts.num_decodes = counts.num_tokens
         draft.num_decode_rows = len(draft.rows)
         return prefills
+
+    def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
+        """Rows for those that decode and are further behind by forced tokens. Returns the others, which are prefills."""
+        jumping = [request for request in behind if request.is_jumping]
+        num_spare = draft.budget.tokens_left - len(jumping)
+        for request in jumping:
+            num_forced = min(request.num_behind - 1, MAX_FORCED_TOKENS, num_spare)
+            num_spare -= num_forced
+            self._extend(draft, request, 1 + num_forced)
+        return [request for request in behind if not request.is_jumping]
 
     def note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
         """Which prefills count as long in this step, and which of those let others pass."""

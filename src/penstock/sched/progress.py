@@ -6,6 +6,7 @@ by the scheduler and its parts; holds no state, and knows no blocks, queues or p
                           num_computed_tokens    num_inflight_tokens    num_tokens
     plan, plan_decodes                                 + query_len
     advance                  + query_len               - query_len       + sampled tokens
+    append_forced                                                        + forced tokens
     preempt                      0                         0
 
 The request keeps what the executor tells of its prompt (`score`), also when it is preempted.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.types.events import TokenEvent
 from penstock.types.plan import RowPlan
@@ -151,6 +153,14 @@ class Advance:
     """Its token is not the executor's sample: the row failed, or others choose for it. The row is computed, nothing else."""
 
 
+class Appended(NamedTuple):
+    """Tokens that a request was given, up to the one with which it ends, and why it ends."""
+
+    token_ids: tuple[int, ...]
+    reason: FinishReason | None
+    stop_reason: int | None
+
+
 def advance(
     running: Mapping[str, Request],
     rows: Iterable[RowPlan],
@@ -203,7 +213,7 @@ def advance(
                 if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
                     reason, stop_reason = _why_ended(request, token_id)
             else:
-                token_ids, reason, stop_reason = _append_each(request, token_ids, samples)
+                token_ids, reason, stop_reason = _append_sampled(request, token_ids, samples)
                 entries = entries[: len(token_ids)]
                 num_more += len(token_ids) - 1
                 num_computed = 0  # it may have filled a block
@@ -217,24 +227,32 @@ def advance(
     return advances
 
 
-def _append_each(
-    request: Request, token_ids: tuple[int, ...], max_samples: int
-) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
-    """Several tokens were sampled in one step: append one after another, as if each came in a step of its own.
-
-    All but the last have KV. Returns those up to the one with which the request ends, and why it ends. Raises ValueError if
-    there are none, or more than `max_samples`.
+def _append_sampled(request: Request, token_ids: tuple[int, ...], max_samples: int) -> Appended:
+    """Several tokens were sampled in one step. All but the last have KV. Raises ValueError if there are none, or more than
+    `max_samples`.
     """
     if not 1 <= len(token_ids) <= max_samples:
         raise ValueError(f"{request.request_id!r} got {len(token_ids)} tokens, of 1 to {max_samples}")
+    appended = _append_each(request, token_ids)
+    request.num_computed_tokens += len(appended.token_ids) - 1
+    return appended
+
+
+def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
+    """The grammar of a request that was given a token forces others after it. They have no KV."""
+    request.forced_from = request.num_tokens
+    return _append_each(request, token_ids)
+
+
+def _append_each(request: Request, token_ids: Sequence[int]) -> Appended:
+    """Append one token after another, as if each came in a step of its own, up to the one with which the request ends."""
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
         request.output_token_ids.append(token_ids[num_kept])
         request.num_tokens += 1
         reason, stop_reason = _why_ended(request, token_ids[num_kept])
         num_kept += 1
-    request.num_computed_tokens += num_kept - 1
-    return token_ids[:num_kept], reason, stop_reason
+    return Appended(tuple(token_ids[:num_kept]), reason, stop_reason)
 
 
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:

@@ -21,6 +21,9 @@ preemption are the same rule; a decode is a request that is one token behind.
        of requests that end.
     3. Groups choose their next tokens (`choosing/`: beam search).
 
+The core then tells the grammars of answers what was sampled, and `force` appends the tokens that one leaves no choice about.
+They make a decode that is several tokens behind, which the executor is told of anew, in full.
+
 A step may be planned while the one before it is in flight. Only `flights.py` knows the difference.
 
 Laws that the parts keep together:
@@ -382,6 +385,32 @@ class Scheduler:
         for answer in self._chooser.choose(now_ns) if grouped else ():
             self._tell(answer, outcome, now_ns)
         return outcome
+
+    def max_forced(self, request_id: str) -> int:
+        """Tokens that its grammar may force at once after the one that the last step sampled; 0: they come one by one.
+
+        That is so where each needs its own log-probabilities, and where the step in flight samples the next one already. Masks
+        that allow one token make the same answer of it.
+        """
+        request = self._running.requests[request_id]
+        if request.num_inflight_tokens or request.sampling.logprobs is not None:
+            return 0
+        return request.max_total_tokens - request.num_tokens
+
+    def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
+        """Append tokens to a request, `max_forced` at most, as if the step that was just committed had sampled them after those
+        of `event`. Returns the event with them."""
+        request = self._running.requests[event.request_id]
+        forced = progress.append_forced(request, token_ids)
+        outcome.counts.forced[request.request_id] = len(forced.token_ids)
+        outcome.counts.num_sampled_tokens += len(forced.token_ids)
+        if forced.reason is None:
+            self._running.tell_again(request)
+        else:
+            self.end(request, forced.reason, forced.stop_reason)
+            outcome.ended.append(request)
+        token_ids = event.token_ids + forced.token_ids
+        return replace(event, token_ids=token_ids, finish_reason=forced.reason, stop_reason=forced.stop_reason)
 
     def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
         """Keep what the step told of prompts."""

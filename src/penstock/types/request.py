@@ -86,6 +86,8 @@ class Request:
     """Tokens scheduled and not yet committed; added in schedule, taken off in commit."""
     num_pending_samples: int = 0
     """Tokens among `num_tokens` whose value is not known yet. 0, but while a step is planned with one in flight."""
+    forced_from: int = 0
+    """`num_tokens` before its grammar last forced tokens that were appended at once; 0: it never did."""
     num_cached_tokens: int = 0
     """Tokens that the first admission found in the prefix cache (for `usage`)."""
     num_preemptions: int = 0
@@ -106,6 +108,11 @@ class Request:
     def num_behind(self) -> int:
         """Tokens that it has and that are not computed: 1 for a decode."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_jumping(self) -> bool:
+        """All that it is behind, but the first token, was forced by its grammar; asked where that is more than one token."""
+        return 0 < self.forced_from <= self.num_computed_tokens + 1
 
     @property
     def adapter_number(self) -> int:

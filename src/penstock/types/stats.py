@@ -133,7 +133,7 @@ class StepCounts:
     num_tokens: int = 0
     """Positions that the step computes, padding included."""
     num_decodes: int = 0
-    """Positions of requests that were one token behind: one each, unless several tokens may be sampled; and of padding after
+    """Positions of requests that decode: one each, unless tokens were forced or several may be sampled; and of padding after
     the end of a request."""
     num_prefill_pairs: int = 0
     """Pairs of a prefill token and a token before it in its request: the work of attention."""
@@ -163,6 +163,8 @@ class StepCounts:
     """Rows with an adapter."""
     sat_out: Sequence[str] = ()
     """Ids of running requests without a row, since their masks had taken long and others would have waited for the next."""
+    forced: dict[str, int] = field(default_factory=dict)
+    """Request id -> tokens that its grammar forced after the sampled one; counted among `num_sampled_tokens`."""
     prefills: list[RowPlan] = field(default_factory=list)
     """Rows of prompts, and of tokens that are computed again; not the last token of a prompt if it is computed alone."""
 

@@ -89,6 +89,8 @@ class Explanation:
     num_resume_tokens: int
     """Computed in them."""
     num_decode_steps: int
+    num_forced_tokens: int
+    """Tokens that no step chose, as its grammar left no choice."""
     decode_with_prompts_ns: int
     """The part of `decode_ns` in steps that computed prompts of others, too."""
     other_models_ns: int
@@ -114,7 +116,8 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     steps = Span()
     steps.add(life.prefills)
     steps.add(decodes)
-    num_generated = life.end.num_generated_tokens if life.end else life.num_first_tokens + decodes.num_steps
+    num_told = life.num_first_tokens + decodes.num_steps + life.num_forced_tokens
+    num_generated = life.end.num_generated_tokens if life.end else num_told
     stop = life.stop
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
@@ -142,6 +145,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
         num_resume_steps=life.num_resume_steps,
         num_resume_tokens=life.num_resume_tokens,
         num_decode_steps=decodes.num_steps,
+        num_forced_tokens=life.num_forced_tokens,
         decode_with_prompts_ns=decodes.prompts_ns,
         other_models_ns=steps.waited_ns,
         mean_batch=steps.num_rows / steps.num_steps if steps.num_steps else 0.0,
@@ -314,7 +318,8 @@ def _why_no_more(told: Explanation) -> str:
 
 def _tokens(told: Explanation) -> str:
     mean = told.decode_ns / max(1, told.num_decode_steps)
-    each = f", {duration(mean)} each, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
+    step = f"a step ({told.num_forced_tokens} forced by its grammar)" if told.num_forced_tokens else "each"
+    each = f", {duration(mean)} {step}, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
         each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that computed prompts of others, too"
     so_far = "" if told.phase is Phase.ENDED else " so far"

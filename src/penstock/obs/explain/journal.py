@@ -204,6 +204,9 @@ class Journal:
             if row.request_id in stats.void:
                 continue
             self._prefill(row.request_id, row.context_len, row.query_len, stats, number)
+        for request_id, num_forced in stats.counts.forced.items():
+            if request_id in self._lives:
+                self._lives[request_id].num_forced_tokens += num_forced
         if self._log.is_full:
             self._forget_steps()
 

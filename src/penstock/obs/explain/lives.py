@@ -429,6 +429,8 @@ class Life:
     decodes: Span = field(default_factory=Span)
     num_first_tokens: int = 0
     """Tokens that prefills chose: one, and one more for each time it came back."""
+    num_forced_tokens: int = 0
+    """Tokens that its grammar forced, which no step chose."""
     last_token_ns: int | None = None
     """Before its last preemption, or before it sat out; None while it goes on."""
     num_sat_out: int = 0

@@ -176,7 +176,7 @@ class Order(Protocol):
         """Once per planned step: which request is given what, for orders that keep accounts.
 
         `last_step` is the last that was committed; None before the first. The first `num_decodes` rows are of all requests that
-        were one token behind, but for those that end with the step in flight; so an order that knows which requests decode need
+        decode, but for those that end with the step in flight; so an order that knows which requests decode need
         not look at them.
         """
         del rows, requests, last_step, num_decodes
@@ -187,7 +187,7 @@ class StepRecord:
     """A step that was computed. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
 
     num_decodes: int
-    """Rows of requests that were one token behind when the step was planned."""
+    """Tokens of requests that decoded: one each, and those that their grammars forced."""
     num_prefill_tokens: int
     """All its other tokens."""
     duration_ns: int

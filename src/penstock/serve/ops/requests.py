@@ -126,7 +126,11 @@ def _choice(told: Explanation, index: int) -> dict[str, Any]:
         "prefix": _prefix(told),
         "prefill": {"steps": told.num_prefill_steps, "tokens": told.num_prefill_tokens},
         "resume": {"steps": told.num_resume_steps, "tokens": told.num_resume_tokens},
-        "decode": {"steps": told.num_decode_steps, "with_prompts_ms": _ms(told.decode_with_prompts_ns)},
+        "decode": {
+            "steps": told.num_decode_steps,
+            "forced_tokens": told.num_forced_tokens,
+            "with_prompts_ms": _ms(told.decode_with_prompts_ns),
+        },
         "sat_out": {"steps": told.num_sat_out_steps, "ms": _ms(told.sat_out_ns)},
         "batch": {"mean": round(told.mean_batch, 2), "max": told.max_batch},
         "longest_gap": None if told.longest_gap is None else _gap(told.longest_gap),
