@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -389,6 +390,14 @@ async def test_a_suffix_is_for_models_that_fill_in_the_middle(client, monkeypatc
     assert "".join(piece["response"] for piece in pieces) == answer["response"]
     for fields, told in (({"system": "Be brief."}, "'system' means nothing"), ({"think": True}, "'think' needs")):
         assert told in await refused(client, "/api/generate", suffix="b", **fields)
+
+
+async def test_many_calls_and_answers_are_matched_in_a_moment(client):
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 128}
+    body = ASK | {"messages": [calls] * 200 + [{"role": "tool", "content": "x", "tool_name": "b"}] * 4000}
+    begin = time.process_time()
+    assert (await client.post("/api/chat", json=body)).status_code == 400  # more than the context holds
+    assert time.process_time() - begin < 5
 
 
 async def test_requests_share_the_reading_of_a_models_files(runtime):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -372,7 +372,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     Without ids an answer belongs to the first call before it that has no answer yet and, if `tool_name` says so, that tool.
     """
     told: list[dict[str, Any]] = []
-    open_calls: deque[tuple[str, str]] = deque()
+    open_calls = _OpenCalls()
     for index, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
@@ -381,11 +381,11 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             fields["tool_calls"] = calls = []
             for nth, call in enumerate(message.tool_calls):
                 call_id = call.id or f"call_{index}_{nth}"
-                open_calls.append((call_id, call.function.name))
+                open_calls.add(call_id, call.function.name)
                 function = {"name": call.function.name, "arguments": call.function.arguments}
                 calls.append({"id": call_id, "type": "function", "function": function})
         if message.role == "tool":
-            fields["tool_call_id"] = _answered(message, open_calls, index)
+            fields["tool_call_id"] = open_calls.answered(message) or message.tool_call_id or f"call_{index}"
         elif message.tool_name is not None or message.tool_call_id is not None:
             field = "tool_name" if message.tool_name is not None else "tool_call_id"
             raise invalid(f"'messages[{index}].{field}' is for messages with the role 'tool'.", f"messages[{index}].{field}")
@@ -393,11 +393,28 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     return told
 
 
-def _answered(message: OllamaMessage, open_calls: deque[tuple[str, str]], index: int) -> str:
-    """The id of the call that a tool's message answers, which is open no more."""
-    for call_id, name in open_calls:
-        is_named = message.tool_call_id == call_id if message.tool_call_id else message.tool_name in (None, name)
-        if is_named:
-            open_calls.remove((call_id, name))
-            return call_id
-    return message.tool_call_id or f"call_{index}"
+class _OpenCalls:
+    """Calls that have no answer yet, in order. No step looks through all of them: there may be tens of thousands."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, str] = OrderedDict()
+        """By their ids."""
+        self._ids_of: dict[str, OrderedDict[str, None]] = {}
+        """By their names."""
+
+    def add(self, call_id: str, name: str) -> None:
+        self._close(call_id)
+        self._names[call_id] = name
+        self._ids_of.setdefault(name, OrderedDict())[call_id] = None
+
+    def answered(self, message: OllamaMessage) -> str | None:
+        """The id of the call that a tool's message answers, which is open no more."""
+        ids = self._names if message.tool_name is None else self._ids_of.get(message.tool_name, ())
+        call_id = message.tool_call_id or next(iter(ids), None)
+        return call_id if call_id is not None and self._close(call_id) else None
+
+    def _close(self, call_id: str) -> bool:
+        name = self._names.pop(call_id, None)
+        if name is not None:
+            del self._ids_of[name][call_id]
+        return name is not None

@@ -267,7 +267,8 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatM
 
     Items of the assistant in a row, reasoning first and calls last, become one message. A call that was cut is left out.
     """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = []
+    of_system = [instructions] if instructions else []
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": ""}
         match item:
@@ -279,8 +280,8 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatM
                     messages.append(_of_assistant(content=text))
             case MessageItem():
                 text, is_system = _text(item.content, "input", 0, "content"), item.role in ("system", "developer")
-                if is_system and len(messages) == 1 and last["role"] == "system":
-                    last["content"] += f"\n\n{text}"
+                if is_system and not messages:
+                    of_system.append(text)
                 else:
                     messages.append({"role": "system" if is_system else item.role, "content": text})
             case ReasoningItem():
@@ -302,6 +303,8 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatM
     for message in messages:
         if message["content"] is None and not message["tool_calls"]:
             message["content"] = ""
+    if of_system:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(of_system)})
     return [ChatMessage.model_construct(**message) for message in messages]
 
 
