@@ -436,3 +436,22 @@ def test_one_that_sits_out_can_be_cancelled_and_misses_its_deadline():
         driver.turn()
     assert driver.outcomes["late"].last.reject_reason == "deadline"
     assert not driver.core.scheduler.kv.tables
+
+
+def test_one_that_takes_over_a_debt_computes_its_prompt_and_its_first_token():
+    driver, streams, _ = beside(1)
+    first = make_request("first", 5, max_tokens=300, matcher=Slow(driver.clock, 1), tenant="a")
+    driver.turn(*map(Add, [*streams[:2], first]))
+    while "first" not in driver.core.sitting_out():
+        driver.turn()
+    driver.turn(Abort("first"), Add(make_request("next", [9] * 60, max_tokens=2, matcher=Slow(driver.clock, 2), tenant="a")))
+    assert "next" in driver.core.sitting_out()
+    for _ in range(6):  # four chunks of the prompt
+        driver.turn()
+    assert len(driver.outcomes["next"].token_ids) == 1
+    assert "next" in driver.core.sitting_out()
+    driver.turn()
+    assert len(driver.outcomes["next"].token_ids) == 1
+    while driver.core.has_work:
+        driver.turn()
+    assert len(driver.outcomes["next"].token_ids) == 2

@@ -35,15 +35,20 @@ class Extending:
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
         """A row for every running request that decodes, in order of admission. Returns the other ones.
 
-        Those that sit out are passed over, unless that is all who run.
+        Those that sit out are passed over once they have computed their prompts, for which others may wait; unless nobody else
+        has something to compute.
         """
         counts, running = draft.counts, tuple(self._running)
         counts.sat_out = ()
         if sitting_out:
-            going = tuple([request for request in running if request.request_id not in sitting_out])
-            if going:
-                counts.sat_out = [name for request in running if (name := request.request_id) in sitting_out]
-                running = going
+            staying = [
+                request.request_id
+                for request in running
+                if request.request_id in sitting_out and request.num_computed_tokens >= request.num_prompt_tokens
+            ]
+            going = tuple([request for request in running if request.request_id not in staying])
+            if any(request.num_behind for request in going):
+                counts.sat_out, running = staying, going
         num_slots = self._kv.num_slots if self._speculation is None else NO_SLOTS
         prefills, num_rows = progress.plan_decodes(
             running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
