@@ -207,6 +207,14 @@ async def test_errors_of_prompts(client, fields, told):
     assert told in await refused(client, "/api/generate", **fields)
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize(("name", "value"), [("think", -5), ("think", "much"), ("format", "xml"), ("format", [1])])
+async def test_a_question_that_only_loads_has_its_fields_looked_at_too(client, path, name, value):
+    """No message and no prompt: nothing is generated, but what is sent is not passed over either."""
+    answer = await client.post(path, json={"model": "toy", name: value})
+    assert (answer.status_code, f"'{name}' must be" in answer.text) == (400, True), answer.text
+
+
 async def test_refusals_before_the_body_is_read_have_ollamas_shape_too(runtime):
     async with make_client(runtime, api_keys=("k",), max_body_bytes=1024) as client:
         for response, status in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import anthropic_words
 from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
-from penstock.serve.http.checks import JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
+from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
 from penstock.serve.http.cors import Cors
 from penstock.serve.llama_cpp.endpoints import LLAMA_PATHS, LlamaFace, LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
@@ -32,7 +32,7 @@ from penstock.serve.llama_cpp.status import LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.ollama.answers import OllamaFace
-from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaShowBody
+from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaShowBody, refuse
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.ollama.read import error_words as ollama_words
 from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
@@ -57,7 +57,7 @@ from penstock.serve.texts.endpoint import TextsEndpoint, by_field
 from penstock.serve.texts.openai import EmbeddingsBody, EmbeddingsFace
 from penstock.serve.texts.read import TextsReader
 from penstock.serve.texts.rerank import RerankBody, RerankFace
-from penstock.serve.texts.tei import EmbedBody, PredictBody, TeiFace, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.texts.tei import TEI_PATHS, EmbedBody, PredictBody, TeiFace, TeiRerankBody, TeiTokenizeBody, tei_words
 from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, VllmFace
 from penstock.types.errors import ModelAway
 
@@ -67,6 +67,7 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
         "/v1/messages/count_tokens": anthropic_words,
         **dict.fromkeys(LLAMA_PATHS, llama_words),
         "/api/": ollama_words,
+        **dict.fromkeys(TEI_PATHS, tei_words),
     }
 )
 """Paths, and beginnings of paths, whose errors are told in the words of another API than OpenAI's."""
@@ -77,9 +78,11 @@ def create_app(
 ) -> Starlette:
     """The ASGI application over started models. Raises `ConfigError` for key files and origins that are no use."""
     operations = _operations(deployment, config)
+    keys = keys or key_ring(config)
     routes = [
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
-        *_described(operations),
+        *(Route(path, answers(refuse), methods=[method]) for method, path in REFUSED),
+        *_described(operations, None if keys is None else OPEN_PATHS),
         *(page_routes() if config.page else (Route("/", _no_page),)),
     ]
     app = Starlette(
@@ -89,7 +92,7 @@ def create_app(
             Middleware(
                 RequestChecks,
                 new_request_id=deployment.sources.new_request_id,
-                keys=keys or key_ring(config),
+                keys=keys,
                 admin_keys=KeyRing(config.admin_api_keys) if config.admin_api_keys else None,
                 cors=Cors(config.allowed_origins) if config.allowed_origins else None,
                 more_open_paths=PAGE_PATHS if config.page else frozenset(),
@@ -199,7 +202,6 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("GET", "/api/tags", "List models (Ollama)", ollama_models.tags, ()),
         ("GET", "/api/ps", "List models in memory (Ollama)", ollama_models.ps, ()),
         ("GET", "/api/version", "Version (Ollama)", ollama_models.version, ()),
-        *((verb, path, "Refused (Ollama)", ollama_models.refuse, ()) for verb, path in REFUSED),
     ]
     waits, found = partial(when_loaded, deployment, config), folder.when_found
 
@@ -223,12 +225,12 @@ def answers(answer: Callable[[HttpRequest], Awaitable[Any]]) -> Endpoint:
     return endpoint
 
 
-def _described(operations: Sequence[Operation]) -> list[Route]:
-    """The routes that tell a program, and a reader, of the others."""
+def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> list[Route]:
+    """The routes that tell a program, and a reader, of the others. `open_paths`: as for `write_document`."""
 
     @cache
     def document() -> dict[str, Any]:
-        return write_document(operations)
+        return write_document(operations, open_paths)
 
     async def openapi(_request: HttpRequest) -> Response:
         return Response(orjson.dumps(document()), media_type="application/json")

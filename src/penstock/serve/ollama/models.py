@@ -101,11 +101,6 @@ class OllamaModels:
         served, _ = find_allowed(None if name is None else name_of(name, self._deployment), self._deployment, http.scope)
         return Response(orjson.dumps(_show(served, await self._card(served))), media_type="application/json")
 
-    async def refuse(self, http: HttpRequest) -> Response:
-        """Refused: models come and go where the server runs, and not over HTTP."""
-        path = http.url.path
-        raise ApiError(501, f"{path} is not done by this server. {_INSTEAD[path]}", code="not_implemented")
-
     def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
         """The models that the request's key opens, with their names."""
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
@@ -115,6 +110,12 @@ class OllamaModels:
         if served not in self._cards:
             self._cards[served] = asyncio.ensure_future(asyncio.to_thread(_read_card, served))
         return await asyncio.shield(self._cards[served])
+
+
+async def refuse(http: HttpRequest) -> Response:
+    """Refused: models come and go where the server runs, and not over HTTP."""
+    path = http.url.path
+    raise ApiError(501, f"{path} is not done by this server. {_INSTEAD[path]}", code="not_implemented")
 
 
 REFUSED: tuple[tuple[str, str], ...] = (

@@ -57,6 +57,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of a chat as this API calls them, for errors."""
+_EFFORTS = ("low", "medium", "high")
 NAMES_OF_PROMPT: Mapping[str, str] = MappingProxyType({**NAMES, "messages[0].content": "prompt", "messages": "prompt"})
 
 _SETTINGS = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
@@ -125,7 +126,7 @@ class _AnswerBody(OllamaBody):
     """True by default."""
     format: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]})] = None
     """`json`, or a JSON schema that the answer follows."""
-    think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": ["low", "medium", "high"]}]})] = None
+    think: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"enum": list(_EFFORTS)}]})] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     shift: Annotated[Any, NotYet(False)] = None
@@ -202,6 +203,8 @@ def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | N
             )
     body = check_body(value, body_type, ignored)
     keep_ns(body)
+    if isinstance(body, _AnswerBody):
+        _check_words(body)
     return body
 
 
@@ -340,13 +343,19 @@ def _limit(num_predict: int | None) -> int | None:
     return None if num_predict is None or num_predict < 0 else num_predict
 
 
+def _check_words(body: _AnswerBody) -> None:
+    """Raise 400 for words that these fields do not know, also where a model is only loaded and nothing comes of them."""
+    if body.format not in (None, "", "json") and not isinstance(body.format, dict):
+        raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
+    if body.think is not None and not isinstance(body.think, bool) and body.think not in _EFFORTS:
+        raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
+
+
 def _response_format(asked: Any) -> dict[str, Any] | None:
     if asked is None or asked == "":
         return None
     if asked == "json":
         return {"type": "json_object"}
-    if not isinstance(asked, dict):
-        raise invalid("'format' must be 'json', or a JSON schema as an object.", "format")
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": asked}}
 
 
@@ -359,11 +368,7 @@ def _effort(think: Any, running: RunningModel) -> str | None:
         if dialect.reasoning is None:
             raise invalid(f"'think' is true, but {running.name} does not reason in a block of its own: leave it out.", "think")
         return "medium" if dialect.takes_effort or dialect.takes_enable_thinking else None
-    if think is False:
-        return "none"
-    if think not in ("low", "medium", "high"):
-        raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
-    return str(think)
+    return "none" if think is False else str(think)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import embedding
 from penstock.serve.texts.read import (
     Asked,
-    Texts,
+    TextsOrIds,
     TextsReader,
     check_dimensions,
     name_in,
@@ -28,7 +28,7 @@ from penstock.serve.texts.read import (
 
 
 class OllamaEmbedBody(OllamaBody):
-    input: Texts
+    input: TextsOrIds
     truncate: bool | None = None
     """True by default: a text that is too long loses its end."""
     dimensions: Annotated[int, Field(ge=1)] | None = None

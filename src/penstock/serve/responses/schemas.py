@@ -102,7 +102,7 @@ class ResponsesBody(Body):
 
     input: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]})
-    ] = None
+    ]
     """Checked in `read`, item by item."""
     instructions: str | None = None
     """A system message before all others, of this response alone."""

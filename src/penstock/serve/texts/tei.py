@@ -105,7 +105,7 @@ class TeiFace:
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Tokens of one or more texts."""
-        return await in_words(_words, self._tokenize(data, http.scope))
+        return await in_words(tei_words, self._tokenize(data, http.scope))
 
     async def info(self, http: HttpRequest) -> dict[str, Any]:
         """The default model, as text-embeddings-inference tells it."""
@@ -129,7 +129,7 @@ class TeiFace:
         }
 
     async def _answer(self, data: bytes, http: HttpRequest, read: Callable[[Any, bytes, Scope], Answer]) -> Response:
-        return await in_words(_words, self._endpoint.answer(data, http, read))
+        return await in_words(tei_words, self._endpoint.answer(data, http, read))
 
     def _read_embed(self, value: Any, data: bytes, scope: Scope) -> Answer:
         body = self._reader.body(value, EmbedBody)
@@ -230,10 +230,12 @@ class TeiFace:
         )
 
 
-def _words(error: ApiError) -> dict[str, Any]:
+def tei_words(error: ApiError) -> dict[str, Any]:
     return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "Backend")}
 
 
+TEI_PATHS = ("/embed", "/predict", "/info")
+"""Paths of this API alone. At the other two the body says which API it belongs to."""
 _ERROR_TYPES = {400: "Validation", 404: "Validation", 408: "Overloaded", 429: "Overloaded", 503: "Unhealthy"}
 
 

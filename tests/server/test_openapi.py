@@ -1,0 +1,105 @@
+"""The document tells what is there: every operation with its answers, its errors and its keys."""
+
+from __future__ import annotations
+
+import pytest
+from harness import make_client, make_runtime
+
+from penstock.serve.answer_schemas import ANSWERS
+
+
+@pytest.fixture
+async def document(client):
+    return (await client.get("/openapi.json")).json()
+
+
+def operations(document):
+    return {
+        f"{method.upper()} {path}": told
+        for path, operations in document["paths"].items()
+        for method, told in operations.items()
+    }
+
+
+async def test_every_operation_tells_what_it_answers(document):
+    assert sorted(operations(document)) == sorted(ANSWERS)
+    for name, told in operations(document).items():
+        content = told["responses"]["200"]["content"]
+        assert content, name
+        assert all(described["schema"] for described in content.values()), name
+
+
+async def test_every_reference_leads_somewhere(document):
+    def refs(value):
+        if isinstance(value, dict):
+            return [value["$ref"]] if "$ref" in value else [ref for inner in value.values() for ref in refs(inner)]
+        return [ref for inner in value for ref in refs(inner)] if isinstance(value, list) else []
+
+    names = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(refs(document)) <= names
+    assert len(refs(document)) > 300
+
+
+@pytest.mark.parametrize(
+    ("operation", "own"),
+    [
+        ("POST /v1/completions", None),
+        ("POST /v1/messages", "AnthropicError"),
+        ("POST /api/chat", "OllamaError"),
+        ("POST /embed", "TeiError"),
+        ("POST /embeddings", None),
+    ],
+)
+async def test_errors_have_the_shapes_of_their_apis(document, operation, own):
+    responses = operations(document)[operation]["responses"]
+    for status in ("400", "401", "500", "503"):
+        schema = responses[status]["content"]["application/json"]["schema"]
+        names = [one["$ref"].rpartition("/")[2] for one in schema.get("anyOf", [schema])]
+        assert names == ([] if own is None else [own]) + ["Error"]
+    assert "Retry-After" in responses["429"]["headers"]
+
+
+async def test_streams_are_told_by_their_types(document):
+    told = operations(document)
+    assert set(told["POST /v1/chat/completions"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    assert set(told["POST /api/chat"]["responses"]["200"]["content"]) == {"application/json", "application/x-ndjson"}
+
+
+async def test_what_is_always_refused_is_not_offered(client, document):
+    assert (await client.post("/api/pull", json={"model": "a"})).status_code == 501
+    assert "/api/pull" not in document["paths"]
+
+
+async def test_keys_are_told_where_they_are_asked_for(document):
+    assert "security" not in document
+    runtime = make_runtime()
+    async with make_client(runtime, api_keys=("a-key",)) as client:
+        guarded = (await client.get("/openapi.json", headers={"Authorization": "Bearer a-key"})).json()
+    runtime.close()
+    schemes = guarded["components"]["securitySchemes"]
+    assert [one for entry in guarded["security"] for one in entry] == list(schemes)
+    opened = [name for name, told in operations(guarded).items() if told.get("security") == []]
+    assert opened == ["GET /health", "GET /ready"]
+
+
+@pytest.mark.parametrize("path", ["/embed", "/predict"])
+async def test_errors_before_a_body_is_read_are_in_the_words_of_the_api_too(client, path):
+    answer = await client.post(path, content=b"x", headers={"Content-Type": "text/plain"})
+    assert answer.status_code == 400
+    assert set(answer.json()) == {"error", "error_type"}
+
+
+async def test_null_is_the_same_as_absent_in_the_document_too(document):
+    fields = [
+        (f"{name}.{field}", told)
+        for name, schema in document["components"]["schemas"].items()
+        for field, told in schema.get("properties", {}).items()
+        if told.get("default", ...) is None
+    ]
+    assert len(fields) > 200
+    typed = [(name, told.get("anyOf", [told])) for name, told in fields if told.keys() & {"anyOf", "type", "$ref"}]
+    assert [name for name, kinds in typed if all(kind.get("type") != "null" for kind in kinds)] == []
+
+
+async def test_what_a_response_must_have_is_required(document):
+    assert document["components"]["schemas"]["ResponsesBody"]["required"] == ["input"]
