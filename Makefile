@@ -4,6 +4,7 @@ MODEL ?= smollm2:135m
 ARGS ?=
 NAME ?= scheduler
 SOAK_S ?= 600
+MUTANTS ?= 50000
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -15,7 +16,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-schemas test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-mutants test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +72,14 @@ test-clients: $(INSTALLED)  ## the clients that people have, each in an environm
 
 test-schemas: $(INSTALLED)  ## answers to JSON schemas against jsonschema and its suite of tests (downloads both; a minute)
 	@tests/schemas/run.sh $(ARGS)
+
+test-openapi: $(INSTALLED)  ## every route of /openapi.json against schemathesis, with and without a key (downloads it; minutes)
+	@tests/openapi/run.sh
+
+test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5xx, no hang, nothing left behind (minutes)
+	@$(BIN)/penstock pull smollm2:135m
+	@$(BIN)/penstock pull minilm
+	PENSTOCK_MUTANTS=$(MUTANTS) $(BIN)/pytest -s tests/e2e/test_mutants.py $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)
 	@tests/backends/cuda/run.sh $(ARGS)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from printed import origin, table
@@ -50,7 +51,7 @@ class Sleeper(NoAdapters):
         self.capacity = capacity
         self.depth = 1
         self._rows = RowTable(**sizes_of(capacity), vocab_size=vocab_size, window=capacity.window)
-        self._words = words
+        self.words = words
         self._step_s = step_s
         self._num_said = 0
 
@@ -70,21 +71,24 @@ class Sleeper(NoAdapters):
         time.sleep(self._step_s)
         end_ns = time.monotonic_ns()
         names = self._rows.sampled()
-        tokens = [self._words[(self._num_said + idx) % len(self._words)] for idx in range(len(names))]
-        self._num_said += 1
+        tokens = self.next_words(names)
         self._rows.append(tokens)
         said = {name: (token,) for name, token in zip(names, tokens, strict=True)}
         return StepResult(ticket.step_id, said, StepTiming(start_ns, end_ns, PARTS))
 
+    def next_words(self, names: Sequence[str]) -> list[int]:
+        self._num_said += 1
+        return [self.words[(self._num_said + idx) % len(self.words)] for idx in range(len(names))]
+
     def close(self) -> None: ...
 
 
-def serve(port: int, step_s: float) -> None:
+def serve(port: int, step_s: float, executor: type[Sleeper] = Sleeper) -> None:
     """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
 
     def make(_config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
         words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
-        return Sleeper(kv.capacity, words, model.spec.vocab_size, step_s)
+        return executor(kv.capacity, words, model.spec.vocab_size, step_s)
 
     factory.build_executor = make  # type: ignore[assignment]
     config = Config(
