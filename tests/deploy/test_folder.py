@@ -96,6 +96,7 @@ def test_a_model_with_another_s_name_is_not_taken_in(
     deployment.look()
     assert deployment.names == ("old", "new")
     (tmp_path / "new.gguf").unlink()
+    deployment.look()
     assert (deployment.names, deployment.find("new")) == (("old",), None)
 
 

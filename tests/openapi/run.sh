@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 VENV=build/openapi-venv
 URL=http://127.0.0.1:${PORT:=8972}
+TESTS=$PWD/tests
 TOOLS=('schemathesis>=4.32,<5')
 # The others are about rules that a schema can't say: which of the bodies that it allows are accepted.
 CHECKS=not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance
@@ -29,7 +30,8 @@ check() {
   .venv/bin/penstock serve "$model" --port "$PORT" --log-level error "$@" ${key:+--api-key "$key"} &
   server=$!
   [[ -z $key ]] || arguments=(--header "Authorization: Bearer $key")
-  PENSTOCK_MODEL=$model SCHEMATHESIS_HOOKS=openapi.hooks PYTHONPATH=tests "$VENV/bin/st" run "$URL/openapi.json" \
+  # In a folder of its own, where it leaves notes on what it has found.
+  PENSTOCK_MODEL=$model SCHEMATHESIS_HOOKS=openapi.hooks PYTHONPATH=$TESTS env -C "$VENV" bin/st run "$URL/openapi.json" \
     --wait-for-schema 60 --checks "$CHECKS" --phases examples,coverage,fuzzing --max-examples "${MAX_EXAMPLES:-20}" \
     --seed 1 --continue-on-failure --request-timeout 30 --suppress-health-check all --warnings off --no-color \
     "${arguments[@]}" || failed=1

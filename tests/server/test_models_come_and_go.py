@@ -8,6 +8,7 @@ import random
 import re
 import threading
 from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
@@ -325,7 +326,9 @@ async def test_what_is_known_of_a_request_outlives_its_model():
 
 
 async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_taken_is_404(tmp_path, monkeypatch):
-    come, looks = [], []
+    come, looks, asked = [], [], []
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: [is_file(path), asked.append(threading.current_thread())][0])
     async with serving() as world:
 
         def find_new():
@@ -356,9 +359,10 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
                 )
                 assert answer.status_code == 200, answer.text
             assert {one.metrics.tenants for one in world.deployment.served[-4:]} == {frozenset({"alice"})}
+            assert (await ask("d")).status_code == 200
             num_looks = len(looks)
             assert (await ask("d")).status_code == 200
-            assert len(looks) == num_looks, "nobody looks for a model that is known"
+            assert len(looks) == num_looks, "nobody looks for a model that is loaded"
             listed = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
             assert listed == [*NAMES, "d", "e", "f", "g"]
             (tmp_path / "e").unlink()
@@ -371,6 +375,8 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             assert listed == [*NAMES, "d", "f", "g"]
             (tmp_path / "e").touch()
             assert (await ask("e")).status_code == 200, "it is back"
+            assert asked
+            assert threading.current_thread() not in asked, "the event loop waits for the disk"
 
             monkeypatch.setattr("penstock.serve.openai.loading.MAX_LOOK_S", 0.05)
             assert world.deployment._looking.acquire(timeout=1)  # the disk hangs

@@ -47,7 +47,8 @@ async def test_every_reference_leads_somewhere(document):
         ("POST /v1/messages", "AnthropicError"),
         ("POST /api/chat", "OllamaError"),
         ("POST /embed", "TeiError"),
-        ("POST /embeddings", None),
+        ("POST /infill", "LlamaError"),
+        ("POST /v1/embeddings", None),
     ],
 )
 async def test_errors_have_the_shapes_of_their_apis(document, operation, own):

@@ -186,10 +186,14 @@ class Deployment:
         return self._find_new is not None
 
     def look(self) -> None:
-        """Take in the models that have come since the last look. Reads the disk; returns at once if another thread looks."""
+        """Take in the models that have come since the last look, and note which have gone. Reads the disk; returns at once
+        if another thread looks.
+        """
         if self._find_new is None or not self._looking.acquire(blocking=False):
             return
         try:
+            for served in self.served:
+                served.look()
             for served in self._find_new():
                 taken = [name for name in served.names if name in self._by_name or self.adapters_of(name) is not None]
                 if taken:

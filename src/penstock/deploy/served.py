@@ -115,6 +115,10 @@ class ServedModel:
     num_unloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UnloadReason, 0))
     """How often it left, by `UnloadReason`."""
 
+    # Written by the deployment's look at the folder of models.
+    is_gone: bool = False
+    """Somebody has taken it from there."""
+
     # Written by those who wait, on the event loop.
     num_waiting: int = 0
     """Requests that wait for it to be loaded."""
@@ -156,10 +160,13 @@ class ServedModel:
 
     @property
     def is_there(self) -> bool:
-        """It is loaded, or can be: nobody has taken it from the folder of models."""
-        if self.path is None or self.state in (ModelState.LOADED, ModelState.LOADING):
-            return True
-        return self.path.is_file() or (self.path / "config.json").is_file()
+        """It is loaded, or can be: nobody had taken it from the folder of models at the last look."""
+        return not self.is_gone or self.state in (ModelState.LOADED, ModelState.LOADING)
+
+    def look(self) -> None:
+        """Ask the disk whether it is in the folder of models still."""
+        if self.path is not None:
+            self.is_gone = not (self.path.is_file() or (self.path / "config.json").is_file())
 
     def answerer(self) -> RunningModel:
         """The running model. Raises `ModelAway` if there is none for new users."""

@@ -88,6 +88,7 @@ _ITEM_HEAD = {"id": _TEXT, "status": _word("in_progress", "completed", "incomple
 _MESSAGE_PARTS = _list(
     _object(type=_TEXT, text=_TEXT, annotations_if_any=_list(_ANYTHING), logprobs_if_any=_list(_ref("ChatToken")))
 )
+_LLAMA_TOKEN = {"id": _COUNT, "token": _TEXT, "bytes": _list(_COUNT), "logprob": _NUMBER}
 _OLLAMA_HEAD = {"model": _TEXT, "created_at": _TEXT, "done": _FLAG}
 _OLLAMA_END = {
     "done_reason_if_any": _TEXT,
@@ -339,6 +340,55 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             modified_at=_TEXT,
         ),
         "OllamaError": _object(error=_TEXT),
+        # llama.cpp's
+        "LlamaCompletion": _object(
+            index_if_any=_COUNT,
+            content_if_any=_TEXT,
+            tokens_if_any=_list(_COUNT),
+            id_slot_if_any=_INTEGER,
+            stop_if_any=_FLAG,
+            model_if_any=_TEXT,
+            tokens_predicted_if_any=_COUNT,
+            tokens_evaluated_if_any=_COUNT,
+            generation_settings_if_any=_ANY_OBJECT,
+            prompt_if_any=_TEXT,
+            has_new_line_if_any=_FLAG,
+            truncated_if_any=_FLAG,
+            stop_type_if_any=_word("eos", "limit", "word"),
+            stopping_word_if_any=_TEXT,
+            tokens_cached_if_any=_COUNT,
+            timings_if_any=_NAMES_OF_PARTS,
+            completion_probabilities_if_any=_list(_object(top_logprobs=_list(_ref("LlamaToken")), **_LLAMA_TOKEN)),
+        ),
+        "LlamaToken": _object(**_LLAMA_TOKEN),
+        "LlamaPrompt": _object(prompt=_TEXT),
+        "LlamaTokens": _object(tokens=_list(_any(_COUNT, _object(id=_COUNT, piece=_any(_TEXT, _list(_COUNT)))))),
+        "LlamaEmbeddings": _list(_object(index=_COUNT, embedding=_list(_VECTOR))),
+        "LlamaProps": _object(
+            default_generation_settings=_object(params=_ANY_OBJECT, n_ctx=_COUNT),
+            total_slots=_COUNT,
+            model_alias=_TEXT,
+            model_path=_TEXT,
+            modalities=_map(_FLAG),
+            endpoint_slots=_FLAG,
+            endpoint_props=_FLAG,
+            endpoint_metrics=_FLAG,
+            chat_template=_TEXT,
+            bos_token=_TEXT,
+            eos_token=_TEXT,
+            build_info=_TEXT,
+            is_sleeping=_FLAG,
+        ),
+        "LlamaSlots": _list(
+            _object(
+                id=_COUNT,
+                n_ctx=_COUNT,
+                is_processing=_FLAG,
+                params_if_any=_ANY_OBJECT,
+                next_token_if_any=_object(has_next_token=_FLAG, n_remain=_INTEGER, n_decoded=_COUNT),
+            )
+        ),
+        "LlamaError": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT)),
         # Encoders: Jina's and Cohere's, vLLM's, text-embeddings-inference's
         "Ranking": _object(
             id=_TEXT,
@@ -388,7 +438,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
         "TeiError": _object(error=_TEXT, error_type=_TEXT),
         # vLLM's tokens, and Penstock's own
         "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_or_null(_list(_TEXT))),
-        "Detokenized": _object(prompt=_TEXT),
+        "Detokenized": _object(prompt=_TEXT, content=_TEXT),
         "Success": _object(success=_FLAG),
         "Status": _object(status=_TEXT),
         "Version": _object(version=_TEXT),
@@ -501,6 +551,10 @@ def _json(*names: str) -> Content:
     return {JSON: refs[0] if len(refs) == 1 else _any(*refs)}
 
 
+_LLAMA_ANSWERS = {
+    JSON: _any(_ref("LlamaCompletion"), _list(_ref("LlamaCompletion"))),
+    EVENTS: _event("LlamaCompletion", "LlamaError"),
+}
 _DONE = _object(event_if_any=_TEXT, data=_word("[DONE]"))
 _COMPLETIONS = {**_json("Completion"), EVENTS: _any(_event("CompletionChunk"), _DONE)}
 _CHATS = {**_json("ChatCompletion"), EVENTS: _any(_event("ChatChunk"), _DONE)}
@@ -512,7 +566,7 @@ ANSWERS: Mapping[str, Content] = MappingProxyType(
         "POST /v1/chat/completions": _CHATS,
         "POST /chat/completions": _CHATS,
         "POST /v1/embeddings": _json("Embeddings"),
-        "POST /embeddings": _json("Embeddings"),
+        "POST /embeddings": _json("Embeddings", "LlamaEmbeddings"),
         "POST /v1/messages": {**_json("AnthropicMessage"), EVENTS: _event("AnthropicEvent")},
         "POST /v1/messages/count_tokens": _json("AnthropicCount"),
         "POST /v1/responses": {**_json("Response"), EVENTS: _event("ResponseEvent")},
@@ -522,7 +576,13 @@ ANSWERS: Mapping[str, Content] = MappingProxyType(
         "GET /v1/responses/{response_id}/input_items": _json("ResponseItems"),
         "POST /v1/load_lora_adapter": {PLAIN: _TEXT},
         "POST /v1/unload_lora_adapter": {PLAIN: _TEXT},
-        "POST /tokenize": _json("Tokens", "TeiTokens"),
+        "POST /completion": _LLAMA_ANSWERS,
+        "POST /infill": _LLAMA_ANSWERS,
+        "POST /apply-template": _json("LlamaPrompt"),
+        "POST /embedding": _json("LlamaEmbeddings"),
+        "GET /props": _json("LlamaProps"),
+        "GET /slots": _json("LlamaSlots"),
+        "POST /tokenize": _json("Tokens", "TeiTokens", "LlamaTokens"),
         "POST /detokenize": _json("Detokenized"),
         "POST /v1/rerank": _json("Ranking"),
         "POST /v2/rerank": _json("Ranking"),
@@ -572,6 +632,10 @@ def error_schema(path: str) -> Schema:
 _OTHER_ERRORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "AnthropicError": ("/v1/messages/", "/v1/models/"),
+        "LlamaError": (
+            *("/completion/", "/infill/", "/apply-template/", "/embedding/", "/props/", "/slots/"),
+            *("/tokenize/", "/embeddings/"),
+        ),
         "OllamaError": ("/api/",),
         "TeiError": ("/embed/", "/predict/", "/rerank/", "/tokenize/", "/info/"),
     }

@@ -43,7 +43,7 @@ MAX_LOOKS = 1024
 """Names, and requests, that wait for the folder of adapters."""
 
 
-def when_loaded(deployment: Deployment, config: ServerConfig, answer: JsonEndpoint) -> JsonEndpoint:
+def when_loaded(deployment: Deployment, folder: FolderWatch, config: ServerConfig, answer: JsonEndpoint) -> JsonEndpoint:
     """An endpoint that answers as `answer` does, after its model was loaded if it is away."""
 
     async def answer_when_loaded(data: bytes, http: HttpRequest) -> Response:
@@ -52,8 +52,8 @@ def when_loaded(deployment: Deployment, config: ServerConfig, answer: JsonEndpoi
                 return await answer(data, http)
             except ModelAway as away:
                 name = away.name
-            served = deployment.find(name)
-            if served is None:  # it was taken from the folder just now
+            served = await unless_gone(http, folder.find(name))
+            if served is None:  # it was taken from the folder
                 raise model_not_found(name, deployment.names)
             asked_ns = deployment.clock.now_ns()
             arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
@@ -89,6 +89,14 @@ class FolderWatch:
             return await answer(*asked)
 
         return answer_when_found
+
+    async def find(self, name: str) -> ServedModel | None:
+        """The model with this name, unless somebody has taken it from the folder."""
+        served = self._deployment.find(name)
+        if served is None or served.path is None:
+            return served
+        await self.look()
+        return self._deployment.find(name)
 
     async def look(self) -> None:
         """Return after a look that began later than this call, or `MAX_LOOK_S`. Many callers share one look."""
