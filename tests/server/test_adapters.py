@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -16,6 +17,7 @@ from harness import make_client, make_runtime, until
 
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import adapters as registry_file
+from penstock.deploy.deployment import Deployment
 from penstock.deploy.factory import open_executor, start_deployment, start_model
 from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
@@ -24,6 +26,7 @@ from penstock.models.load import load_adapter
 from penstock.serve.app import create_app
 from penstock.serve.openai import adapters as route_file
 from penstock.serve.openai import loading
+from penstock.serve.openai.endpoints import Listed
 from penstock.serve.openai.read import find_asked, look_up
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
@@ -176,6 +179,26 @@ async def test_models_are_listed_with_the_adapters_that_were_named_or_asked_for(
     assert cards["tiny"]["parent"] is None
     assert (await client.get("/v1/models/team/blue")).json() == cards["team/blue"]
     assert (await client.get("/v1/models/mauve")).status_code == 404
+
+
+@pytest.mark.parametrize("headers", [{}, {"anthropic-version": "2023-06-01"}])
+async def test_a_list_of_many_names_is_told_off_the_event_loop(monkeypatch, headers):
+    """100,000 names, as many as there may be, took seconds there."""
+    registered = [registry_file.Registered(f"adapter-{index}", Path(f"/adapters/{index}")) for index in range(1000)]
+    tellers = set()
+    card = Listed.card
+    monkeypatch.setattr(Listed, "card", lambda listed: [card(listed), tellers.add(threading.current_thread())][0])
+    runtime = make_runtime()
+    deployment = Deployment.of(runtime)
+    deployment.default.adapters = SimpleNamespace(registered=lambda: registered, has=lambda _name: False)
+    transport = httpx.ASGITransport(create_app(deployment, ServerConfig()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+        shown = (await client.get("/v1/models", params={"limit": "1000"} if headers else {}, headers=headers)).json()["data"]
+    runtime.close()
+    names = [*deployment.names, *(one.name for one in registered)]
+    assert [one["id"] for one in shown] == (names[:1000] if headers else names)
+    assert tellers
+    assert threading.current_thread() not in tellers
 
 
 @pytest.mark.parametrize("name", ["mauve", "../tiny", "adapters/../red", "/etc", "team", "a" * 5000, "red\0"])

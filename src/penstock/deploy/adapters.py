@@ -294,7 +294,8 @@ class Adapters:
     def registered(self) -> list[Registered]:
         """The names that were registered, or asked for; never all that the folder has."""
         with self._changed:
-            return [Registered(name, entry.path) for name, entry in self._names.items()]
+            names = list(self._names.items())
+        return [Registered(name, entry.path) for name, entry in names]
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
         """Register a name once its adapter was read anew from its files, which lie in the folder or in paths of the settings.

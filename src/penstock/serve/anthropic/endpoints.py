@@ -21,7 +21,7 @@ from penstock.serve.errors import ApiError, invalid, renamed, shorten
 from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
-from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.endpoints import CallEndpoint, Listed, ModelsEndpoint
 from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
@@ -73,27 +73,25 @@ Ask = Callable[[HttpRequest], Awaitable[dict[str, Any]]]
 class AnthropicModels:
     """The models in Anthropic's shape for its clients, and in OpenAI's for all others."""
 
-    def __init__(self, list_openai: Ask, get_openai: Ask) -> None:
-        self._list = list_openai
+    def __init__(self, models: ModelsEndpoint, get_openai: Ask) -> None:
+        self._models = models
         self._get = get_openai
 
-    async def list(self, http: HttpRequest) -> dict[str, Any]:
+    async def list(self, http: HttpRequest) -> Response:
         """The names under which models are served, and those of adapters that were named or asked for.
 
         A key that opens some models alone sees those. With the header `anthropic-version` the list has Anthropic's shape, and
         its `limit`, `after_id` and `before_id`.
         """
-        return await _told(http, self._list, lambda found: _page(found["data"], http.query_params))
+        if ANTHROPIC_VERSION not in headers_of(http.scope):
+            return await self._models.list(http)
+        query = http.query_params
+        return await self._models.tell(http, lambda listed: orjson.dumps(_page(listed, query)))
 
     async def get(self, http: HttpRequest) -> dict[str, Any]:
         """The model with this name, in Anthropic's shape with the header `anthropic-version`."""
-        return await _told(http, self._get, _card)
-
-
-async def _told(http: HttpRequest, ask: Ask, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    if ANTHROPIC_VERSION not in headers_of(http.scope):
-        return await ask(http)
-    return tell(await ask(http))
+        card = await self._get(http)
+        return _card(card) if ANTHROPIC_VERSION in headers_of(http.scope) else card
 
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
@@ -108,26 +106,25 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _page(found: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    cards = [_card(card) for card in found]
-    ids = [card["id"] for card in cards]
+def _page(listed: Sequence[Listed], query: Mapping[str, str]) -> dict[str, Any]:
+    ids = [one.name for one in listed]
     limit = query.get("limit", str(DEFAULT_PAGE))
     if not (re.fullmatch("[0-9]{1,4}", limit) and 0 < int(limit) <= MAX_PAGE):
         raise invalid(f"'limit' must be a number from 1 to {MAX_PAGE}.", "limit")
-    first, last = 0, len(cards)
+    first, last = 0, len(ids)
     if "after_id" in query:
         first = _place(query["after_id"], ids, "after_id") + 1
     if "before_id" in query:
         last = _place(query["before_id"], ids, "before_id")
     if "before_id" in query and "after_id" not in query:  # the page just before it
-        shown = cards[max(first, last - int(limit)) : last]
+        shown = listed[max(first, last - int(limit)) : last]
     else:
-        shown = cards[first : min(last, first + int(limit))]
+        shown = listed[first : min(last, first + int(limit))]
     return {
-        "data": shown,
+        "data": [_card(one.card()) for one in shown],
         "has_more": len(shown) < last - first,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
+        "first_id": shown[0].name if shown else None,
+        "last_id": shown[-1].name if shown else None,
     }
 
 
