@@ -15,6 +15,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
+from penstock.serve.http import connection as connection_module
 from penstock.serve.http.connection import HttpConnection
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
@@ -75,7 +76,7 @@ async def test_each_event_comes_with_its_step(gated, gate, watched, path, questi
     assert last["choices"][0]["finish_reason"] == "length"
 
 
-async def open_unread(server, num_tokens: int) -> socket.socket:
+async def open_unread(server, num_tokens: int, *, more_head: str = "") -> socket.socket:
     """Ask for a stream on a connection with small buffers, and read nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
@@ -84,8 +85,8 @@ async def open_unread(server, num_tokens: int) -> socket.socket:
     data = orjson.dumps(
         {"prompt": "unread", "max_tokens": num_tokens, "temperature": 0, "stream": True, "logprobs": 5, "ignore_eos": True}
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    await asyncio.get_running_loop().sock_sendall(client, head.encode() + data)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    await asyncio.get_running_loop().sock_sendall(client, f"{head}{more_head}\r\n".encode() + data)
     return client
 
 
@@ -140,6 +141,24 @@ async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
         await until(lambda: not server.server.server_state.tasks)
         with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
             await asyncio.wait_for(read_answer(unread), 20)
+
+
+@pytest.mark.parametrize("more_head", ["", "Connection: close\r\n"])
+async def test_a_client_that_never_reads_a_short_answer_is_cut_off_too(monkeypatch, more_head):
+    """All of the answer is written, and so little of it waits that writing is not paused."""
+    monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.5)
+    monkeypatch.setattr(connection_module, "STALL_S", 0.1)
+    monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
+    with running() as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
+        with await open_unread(server, 80, more_head=more_head) as unread:
+            await until(lambda: server.runtime.engine.load().num_running == 1)
+            (connection,) = server.server.server_state.connections
+            await until(lambda: connection.cycle.response_complete)
+            assert 0 < connection.transport.get_write_buffer_size() < HIGH_WATER_LIMIT
+            await until(lambda: not server.server.server_state.connections)
+            with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
+                await asyncio.wait_for(read_answer(unread), 20)
 
 
 async def test_a_client_that_reads_slowly_is_not(monkeypatch):

@@ -331,10 +331,16 @@ class HttpConnection(HttpToolsProtocol):
         if self._num_untaken_bytes() != self._num_untaken:
             self._be_idle_when_taken()
         elif self.loop.time() - self._taken_at_s > STALL_S:
-            self._idle_timer = None
             self._acceptor.idle(self)
+            self._idle_timer = self.loop.call_later(max(0.0, self.write_timeout_s - STALL_S), self._cut_off_untaken)
         else:
             self._idle_timer = self.loop.call_later(_LOOK_EVERY_S, self._look_whether_taken)
+
+    def _cut_off_untaken(self) -> None:
+        if self._num_untaken_bytes() != self._num_untaken:
+            self._be_idle_when_taken()
+        else:  # closing alone would wait for the client
+            self.cut_off()
 
     def _num_untaken_bytes(self) -> int:
         """Number of bytes that asyncio and the system hold and the client's system has not acknowledged (tcp(7), SIOCOUTQ).
