@@ -9,9 +9,10 @@ the answer to the same prompt alone.
     python benchmarks/slow_readers.py --seconds 300 --model smollm2:135m --tokens 400 --bytes-per-s 1000
 
 The executor sleeps for `--step-ms` and has each row recite a poem, so what is left is the server's own work and the gaps are
-those of its HTTP thread; with `--model` it is `penstock serve MODEL`, and gaps are mostly its steps. Beside them, `--stuck`
-clients ask and never read: the server has to let go of them. Needs the default model (`penstock pull`). Linux only (/proc). The
-last line printed is one JSON object.
+those of its HTTP thread. The system holds 32 kB of what is sent on a connection and not 4 MB, so that the rest waits in the
+server. With `--model` it is `penstock serve MODEL` as it is, and gaps are mostly its steps. Beside them, `--stuck` clients ask
+and never read: the server has to let go of them. Needs the default model (`penstock pull`). Linux only (/proc). The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from streaming import Sleeper, serve
 from usage import MB, OtherLoad
 
 from penstock import machine
+from penstock.serve import server as server_file
 from penstock.types.plan import StepPlan, Ticket
 
 NUM_PROMPTS = 8
 PROMPT = "Tell me story number {}, please: once upon a time, in a land far away,"
-RECEIVE_BYTES = 2048
-"""Asked for; Linux doubles it."""
+RECEIVE_BYTES, SEND_BYTES = 2048, 1 << 14
+"""Sizes of buffers as they are asked for; Linux doubles them."""
 READ_EVERY_S = 0.25
 WARM_UP_SHARE = 0.1
 """Share of a run's time whose gaps do not count: all prompts come at once."""
@@ -217,6 +219,19 @@ def _without_chunks(data: bytes) -> bytes:
     return b"".join(pieces)
 
 
+def serve_with_small_buffers(port: int, step_s: float) -> None:
+    """Be the server. Its connections have the send buffer of the socket that listens (socket(7))."""
+    bind = server_file.bind_socket
+
+    def bind_small(host: str, port: int) -> socket.socket:
+        listener = bind(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        return listener
+
+    server_file.bind_socket = bind_small
+    serve(port, step_s, Reciter)
+
+
 def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MB
 
@@ -304,7 +319,7 @@ def main() -> None:
     parser.add_argument("--serve", type=int, metavar="PORT", help="be the server (for the benchmark's own use)")
     args = parser.parse_args()
     if args.serve is not None:
-        serve(args.serve, args.step_ms / 1e3, Reciter)
+        serve_with_small_buffers(args.serve, args.step_ms / 1e3)
         return
     command: list[str | Path] = [sys.executable, __file__, "--step-ms", str(args.step_ms), "--serve", "{port}"]
     if args.model:

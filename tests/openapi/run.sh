@@ -33,7 +33,7 @@ check() {
   # In a folder of its own, where it leaves notes on what it has found.
   PENSTOCK_MODEL=$model SCHEMATHESIS_HOOKS=openapi.hooks PYTHONPATH=$TESTS env -C "$VENV" bin/st run "$URL/openapi.json" \
     --wait-for-schema 60 --checks "$CHECKS" --phases examples,coverage,fuzzing --max-examples "${MAX_EXAMPLES:-20}" \
-    --seed 1 --continue-on-failure --request-timeout 30 --suppress-health-check all --warnings off --no-color \
+    --seed 1 --workers 4 --continue-on-failure --request-timeout 30 --suppress-health-check all --warnings off --no-color \
     "${arguments[@]}" || failed=1
   kill "$server"
   wait "$server" || failed=1
@@ -42,6 +42,6 @@ check() {
 
 failed=0
 check minilm ""
-check smollm2:135m "" --max-model-len 128 --kv-cache-memory 64MiB
-check smollm2:135m a-key --admin-api-key an-admins-key --max-model-len 128 --kv-cache-memory 64MiB
+check smollm2:135m "" --max-model-len 64 --kv-cache-memory 64MiB
+check smollm2:135m a-key --admin-api-key an-admins-key --max-model-len 64 --kv-cache-memory 64MiB
 exit "$failed"
