@@ -416,7 +416,7 @@ async def test_files_stand_before_the_hole_as_far_as_there_is_room(client, monke
 
 
 async def test_a_model_that_fills_nothing_is_named(client):
-    told = await refused(client, "/infill", status=501, kind="not_supported_error")
+    told = await refused(client, "/infill", status=400, kind="not_supported_error")
     assert "toy has no tokens for filling in the middle" in told
 
 

@@ -229,6 +229,7 @@ async def test_unknown_names_and_hints_are_ignored_and_logged_once(tolerant, cap
     ("fields", "param"),
     [
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": {}}, "functions"),
         ({"guided_json": {}}, "guided_json"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"documents": [{"text": "x"}]}, "documents"),

@@ -19,7 +19,7 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.llama_cpp.write import LlamaWriter, Shown, generation_settings
+from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown, generation_settings
 from penstock.serve.openai.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model, read_penalties
 from penstock.serve.openai.schemas import (
@@ -284,14 +284,14 @@ class LlamaReader:
         return self._call(body, running, read_prompts(body.prompt, "prompt", running.model.vocab_size), data, scope)
 
     def infill(self, body: LlamaInfillBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        """Raises `ApiError`, 501 for a model that was not trained for it."""
+        """Raises `ApiError`, also for a model that was not trained for it."""
         running = find_model(body.model, self._deployment, scope)
         if running.model.encoder is None and find_fim(running.tokenizer) is None:
             raise ApiError(
-                501,
+                400,
                 f"{running.name} has no tokens for filling in the middle, such as {FIM_NAMES[0][0]}: have a model served that "
                 "was trained for it, such as Qwen2.5-Coder.",
-                code="not_supported",
+                code=NOT_SUPPORTED,
             )
         files = tuple([(file.filename or "file", file.text) for file in body.input_extra or ()])
         prompt = InfillPrompt(body.input_prefix + (body.prompt or ""), body.input_suffix, files, "input_prefix")

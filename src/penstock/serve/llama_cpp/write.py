@@ -26,11 +26,12 @@ _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         403: "permission_error",
         404: "not_found_error",
         500: "server_error",
-        501: "not_supported_error",
         503: "unavailable_error",
     }
 )
 """By the status. All others have OpenAI's word."""
+NOT_SUPPORTED = "not_supported"
+"""Code of the error that says that a model can't do something. Its status is the client's fault: another model can."""
 NO_SLOT = -1
 """There are no slots: a client that sends this back asks for any."""
 _LEAST_LOGPROB = -3.4028234663852886e38
@@ -61,6 +62,8 @@ def llama_words(error: ApiError) -> dict[str, Any]:
     kind = _ERROR_TYPES.get(error.status_code, error.error_type)
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
+    elif error.code == NOT_SUPPORTED:
+        kind = "not_supported_error"
     return {"error": {"code": error.status_code, "message": error.message, "type": kind}}
 
 

@@ -57,9 +57,9 @@ def read_tool_use(
 
     `asked`: what else the answer may be, as other fields say.
     """
-    if body.functions or body.function_call not in (None, "none", "auto"):
-        field = "functions" if body.functions else "function_call"
-        instead = "tools" if body.functions else "tool_choice"
+    has_functions = body.functions not in (None, [])
+    if has_functions or body.function_call not in (None, "none", "auto"):
+        field, instead = ("functions", "tools") if has_functions else ("function_call", "tool_choice")
         raise invalid(f"'{field}' is not supported: send '{instead}', which took its place.", field)
     tools = [
         Tool(tool.function.name, tool.function.parameters or None, bool(tool.function.strict)) for tool in body.tools or ()
