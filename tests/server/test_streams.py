@@ -76,17 +76,23 @@ async def test_each_event_comes_with_its_step(gated, gate, watched, path, questi
     assert last["choices"][0]["finish_reason"] == "length"
 
 
-async def open_unread(server, num_tokens: int, *, more_head: str = "") -> socket.socket:
+async def open_unread(server, num_tokens: int) -> socket.socket:
     """Ask for a stream on a connection with small buffers, and read nothing."""
+    body = {"prompt": "unread", "max_tokens": num_tokens, "temperature": 0, "stream": True, "logprobs": 5, "ignore_eos": True}
+    return await ask_unread(server, "/v1/completions", body)
+
+
+async def ask_unread(server, path: str, body: dict[str, Any], more_head: str = "") -> socket.socket:
+    """Send a request on a connection with small buffers, and read nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER_BYTES)
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", server.port))
-    data = orjson.dumps(
-        {"prompt": "unread", "max_tokens": num_tokens, "temperature": 0, "stream": True, "logprobs": 5, "ignore_eos": True}
+    data = orjson.dumps(body)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n{more_head}\r\n"
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    await asyncio.get_running_loop().sock_sendall(client, f"{head}{more_head}\r\n".encode() + data)
+    await asyncio.get_running_loop().sock_sendall(client, head.encode() + data)
     return client
 
 
@@ -146,16 +152,17 @@ async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
 @pytest.mark.parametrize("more_head", ["", "Connection: close\r\n"])
 async def test_a_client_that_never_reads_a_short_answer_is_cut_off_too(monkeypatch, more_head):
     """All of the answer is written, and so little of it waits that writing is not paused."""
-    monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.5)
-    monkeypatch.setattr(connection_module, "STALL_S", 0.1)
     monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
     with running() as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
-        with await open_unread(server, 80, more_head=more_head) as unread:
-            await until(lambda: server.runtime.engine.load().num_running == 1)
+        body = {"prompt": "a" * 5000, "return_token_strs": True}  # 45 kB are the answer
+        with await ask_unread(server, "/tokenize", body, more_head) as unread:
+            await until(lambda: server.server.server_state.connections)
             (connection,) = server.server.server_state.connections
-            await until(lambda: connection.cycle.response_complete)
+            await until(lambda: connection.cycle is not None and connection.cycle.response_complete)
             assert 0 < connection.transport.get_write_buffer_size() < HIGH_WATER_LIMIT
+            monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.2)
+            monkeypatch.setattr(connection_module, "STALL_S", 0.1)
             await until(lambda: not server.server.server_state.connections)
             with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
                 await asyncio.wait_for(read_answer(unread), 20)
