@@ -516,6 +516,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             prefill=_object(steps=_COUNT, tokens=_COUNT),
             resume=_object(steps=_COUNT, tokens=_COUNT),
             decode=_object(steps=_COUNT, with_prompts_ms=_NUMBER),
+            sat_out=_object(steps=_COUNT, ms=_NUMBER),
             batch=_object(mean=_NUMBER, max=_COUNT),
             longest_gap=_or_null(
                 _object(
