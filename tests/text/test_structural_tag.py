@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from penstock.text.answer_matcher import AnswerPlan
-from penstock.text.grammar import Grammar, GrammarKind, Lead
+from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Lead
+from penstock.text.structural_tag import of_structural_tag
 from penstock.types.errors import GrammarFailure, Rejected
 from text.test_answer_matcher import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
 
@@ -253,6 +254,14 @@ def test_deep_formats_are_refused_and_what_is_no_json():
         ALL[id(PLAIN)].matcher(asked(deep))
     with pytest.raises(Rejected, match="is not JSON"):
         ALL[id(PLAIN)].matcher(Grammar(GrammarKind.STRUCTURAL_TAG, "{"))
+
+
+def test_a_row_may_have_a_thousand_parts():
+    free = [{"type": "any_text"}, {"type": "const_string", "value": "a"}] * 60
+    rows = [{"type": "sequence", "elements": free}] * 18
+    source = json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": rows}}, separators=(",", ":"))
+    assert len(source) < MAX_SOURCE_CHARS
+    assert of_structural_tag(source, json.dumps, 0).count("[lazy]") == 60 * 18
 
 
 def test_regexes_are_bounded_together():

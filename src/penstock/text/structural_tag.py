@@ -261,8 +261,10 @@ class _Writer:
         """Parts one after another. `is_last`: nothing follows. `is_lazy`: regexes end at the first place where they may."""
         written: list[str] = []
         texts: list[_Text] = []
-        for nth, part in enumerate(parts):
-            follows = parts[nth + 1 :]
+        nth = 0
+        while nth < len(parts):
+            part, follows = parts[nth], parts[nth + 1 :]
+            nth += 1
             if isinstance(part, _Text):
                 texts.append(part)
                 continue
@@ -276,8 +278,7 @@ class _Writer:
                 case _Free(place):
                     ends = self._behind(follows, place, is_last=is_last)
                     written.append(self._free(ends))
-                    if ends:  # they are in the terminal
-                        return " ".join([*written, self.row(follows[1:], is_last=is_last, is_lazy=is_lazy)])
+                    nth += bool(ends)  # they are in the terminal
                 case _Rule(name, place):
                     if follows or not is_last:
                         raise _refused(place, "may go on, so nothing can stand behind it")
