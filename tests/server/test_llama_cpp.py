@@ -347,6 +347,13 @@ async def test_errors_name_the_field_as_the_client_calls_it(client, fields, told
     assert told in await refused(client, **fields)
 
 
+async def test_biases_are_bounded_as_each_choice_tells_them_back(client, monkeypatch):
+    monkeypatch.setattr("penstock.serve.llama_cpp.read.MAX_BIASED_TOKENS", 2)
+    await ask(client, logit_bias=[[5, False], [6, 1], [6, 1]])
+    told = await refused(client, logit_bias={"5": False, "6": False, "7": 1})
+    assert "'logit_bias' names 3 tokens; at most 2 are taken" in told
+
+
 async def test_errors_have_llama_cpps_types(client, runtime):
     assert "'other' is not served" in await refused(client, model="other", status=404, kind="not_found_error")
     async with make_client(runtime, api_keys=("k",)) as closed:

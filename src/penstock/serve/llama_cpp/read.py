@@ -51,6 +51,8 @@ MAX_TEXTS_BETWEEN = 1024
 """Texts between the tokens of all prompts: each is tokenised by itself."""
 MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
 MAX_INDENT = 4096
+MAX_BIASED_TOKENS = 1024
+"""Tokens that `logit_bias` names. Each choice tells them in its answer, and tells the executor those that may never come."""
 MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
@@ -485,4 +487,6 @@ def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float] | None,
                 banned[token_id,] = None
             else:
                 biases[token_id] = biases.get(token_id, 0.0) + bias
+    if (num_tokens := len(biases) + len(banned)) > MAX_BIASED_TOKENS:
+        raise invalid(f"'logit_bias' names {num_tokens} tokens; at most {MAX_BIASED_TOKENS} are taken.", "logit_bias")
     return {str(token_id): bias for token_id, bias in biases.items()}, tuple(banned)
