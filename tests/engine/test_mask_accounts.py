@@ -105,6 +105,27 @@ def test_the_mask_by_which_a_request_failed_is_owed_by_the_next_of_its_tenant():
     assert accounts.debts_ns["b"] > 20 * MS
 
 
+def test_debts_of_many_that_left_do_not_become_one_s():
+    """Each of them took a debt over, and had a mask all the same."""
+    accounts = MaskAccounts()
+    for idx in range(50):
+        accounts.begin(f"a{idx}", "")
+        accounts.settle([made(f"a{idx}", "", 30 * MS)], [f"a{idx}"], STEP_NS, ROWS, is_beside=False)
+        accounts.end(f"a{idx}")
+    accounts.begin("innocent", "")
+    assert 20 * MS < accounts.debts_ns["innocent"] <= 30 * MS
+
+
+def test_debts_that_were_left_are_paid_while_nobody_owes():
+    accounts = MaskAccounts()
+    accounts.settle([made("a", "", 30 * MS)], "a", STEP_NS, ROWS, is_beside=False)
+    accounts.end("a")
+    for _ in range(31):
+        accounts.settle([], (), STEP_NS, ROWS, is_beside=False)
+    accounts.begin("later", "")
+    assert not accounts.debts_ns
+
+
 def test_masks_beside_a_step_cost_what_they_take_longer():
     accounts = MaskAccounts()
     for _ in range(20):  # 32 masks of 0.3 ms, hidden behind layers of 10 ms

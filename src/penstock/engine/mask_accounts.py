@@ -9,9 +9,10 @@ has no row.
     for all debts         a tenth of the step less the own parts that were used, but a quarter of that tenth at least
 
 So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are. Tenants
-share equally what pays debts, and so do the requests of each; what one does not need is the others'. A debt is at most what the
-last mask took, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a client
-could leave before it pays, and come again.
+share equally what pays debts, and so do the requests of each; what one does not need is the others'. A request that owes soon
+makes no more masks, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a
+client could leave before it pays, and come again. If it took over a debt itself, the larger of that and its own passes, so that
+the debts of many never become those of one. The time that nobody needs pays debts of requests that ended, too.
 
 A mask is charged the time that it took on the wall, as the others waited for it, but at most twice its CPU time: the thread may
 wait for others in the process meanwhile, and no grammar is the cause.
@@ -61,6 +62,8 @@ class MaskAccounts:
         """Requests that sit out -> what they owe, which is never 0."""
         self._tenants: dict[str, str] = {}
         """Those of requests with debts."""
+        self._taken_ns: dict[str, int] = {}
+        """Debts that requests took over when they came."""
         self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
         """Tenants and debts of requests that ended."""
         self._saved_ns = 0
@@ -76,10 +79,12 @@ class MaskAccounts:
         if left is not None:
             self._left.remove(left)
             self._owe(request_id, tenant, left[1])
+            self._taken_ns[request_id] = left[1]
 
     def end(self, request_id: str) -> None:
         """A request with a debt ends."""
-        self._left.append((self._tenants.pop(request_id), self.debts_ns.pop(request_id)))
+        debt_ns, taken_ns = self.debts_ns.pop(request_id), self._taken_ns.pop(request_id, 0)
+        self._left.append((self._tenants.pop(request_id), min(debt_ns, max(taken_ns, debt_ns - taken_ns))))
 
     def settle(self, made: Sequence[MadeMask], live: Container[str], step_ns: int, num_rows: int, *, is_beside: bool) -> None:
         """After a step, and the masks for the next: charge them, and pay debts.
@@ -109,11 +114,18 @@ class MaskAccounts:
         self._saved_ns = min(step_ns, self._saved_ns + max(tenth_ns - used_ns, tenth_ns // LEAST_SHARE, 1))
         if self.debts_ns:
             self._pay()
+        while self._left and self._saved_ns:
+            tenant, debt_ns = self._left.popleft()
+            paid_ns = min(debt_ns, self._saved_ns)
+            self._saved_ns -= paid_ns
+            if debt_ns > paid_ns:
+                self._left.appendleft((tenant, debt_ns - paid_ns))
 
     def forgive(self) -> None:
         """Nobody was there who waited for the masks of others."""
         self.debts_ns.clear()
         self._tenants.clear()
+        self._taken_ns.clear()
 
     def _owe(self, request_id: str, tenant: str, debt_ns: int) -> None:
         self.debts_ns[request_id] = self.debts_ns.get(request_id, 0) + debt_ns
@@ -130,6 +142,7 @@ class MaskAccounts:
                 self.debts_ns[request_id] -= paid_ns
                 if not self.debts_ns[request_id]:
                     del self.debts_ns[request_id], self._tenants[request_id]
+                    self._taken_ns.pop(request_id, None)
 
 
 def equal_parts(amount: int, wanted: Mapping[_Key, int]) -> dict[_Key, int]:
