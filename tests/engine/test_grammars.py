@@ -342,6 +342,24 @@ def test_a_grammar_that_fails_among_forced_tokens_ends_the_answer_there(fails_af
     assert rig.tokens_of("a") == expected(request, forcing(1)).token_ids[:fails_after]
 
 
+def test_a_failure_among_the_last_tokens_is_not_another_s():
+    """The answer has reached its limit all the same, and with it no grammar is left. Its id comes again."""
+    rig = Rig(1)
+    forced_at = next(idx for idx, chunk in enumerate(_chunks_of(forcing(1))) if len(chunk.token_ids) > 1)
+    num_tokens = _chunks_of(forcing(1))[forced_at].num_generated_tokens
+    rig.run(make_request("a", 3, max_tokens=num_tokens, matcher=forcing(1, fails_after=num_tokens)))
+    assert rig.end_of("a").finish_reason is FinishReason.LENGTH
+    rig.chunks.clear()
+    rig.run(make_request("a", 3, max_tokens=20, matcher=forcing(1)))
+    assert rig.end_of("a").finish_reason is FinishReason.LENGTH
+
+
+def _chunks_of(matcher: HashMatcher) -> list[OutputChunk]:
+    rig = Rig(1)
+    rig.run(make_request("a", 3, max_tokens=20, matcher=matcher))
+    return rig.of("a")
+
+
 def test_what_grammars_take_of_the_host_is_told():
     told: list[set[str]] = []
 

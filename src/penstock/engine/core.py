@@ -422,6 +422,9 @@ class Following:
             del self._tenants[request.request_id]
             if request.request_id in self.sitting_out:
                 self._accounts.end(request.request_id)
+            if not self._matchers:  # neither `choose` nor `settle` comes any more
+                self._made.clear()
+                self._failed.clear()
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether one of them samples in a step."""
