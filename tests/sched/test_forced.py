@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.core import EngineCore
+from penstock.sched import progress
 from penstock.sched.extending import MAX_FORCED_TOKENS
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
-from penstock.sched.scheduler import Scheduler
+from penstock.sched.scheduler import MAX_FORCED_AT_ONCE, Scheduler
 from penstock.testing import Driver, HashExecutor, HashMatcher, HashModel, make_request
 from penstock.types.events import Add
 from penstock.types.plan import Capacity, StepPlan
@@ -122,6 +123,31 @@ def test_each_has_a_token_of_a_step_that_is_too_small_for_all(max_step_tokens: i
         driver.turn()
         driver.core.check()
     assert [driver.outcomes[name].token_ids[1:10] for name in "abcd"] == [[7] * 9] * 4
+
+
+def test_between_two_steps_some_are_appended_and_the_next_ones_later() -> None:
+    """A constant in a grammar may have more than all rows should wait for."""
+    num_forced = 2 * MAX_FORCED_AT_ONCE + 40
+    driver, counts = make(Capacity(300, 4, 4, 40, 1000))
+    driver.turn(Add(make_request("a", 5, max_tokens=num_forced + 9, matcher=Constant(num_forced))))
+    while driver.core.has_work:
+        driver.turn()
+    forced = [stats.counts.forced["a"] for stats in counts.steps if stats.counts.forced]
+    assert forced == [MAX_FORCED_AT_ONCE, MAX_FORCED_AT_ONCE, 38]  # the first behind each run is sampled
+    assert driver.outcomes["a"].token_ids[1 : 1 + num_forced] == [7] * num_forced
+
+
+def test_what_was_sampled_behind_them_is_a_prefill_after_a_preemption() -> None:
+    """Its first blocks are found again: it is behind by far more than was forced."""
+    driver, _ = make()
+    request = make_request("a", 5, max_tokens=150, matcher=Constant(3))
+    driver.turn(Add(request))
+    while request.num_tokens < 100:
+        driver.turn()
+    assert has_jumped(request)
+    progress.preempt(request)
+    request.num_computed_tokens = 40
+    assert not request.is_jumping
 
 
 def has_jumped(request: Request) -> bool:

@@ -41,14 +41,15 @@ class Extending:
         counts, running = draft.counts, tuple(self._running)
         counts.sat_out = ()
         if sitting_out:
-            staying = [
-                request.request_id
-                for request in running
-                if request.request_id in sitting_out and request.num_computed_tokens >= request.num_prompt_tokens
-            ]
-            going = tuple([request for request in running if request.request_id not in staying])
+            staying: list[str] = []
+            going: list[Request] = []
+            for request in running:
+                if request.request_id in sitting_out and request.num_computed_tokens >= request.num_prompt_tokens:
+                    staying.append(request.request_id)
+                else:
+                    going.append(request)
             if any(request.num_behind for request in going):
-                counts.sat_out, running = staying, going
+                counts.sat_out, running = staying, tuple(going)
         num_slots = self._kv.num_slots if self._speculation is None else NO_SLOTS
         prefills, num_rows = progress.plan_decodes(
             running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)

@@ -65,6 +65,7 @@ def preempt(request: Request) -> None:
     request.status = RequestStatus.PREEMPTED
     request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
     request.num_computed_tokens = request.num_inflight_tokens = 0
+    request.forced_from = 0  # it catches up as a prefill does
     request.num_preemptions += 1
 
 

@@ -70,6 +70,10 @@ from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
+MAX_FORCED_AT_ONCE = 255
+"""Forced tokens that are appended between two steps, for which all rows wait: a constant in a grammar may have tens of
+thousands. With the one before them they are 16 steps' work (`extending.py`)."""
+
 
 class Scheduler:
     """Batches over paged KV, one step at a time."""
@@ -395,7 +399,7 @@ class Scheduler:
         request = self._running.requests[request_id]
         if request.num_inflight_tokens or request.sampling.logprobs is not None:
             return 0
-        return request.max_total_tokens - request.num_tokens
+        return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
         """Append tokens to a request, `max_forced` at most, as if the step that was just committed had sampled them after those

@@ -87,7 +87,7 @@ class Request:
     num_pending_samples: int = 0
     """Tokens among `num_tokens` whose value is not known yet. 0, but while a step is planned with one in flight."""
     forced_from: int = 0
-    """`num_tokens` before its grammar last forced tokens that were appended at once; 0: it never did."""
+    """`num_tokens` before its grammar last forced tokens that were appended at once; 0: not since it was admitted."""
     num_cached_tokens: int = 0
     """Tokens that the first admission found in the prefix cache (for `usage`)."""
     num_preemptions: int = 0
