@@ -32,7 +32,10 @@ async def test_an_ended_request_is_explained_by_either_id(client):
     assert (choice["prompt_tokens"], choice["completion_tokens"]) == (len(PROMPT), 9)
     assert choice["prefix"] == {"hit_tokens": 0, "stopped_at": 0, "because": "never seen"}
     assert choice["prefill"] == {"steps": 1, "tokens": len(PROMPT)}
-    assert (choice["decode"], choice["batch"]) == ({"steps": 8, "with_prompts_ms": 0}, {"mean": 1.0, "max": 1})
+    assert (choice["decode"], choice["batch"]) == (
+        {"steps": 8, "forced_tokens": 0, "with_prompts_ms": 0},
+        {"mean": 1.0, "max": 1},
+    )
     parts = choice["time_ms"]
     assert parts["queue"] + parts["prefill"] + parts["decode"] == pytest.approx(parts["total"], abs=0.01)
     assert sum(choice["waited"]["for_ms"].values()) == pytest.approx(parts["queue"], abs=0.01)

@@ -202,7 +202,10 @@ class Metrics(RequestCounts):
         self.read_waste = waste
 
     def disconnect(self) -> None:
-        """Nobody runs the model any more: the gauges are 0, and the counts stay."""
+        """Nobody runs the model any more: the gauges are 0, and the counts stay. What was told of requests is counted, so that
+        they and the model are let go of."""
+        with self.lock:
+            self.settle()
         self.connect(load=EngineLoad, signals=SustainedLoad)
         self.num_weight_bytes, self.tier.is_open = 0, False
 

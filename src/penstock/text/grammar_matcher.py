@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,10 +67,13 @@ class GrammarTokens:
         usable[: self._vocab_size] = [bool(token) for token in tokens]
         usable[list(self._end_ids)] = True
         # General slices: what strings of JSON are made of is walked once, not for each mask.
-        cutter = _Vocabulary(tokens, self.end_id, self._tokenizer)
+        cutter = _Vocabulary(tokens, self.end_id, self._tokenizer, WeakMethod(self.cut_greedily))
         vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self._end_ids))
-        cutter.cut_greedily = vocabulary.greedy_tokenize
         return vocabulary, np.packbits(usable, bitorder="little")
+
+    def cut_greedily(self, text: str) -> list[int]:
+        """The tokens of a text in llguidance's own way, which needs no more than their bytes."""
+        return [] if self._ready is None else self._ready[0].greedy_tokenize(text)
 
     @property
     def end_id(self) -> int:
@@ -143,19 +147,30 @@ class _Vocabulary:
     bos_token_id = None
     special_token_ids = ()
 
-    def __init__(self, tokens: Sequence[bytes], eos_token_id: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_token_id: int,
+        tokenizer: Tokenizer,
+        cut_greedily: WeakMethod[Callable[[str], list[int]]],
+    ) -> None:
+        """`cut_greedily` is called where the tokenizer does not spell a text. It is weak because llguidance keeps this object,
+        and the garbage collector sees no circle that goes through Rust.
+        """
         self.tokens = tokens
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
-        self.cut_greedily: Callable[[str], list[int]] = lambda _: []
-        """llguidance's own way, which needs no more than the tokens; known once it has read them."""
+        self._cut_greedily = cut_greedily
 
     def __call__(self, data: bytes) -> list[int]:
         """The tokens of a text that goes on after others. They have to spell it, and none of them may be special."""
         text = data.decode()
         token_ids = self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
         spelled = [self.tokens[token_id] if token_id < len(self.tokens) else b"" for token_id in token_ids]
-        return token_ids if b"".join(spelled) == data else self.cut_greedily(text)
+        if b"".join(spelled) == data:
+            return token_ids
+        cut_greedily = self._cut_greedily()
+        return [] if cut_greedily is None else cut_greedily(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +191,8 @@ class Limits:
 
 JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
-"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms so, and 220 with llguidance's own limits. With
-a vocabulary of 152,000 tokens the function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 items in a step."""
+"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms so, and 220 with llguidance's own limits.
+With a vocabulary of 152,000 tokens the function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 in a step."""
 MAX_ANSWERS = 64
 """Answers of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 
