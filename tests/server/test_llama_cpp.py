@@ -551,7 +551,7 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
             async def slots(key):
                 return (await client.get("/slots", headers={"Authorization": f"Bearer {key}"})).json()
 
-            body = {"prompt": "Secret", "n_predict": 7, "temperature": 0.5}
+            body = {"prompt": "Secret", "n_predict": 7, "temperature": 0.5, "logit_bias": [[5, 1]]}
             asked = asyncio.create_task(client.post("/completion", json=body, headers={"Authorization": "Bearer a"}))
             gate.allow(3)
             await until(lambda: runtime.engine.load().num_running == 1)
@@ -560,6 +560,7 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
                 assert [slot["is_processing"] for slot in told] == [True] + [False] * (len(told) - 1)
                 assert "Secret" not in json.dumps(told)
             assert own[0]["params"]["temperature"] == 0.5
+            assert "logit_bias" not in own[0]["params"]  # others' routes take one for each token of the vocabulary
             assert own[0]["next_token"]["n_decoded"] + own[0]["next_token"]["n_remain"] == 7
             assert set(other[0]) == {"id", "n_ctx", "is_processing"}
             gate.open()

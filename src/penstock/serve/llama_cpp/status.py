@@ -5,6 +5,7 @@ A slot is a row of the engine's steps. Rows of other owners are told by their nu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -72,9 +73,12 @@ def _num_slots(running: RunningModel) -> tuple[int, int]:
 
 
 def _told(request: Request) -> dict[str, Any]:
-    """How far a request of the one who asks has come."""
-    sampling, num_decoded = request.sampling, len(request.output_token_ids)
+    """How far a request of the one who asks has come. Biases are not told: a request of OpenAI's routes may have one for each
+    token of the vocabulary."""
+    sampling, num_decoded = replace(request.sampling, logit_bias=()), len(request.output_token_ids)
+    settings = generation_settings(sampling, n_predict=sampling.max_tokens)
+    del settings["logit_bias"]
     return {
-        "params": {"seed": sampling.seed, **generation_settings(sampling, n_predict=sampling.max_tokens)},
+        "params": {"seed": sampling.seed, **settings},
         "next_token": {"has_next_token": True, "n_remain": sampling.max_tokens - num_decoded, "n_decoded": num_decoded},
     }
