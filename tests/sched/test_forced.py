@@ -99,13 +99,13 @@ def test_many_are_computed_in_several_steps_as_others_wait_for_theirs() -> None:
     ]
 
 
-def test_no_prompt_comes_before_them() -> None:
-    """They are a decode's: they come first, and each running request has a token in every step."""
+def test_they_leave_half_of_a_step_to_prompts() -> None:
+    """They are a decode's and come first, and each running request has a token in every step; but a grammar may force many."""
     driver, _ = make()
-    driver.turn(*(Add(make_request(name, [ord(name) % 90] * 5, max_tokens=40, matcher=Constant(12))) for name in "abc"))
+    driver.turn(*(Add(make_request(name, [ord(name) % 90] * 5, max_tokens=40, matcher=Constant(30))) for name in "abc"))
     plan = rows(driver.turn(Add(make_request("long", 60, max_tokens=5))))
-    assert plan[:3] == [("a", 5, 13, 1), ("b", 5, 13, 1), ("c", 5, 13, 1)]
-    assert plan[3:] == [("long", 0, 1, 0)]
+    assert plan[:3] == [("a", 5, 16, 0), ("b", 5, 4, 0), ("c", 5, 1, 0)]
+    assert plan[3:] == [("long", 0, 19, 0)]
 
 
 @pytest.mark.parametrize("max_step_tokens", [4, 7, 20])

@@ -62,9 +62,12 @@ class Extending:
         return prefills
 
     def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
-        """Rows for those that decode and are further behind by forced tokens. Returns the others, which are prefills."""
+        """Rows for those that decode and are further behind by forced tokens. Returns the others, which are prefills.
+
+        Each has a token, and all forced ones together half of what is left: else they would keep prompts from the steps.
+        """
         jumping = [request for request in behind if request.is_jumping]
-        num_spare = draft.budget.tokens_left - len(jumping)
+        num_spare = (draft.budget.tokens_left - len(jumping)) // 2
         for request in jumping:
             num_forced = min(request.num_behind - 1, MAX_FORCED_TOKENS, num_spare)
             num_spare -= num_forced
