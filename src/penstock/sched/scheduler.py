@@ -73,6 +73,8 @@ from penstock.types.stats import PlanNews, StepCounts, WaitReason
 MAX_FORCED_AT_ONCE = 255
 """Forced tokens that are appended between two steps, for which all rows wait: a constant in a grammar may have tens of
 thousands. With the one before them they are 16 steps' work (`extending.py`)."""
+MAX_BIASES_RETOLD = 1024
+"""Biases that the executor is told anew with forced tokens. A request may have one for each token of the vocabulary."""
 
 
 class Scheduler:
@@ -393,11 +395,12 @@ class Scheduler:
     def max_forced(self, request_id: str) -> int:
         """Tokens that its grammar may force at once after the one that the last step sampled; 0: they come one by one.
 
-        That is so where each needs its own log-probabilities, and where the step in flight samples the next one already. Masks
-        that allow one token make the same answer of it.
+        That is so where each needs its own log-probabilities, where the step in flight samples the next one already, and where
+        it costs more than the step to tell of the request anew. Masks that allow one token make the same answer of it.
         """
         request = self._running.requests[request_id]
-        if request.num_inflight_tokens or request.sampling.logprobs is not None:
+        sampling = request.sampling
+        if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_BIASES_RETOLD:
             return 0
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
