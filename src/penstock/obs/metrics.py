@@ -202,8 +202,8 @@ class Metrics(RequestCounts):
         self.read_waste = waste
 
     def disconnect(self) -> None:
-        """Nobody runs the model any more: the gauges are 0, and the counts stay. What was told of requests is counted, so that
-        they and the model are let go of."""
+        """Nobody runs the model any more: the gauges are 0, and the counts stay. Reports of requests are counted first,
+        so that they and the model are let go of."""
         with self.lock:
             self.settle()
         self.connect(load=EngineLoad, signals=SustainedLoad)
