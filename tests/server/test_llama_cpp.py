@@ -167,6 +167,72 @@ async def test_only_the_samplers_that_are_listed_are_applied(client):
     assert likeliest["content"] == said("Hi", 12)
 
 
+DRAWN = {"temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "presence_penalty": 1, "seed": 3, "n_predict": 12}
+ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "presence_penalty": 0}
+
+
+@pytest.mark.parametrize(
+    ("samplers", "fields", "pair"),
+    [
+        (["top_p", "top_k"], {}, ("top_p", "top_k")),
+        (["min_p", "top_p"], {}, ("min_p", "top_p")),
+        (["top_p", "temperature"], {}, ("top_p", "temperature")),
+        (["min_p", "temperature"], {}, ("min_p", "temperature")),
+        (["temperature", "penalties"], {}, ("temperature", "penalties")),
+        (["top_k", "penalties"], {"temperature": 0}, ("top_k", "penalties")),
+        (["infill", "penalties"], {}, ("infill", "penalties")),
+        (["top_k", "top_p", "temperature"], {}, ("top_p", "temperature")),
+        ("pk", {}, ("top_p", "top_k")),
+    ],
+)
+async def test_an_order_of_samplers_that_would_give_other_answers_is_refused(client, samplers, fields, pair):
+    told = await refused(client, **DRAWN | fields, samplers=samplers)
+    assert f"'samplers' has {pair[0]!r} before {pair[1]!r}" in told
+    settings = (await ask(client, **DRAWN))["generation_settings"]
+    assert ", ".join(settings["samplers"]) in told, "the error and the settings tell the same order"
+    assert settings["samplers"] == ORDER
+
+
+@pytest.mark.parametrize(
+    ("samplers", "fields", "same"),
+    [
+        (["penalties", "top_k", "temperature"], {}, {"top_p": 1, "min_p": 0}),
+        (["min_p", "top_k"], {}, {"presence_penalty": 0, "temperature": 1, "top_p": 1}),
+        (["min_p", "top_p", "top_k", "temperature"], {"temperature": 0}, {"presence_penalty": 0}),
+        (["min_p", "top_p", "top_k", "temperature"], {"top_k": 1}, {"presence_penalty": 0}),
+        (["min_p", "top_p", "top_k", "temperature", "penalties"], OFF, {}),
+        (["top_p", "top_k"], OFF | {"top_k": 3}, {}),
+        (ORDER, {}, {}),
+        (DEFAULTS["samplers"], {}, {}),
+        (DEFAULTS["samplers"][1:], {}, {"presence_penalty": 0}),
+        ("edskypmxt", {}, {}),
+    ],
+)
+async def test_other_orders_are_taken_if_the_answer_is_the_same_or_it_is_llama_cpps_default(client, samplers, fields, same):
+    answer = await ask(client, **DRAWN | fields, samplers=samplers)
+    assert answer["content"] == (await ask(client, **DRAWN | fields | same))["content"]
+
+
+async def test_an_order_is_judged_by_the_values_that_apply(client):
+    """A field that is left out has the value of the model's files, which here switches it off."""
+    await ask(client, samplers=["top_p", "temperature"], temperature=0.7)
+    await refused(client, samplers=["top_p", "temperature"], temperature=0.7, top_p=0.9)
+
+
+@pytest.mark.parametrize("seed", [16962161842275429258, 2**63, 2**64 - 2, 2**64 - 1])
+async def test_a_seed_that_an_answer_tells_can_be_sent_back(client, seed):
+    draw = {"temperature": 1, "n_predict": 12}
+    told = await ask(client, **draw, seed=seed)
+    assert told["generation_settings"]["seed"] == seed
+    if seed != 2**64 - 1:  # -1 asks for one that is drawn
+        negative = await ask(client, **draw, seed=seed - 2**64)
+        assert (negative["content"], negative["generation_settings"]["seed"]) == (told["content"], seed)
+    openai = {"prompt": "Hi", "max_tokens": 12, "temperature": 1, "seed": seed - 2**64}
+    [choice] = (await client.post("/v1/completions", json=openai)).json()["choices"]
+    assert told["content"] == choice["text"]
+
+
 async def test_negative_temperatures_are_greedy(client):
     assert (await ask(client, temperature=-1))["content"] == said("Hi")
 
@@ -314,9 +380,9 @@ async def test_lines_end_answers():
         ({"n_cache_reuse": 256}, "'n_cache_reuse' is not supported yet"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "'repeat_last_n' must be -1"),
         ({"repeat_penalty": 1000}, "'repeat_penalty' must be at most 100"),
-        ({"samplers": ["min_p", "top_k"]}, "'samplers' are applied once each, and always in one order here"),
-        ({"samplers": ["top_k", "top_k"]}, "'samplers' are applied once each"),
-        ({"samplers": ["magic"]}, "'samplers' has 'magic'; known are penalties, top_k"),
+        ({"seed": 2**64}, "'seed' must be an integer of at most 64 bits"),
+        ({"samplers": ["top_k", "top_k"]}, "'samplers' has 'top_k' twice"),
+        ({"samplers": ["magic"]}, "'samplers' has 'magic'; known are penalties, temperature, top_k"),
         ({"samplers": "kz"}, "'samplers' has the letter 'z'"),
         ({"samplers": 4}, "'samplers' must be a list of names"),
         ({"n_probs": 21}, "'n_probs' must be at most 20"),
@@ -359,6 +425,17 @@ async def test_errors_have_llama_cpps_types(client, runtime):
     async with make_client(runtime, api_keys=("k",)) as closed:
         await refused(closed, status=401, kind="authentication_error")
     assert (await client.get("/completion")).json()["error"]["code"] == 405
+
+
+@pytest.mark.parametrize("verb", ["GET", "POST"])
+@pytest.mark.parametrize(("path", "told"), [("/lora-adapters", "by 'model'"), ("/slots/0", "kept by themselves")])
+async def test_routes_that_are_not_there_say_so_in_llama_cpps_words(client, verb, path, told):
+    response = await client.request(verb, path)
+    error = response.json()["error"]
+    assert (response.status_code, set(error)) == (404, {"code", "message", "type"})
+    assert (error["code"], error["type"]) == (404, "not_found_error")
+    assert error["message"].startswith(f"There is nothing at {verb} {path}")
+    assert told in error["message"]
 
 
 async def test_bodies_are_json_whatever_curl_calls_them(client):
@@ -551,7 +628,7 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
             async def slots(key):
                 return (await client.get("/slots", headers={"Authorization": f"Bearer {key}"})).json()
 
-            body = {"prompt": "Secret", "n_predict": 7, "temperature": 0.5, "logit_bias": [[5, 1]]}
+            body = {"prompt": "Secret", "n_predict": 7, "temperature": 0.5, "logit_bias": [[5, 1]], "seed": 2**64 - 5}
             asked = asyncio.create_task(client.post("/completion", json=body, headers={"Authorization": "Bearer a"}))
             gate.allow(3)
             await until(lambda: runtime.engine.load().num_running == 1)
@@ -559,7 +636,7 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
             for told in (own, other):
                 assert [slot["is_processing"] for slot in told] == [True] + [False] * (len(told) - 1)
                 assert "Secret" not in json.dumps(told)
-            assert own[0]["params"]["temperature"] == 0.5
+            assert (own[0]["params"]["temperature"], own[0]["params"]["seed"]) == (0.5, 2**64 - 5)
             assert "logit_bias" not in own[0]["params"]  # others' routes take one for each token of the vocabulary
             assert own[0]["next_token"]["n_decoded"] + own[0]["next_token"]["n_remain"] == 7
             assert set(other[0]) == {"id", "n_ctx", "is_processing"}

@@ -28,7 +28,7 @@ from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, Reques
 from penstock.serve.http.cors import Cors
 from penstock.serve.llama_cpp.endpoints import LLAMA_PATHS, LlamaFace, LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
-from penstock.serve.llama_cpp.status import LlamaStatus
+from penstock.serve.llama_cpp.status import ABSENT, LlamaStatus, tell_absent
 from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.ollama.answers import OllamaFace
@@ -82,6 +82,7 @@ def create_app(
     routes = [
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
         *(Route(path, answers(refuse), methods=[method]) for method, path in REFUSED),
+        *(Route(path, answers(tell_absent), methods=[method]) for method, path in ABSENT),
         *_described(operations, None if keys is None else OPEN_PATHS),
         *(page_routes() if config.page else (Route("/", _no_page),)),
     ]

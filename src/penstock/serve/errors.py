@@ -288,7 +288,7 @@ def _explain(finding: Mapping[str, Any], param: str) -> str:
     if kind == "missing":
         return f"Missing required parameter: '{param}'."
     if kind == "int_type" and _is_beyond_64_bits(finding["input"]):
-        return f"'{param}' must be an integer from {-(2**63)} to {2**63 - 1}."
+        return f"'{param}' must be an integer of at most 64 bits."
     if kind not in _RULES:
         return f"'{param}' is invalid: {finding['msg'][:1].lower()}{finding['msg'][1:]}."
     length = limits.get("max_length", limits.get("min_length", 0))

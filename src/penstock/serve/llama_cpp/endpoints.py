@@ -27,8 +27,8 @@ from penstock.serve.openai.schemas import INLINE_MAX_BYTES, Body, NotYet, parse_
 from penstock.serve.openai.write import NewWriter
 from penstock.serve.texts.tei import MAX_TOLD_TOKENS
 
-LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots")
-"""Paths that no other API has."""
+LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/")
+"""Paths that no other API has; one that ends with a slash is for all below it."""
 _Body = TypeVar("_Body", bound=LlamaBody)
 
 

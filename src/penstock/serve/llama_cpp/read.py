@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -19,7 +20,7 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.llama_cpp.write import NOT_SUPPORTED, LlamaWriter, Shown, generation_settings
+from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
 from penstock.serve.openai.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model, read_penalties
 from penstock.serve.openai.schemas import (
@@ -41,7 +42,7 @@ from penstock.serve.openai.schemas import (
 from penstock.serve.openai.write import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
-from penstock.types.sampling import MAX_LOGPROBS, LineLimits
+from penstock.types.sampling import MAX_LOGPROBS, LineLimits, SamplingParams
 
 _Body = TypeVar("_Body", bound="LlamaBody")
 
@@ -57,17 +58,6 @@ MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
 
-_SAMPLERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        "top_k": ("top_k",),
-        "top_p": ("top_p",),
-        "min_p": ("min_p",),
-        "temperature": ("temperature",),
-    }
-)
-"""Samplers of this server, and the fields of a completion that they are. They stand in llama.cpp's order. The temperature is
-applied last there, and here before `top_k`."""
 _OTHER_SAMPLERS = ("dry", "top_n_sigma", "typ_p", "xtc", "adaptive_p")
 """They do nothing, as the fields that would make them do something are refused."""
 _INFILL = "infill"
@@ -87,17 +77,10 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
         "i": _INFILL,
     }
 )
-_SWITCHED_OFF: Mapping[str, float] = MappingProxyType(
-    {
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "temperature": 1.0,
-    }
-)
+_DEFAULT_ORDER = ["penalties", "top_k", "top_p", "min_p", "temperature"]
+"""The samplers of this server in the order of llama.cpp's default list. Older versions' has no penalties."""
+_INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"})
+"""Samplers that leave the same candidates with the same weights, whichever of the two is applied first."""
 
 _LIMITS, _CHOICES, _PROBS = ("n_predict", "max_completion_tokens", "max_tokens"), ("n_cmpl", "n"), ("n_probs", "logprobs")
 """Names that mean the same."""
@@ -137,8 +120,8 @@ class LlamaBody(Body):
     """-1: penalties look at all tokens, which here they always do; 0: at none."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    """-1: a random one."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    """64 bits, with or without a sign: answers tell it without. -1: a random one."""
     samplers: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]})
     ] = None
@@ -304,14 +287,15 @@ class LlamaReader:
     ) -> tuple[Call, NewWriter]:
         _, limit = body.limit
         biases, banned = _biases(body.logit_bias, running)
-        fields = _sampling(body) | {
+        samplers = None if body.samplers is None else _sampler_names(body.samplers)
+        fields = _sampling(body, samplers) | {
             "model": body.model,
             "prompt": "",
             "n": _said(body, *_CHOICES)[1],
             "stream": body.stream,
             "stop": body.stop,
             "max_tokens": None if limit is None or limit < 0 else limit,
-            "seed": None if body.seed in RANDOM_SEEDS else body.seed,
+            "seed": None if body.seed is None or body.seed in RANDOM_SEEDS else _signed(body.seed),
             "ignore_eos": body.ignore_eos,
             "logit_bias": biases,
             "structured_outputs": _structured(body),
@@ -320,6 +304,8 @@ class LlamaReader:
             "cache_salt": self._deployment.sources.new_request_id() if body.cache_prompt is False else None,
         }
         call = self._reader.read_completion(check_body(fields, CompletionBody), data, scope, prompts)
+        if samplers is not None:
+            _check_order(samplers, call.sampling)
         sampling = dataclasses.replace(call.sampling, lines=_lines(body), banned_token_sequences=banned)
         shown = Shown(
             settings=generation_settings(sampling, n_predict=-1 if limit is None else limit)
@@ -392,8 +378,13 @@ def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
         raise invalid(f"'{param}' has {num_texts} strings between token ids; at most {MAX_TEXTS_BETWEEN} are taken.", param)
 
 
-def _sampling(body: LlamaBody) -> dict[str, Any]:
-    """The fields of a completion that samplers have, of which some may be switched off. Raises 400."""
+def _signed(seed: int) -> int:
+    """The same 64 bits as a completion's seed has them."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, Any]:
+    """The fields of a completion that samplers have; those of samplers that are not listed are switched off. Raises 400."""
     fields: dict[str, Any] = {
         "temperature": None if body.temperature is None else max(0.0, body.temperature),
         "top_k": body.top_k,
@@ -407,13 +398,12 @@ def _sampling(body: LlamaBody) -> dict[str, Any]:
             "repeat_last_n",
         ),
     }
-    if body.samplers is None:
+    if samplers is None:
         return fields
-    names = _sampler_names(body.samplers)
-    for sampler, its_fields in _SAMPLERS.items():
-        if sampler not in names:
-            fields |= {name: _SWITCHED_OFF[name] for name in its_fields}
-    return fields | ({"temperature": 0.0} if _INFILL in names else {})
+    for sampler, switched_off in SAMPLERS.items():
+        if sampler not in samplers:
+            fields |= switched_off
+    return fields | ({"temperature": 0.0} if _INFILL in samplers else {})
 
 
 def _sampler_names(value: Any) -> list[str]:
@@ -423,20 +413,42 @@ def _sampler_names(value: Any) -> list[str]:
             raise invalid(f"'samplers' has the letter {unknown!r}; known are {''.join(_LETTERS)}.", "samplers")
         names = [_LETTERS[letter] for letter in value]
     elif isinstance(value, list) and all(isinstance(name, str) for name in value):
-        known = (*_SAMPLERS, *_OTHER_SAMPLERS, _INFILL)
+        known = (*SAMPLERS, *_OTHER_SAMPLERS, _INFILL)
         names = ["typ_p" if name == "typical_p" else name for name in value]
         if (other := next((name for name in names if name not in known), None)) is not None:
             raise invalid(f"'samplers' has {shorten(other)!r}; known are {', '.join(known)}.", "samplers")
     else:
         raise invalid("'samplers' must be a list of names, or a string of letters.", "samplers")
-    ordered = [name for name in names if name in _SAMPLERS and name != "temperature"]
-    if len(set(names)) < len(names) or ordered != [name for name in _SAMPLERS if name in ordered]:
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise invalid(f"'samplers' has {twice!r} twice; each is applied once.", "samplers")
+    return names
+
+
+def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
+    """Raise 400 for samplers in an order that gives other answers than the order in which they are applied here.
+
+    llama.cpp's default is taken: clients send it without having chosen it.
+    """
+    listed = [name for name in names if name in SAMPLERS or name == _INFILL]
+    if listed in (_DEFAULT_ORDER, _DEFAULT_ORDER[1:]):
+        return
+    places = {name: place for place, name in enumerate(SAMPLERS)}
+    places[_INFILL] = places["temperature"]
+    changing = [name for name in listed if name == _INFILL or _changes(name, sampling)]
+    # The likeliest token alone is left, which only penalties can make another one.
+    is_greedy = sampling.temperature == 0 or sampling.top_k == 1
+    for first, second in combinations(changing, 2):
+        if places[first] <= places[second] or {first, second} in _INTERCHANGEABLE or (is_greedy and second != "penalties"):
+            continue
         raise invalid(
-            f"'samplers' are applied once each, and always in one order here: {', '.join(_SAMPLERS)}. List them so, or leave "
-            "the field out.",
+            f"'samplers' has {first!r} before {second!r}, which with these values gives other answers than the order of this "
+            f"server: {', '.join(SAMPLERS)}. List them so, or leave the field out.",
             "samplers",
         )
-    return names
+
+
+def _changes(sampler: str, sampling: SamplingParams) -> bool:
+    return any(getattr(sampling, name) != value for name, value in SAMPLERS[sampler].items())
 
 
 def _lines(body: LlamaBody) -> LineLimits | None:

@@ -1,24 +1,42 @@
-"""`GET /props` and `/slots`, as llama.cpp's server tells of itself. Changes nothing.
+"""`GET /props` and `/slots`, as llama.cpp's server tells of itself, and what is not there. Changes nothing.
 
 A slot is a row of the engine's steps. Rows of other owners are told by their number alone, and nobody's prompt is told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.errors import unavailable
+from penstock.serve.errors import ApiError, shorten, unavailable
 from penstock.serve.llama_cpp.write import generation_settings
 from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.read import find_model, read_owner, read_sampling
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.types.request import Request, RequestStatus
+
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "/lora-adapters": "Ask for an adapter by 'model', with its name: GET /v1/models lists them.",
+        "/slots/{slot_id}": "No slot is saved or erased: prefixes are shared by all requests, and kept by themselves.",
+    }
+)
+ABSENT: tuple[tuple[str, str], ...] = tuple([(method, path) for path in _INSTEAD for method in ("GET", "POST")])
+"""Methods and paths of llama.cpp's server that are not there."""
+
+
+async def tell_absent(http: HttpRequest) -> Response:
+    """Refused: adapters have names here, and there are no slots."""
+    instead = _INSTEAD["/slots/{slot_id}" if "slot_id" in http.path_params else "/lora-adapters"]
+    raise ApiError(404, f"There is nothing at {http.method} {shorten(http.url.path)}. {instead}", code="not_found")
 
 
 class LlamaStatus:

@@ -54,7 +54,17 @@ _OFF: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings that no request here can change."""
-_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "temperature": {"temperature": 1.0},
+        "top_k": {"top_k": 0},
+        "top_p": {"top_p": 1.0},
+        "min_p": {"min_p": 0.0},
+    }
+)
+"""Samplers of this server in the order in which they are applied (`types.sampling`); the fields of `SamplingParams`, and of a
+completion, that each is made of, with the values that switch it off."""
 
 
 def llama_words(error: ApiError) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str
         "n_predict": n_predict,
         "max_tokens": n_predict,
         "n_indent": 0 if lines is None else lines.min_indent,
-        "samplers": _SAMPLERS,
+        "samplers": tuple(SAMPLERS),
     }
 
 
