@@ -208,6 +208,17 @@ async def test_a_name_that_nothing_has_is_not_found(client, name):
     assert response.json()["error"]["code"] == "model_not_found"
 
 
+async def test_who_may_ask_every_model_is_told_that_the_folder_was_asked(running, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "all"\nkey = "all"\n[[keys]]\nname = "some"\nkey = "some"\nmodels = ["tiny"]')
+    async with make_client(running, api_keys_file=str(keys)) as client:
+        for key, name, is_told in (("all", "mauve", True), ("all", "../tiny", False), ("some", "mauve", False)):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = await client.post("/v1/completions", json=ASK | {"model": name}, headers=headers)
+            assert answer.status_code == 404
+            assert ("and no adapter of that name is in --lora-dir" in answer.text) is is_told, (key, name)
+
+
 async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, folder):
     other = factors_of_llama(replace(TINY, hidden_size=32), ends=("q_proj",))
     write_adapter(folder / "adapters" / "wide", factors_of_llama(TINY, rank=17, ends=ENDS))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.errors import ApiError
+from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.openai.schemas import MAX_CONTAINERS, MAX_MESSAGES, ChatCompletionBody, CompletionBody, parse_body
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 
@@ -241,3 +242,33 @@ async def test_a_large_answer_is_put_together_beside_the_event_loop(client, monk
     for fields in ({"max_tokens": 5}, {"max_tokens": 50, "n": 10, "logprobs": 20}, {"max_tokens": 1000, "n": 5}):
         assert (await client.post(COMPLETIONS, json=prompt(**fields | {"temperature": 1}))).status_code == 200
     assert threads == [True, False, False]
+
+
+SHAPE = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+REMEDIES = [
+    (CompletionBody, prompt(temprature=1), "temprature", "Did you mean 'temperature'?"),
+    (CompletionBody, prompt(max_token=1), "max_token", "Did you mean 'max_tokens'?"),
+    (CompletionBody, prompt(structured_outputs={"regexp": "a"}), "structured_outputs.regexp", "Did you mean 'regex'?"),
+    (CompletionBody, prompt(response_format={"type": "regexp", "regexp": "a"}), "response_format.type", "must be 'text'"),
+    (CompletionBody, prompt(max_completion_tokens=1), "max_completion_tokens", "Send 'max_tokens'."),
+    (CompletionBody, prompt(n_predict=1), "n_predict", "Send 'max_tokens'."),
+    (CompletionBody, prompt(grammar="a"), "grammar", "'structured_outputs': {'grammar': ...}"),
+    (CompletionBody, {"messages": [HI]}, "messages", "/v1/chat/completions"),
+    (ChatCompletionBody, {"messages": [HI], "json_schema": {}}, "json_schema", "'structured_outputs': {'json': ...}"),
+    (ChatCompletionBody, prompt(), "prompt", "/v1/completions"),
+    (ChatCompletionBody, {"messages": [HI], "tools": [{"name": "now"}]}, "tools[0].name", SHAPE),
+    (ChatCompletionBody, {"messages": [HI], "tools": [{"type": "function", "name": "now"}]}, "tools[0].name", SHAPE),
+    (LlamaCompletionBody, prompt(n_predct=1), "n_predct", "Did you mean 'n_predict'?"),
+]
+
+
+@pytest.mark.parametrize(("body_type", "body", "param", "remedy"), REMEDIES)
+def test_a_field_of_another_name_route_or_api_is_told_what_does_it_here(body_type, body, param, remedy):
+    error = refusal(orjson.dumps(body), body_type)
+    assert error.param == param
+    assert remedy in error.message
+
+
+def test_only_names_of_a_field_s_length_are_likened():
+    assert refusal(orjson.dumps(prompt(**{"temperature" * 6: 1}))).message.endswith("'.")
+    assert refusal(orjson.dumps(prompt(colour=1))).message == "Unknown parameter: 'colour'."

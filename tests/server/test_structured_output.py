@@ -296,6 +296,23 @@ async def test_what_is_no_grammar_is_named(client, fields, param, path):
     assert len(error["message"]) < 1000
 
 
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ('root ::= "a" (', "It was read as GBNF, as a rule has ::=; if it is the other, say 'grammar_syntax': 'lark'."),
+        ('start: /a/\nb ::= "c"', "'grammar_syntax': 'lark'"),
+        ("start: nowhere", "It was read as Lark, as no rule has ::=; if it is the other, say 'grammar_syntax': 'gbnf'."),
+    ],
+)
+async def test_a_grammar_that_is_refused_is_told_how_it_was_read(client, grammar, said):
+    answer = await client.post(COMPLETIONS, json={"prompt": "a", **outputs(grammar=grammar)})
+    assert said in check(answer, 400, "invalid_request_error", "structured_outputs.grammar")["message"]
+    answer = await client.post(COMPLETIONS, json={"prompt": "a", **outputs(grammar=grammar, grammar_syntax="gbnf")})
+    message = check(answer, 400, "invalid_request_error", "structured_outputs.grammar")["message"]
+    assert "read as GBNF" in message
+    assert "grammar_syntax" not in message
+
+
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar"])
 async def test_vllms_older_fields_are_told_their_new_place(client, name):
     response = await client.post(CHAT, json=HI | {f"guided_{name}": "a"})

@@ -86,6 +86,7 @@ def test_an_error_says_the_line_and_the_column(source, said):
     with pytest.raises(Rejected) as raised:
         gbnf.to_lark(source)
     assert re.search(said, raised.value.detail)
+    assert raised.value.detail.startswith("The grammar, read as GBNF, can't be followed")
     assert re.search(r"\(line \d+, column \d+\)\. [A-Z]", raised.value.detail)
 
 

@@ -29,6 +29,9 @@ _NO_RETRY = {"x-should-retry": "false"}
 RULE = "rule"
 """Kind of a finding of our own rules, whose text goes on where the field's name ends: "must be an object"."""
 
+UNKNOWN_FIELDS = "unknown_fields"
+"""Kind of a finding of our own: an object has fields that nobody knows."""
+
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         "bool_type": "must be true or false",
@@ -54,6 +57,10 @@ _RULES: Mapping[str, str] = MappingProxyType(
 
 _MAX_TOLD_CHARS = 200
 """Limit of what an answer tells back of a client's own words: a parameter's name, a model's, an id."""
+
+
+_MAX_LIKENED_CHARS = 64
+"""Limit of an unknown name that is compared with the known ones: longer than any of them."""
 
 
 class ApiError(HTTPException):
@@ -130,16 +137,26 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_request_error", param=param)
 
 
-def unknown(param: str) -> ApiError:
+def unknown(param: str, remedy: str = "") -> ApiError:
     """400 of a field that nobody knows, by its whole name."""
-    return invalid(f"Unknown parameter: '{shorten(param)}'.", shorten(param))
+    return invalid(f"Unknown parameter: '{shorten(param)}'.{remedy}", shorten(param))
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The remedy for an unknown field: the known name that is most like it. Empty if none is, or the name is long."""
+    if len(name) > _MAX_LIKENED_CHARS:
+        return ""
+    from difflib import get_close_matches  # only a wrong name needs it
+
+    close = get_close_matches(name, sorted(known), n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) -> None:
     """Raise 400 for a field of an object which is none of these. `at`: where the object stands in the body."""
     for name, content in value.items():
         if name not in known and content is not None:
-            raise unknown(f"{at}.{name}")
+            raise unknown(f"{at}.{name}", did_you_mean(name, known))
 
 
 def too_long(message: str, param: str | None = None) -> ApiError:
@@ -154,9 +171,11 @@ def invalid_api_key(message: str) -> ApiError:
 MODEL_NOT_FOUND = "model_not_found"
 
 
-def model_not_found(model: str, served: Sequence[str]) -> ApiError:
+def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
+    """`is_no_adapter`: the folder of adapters was asked for the name, too."""
     names = ", ".join(repr(name) for name in served)
-    message = f"The model {shorten(model)!r} is not served here. Served: {names}."
+    sought = ", and no adapter of that name is in --lora-dir" if is_no_adapter else ""
+    message = f"The model {shorten(model)!r} is not served here{sought}. Served: {names}."
     return ApiError(404, message, code=MODEL_NOT_FOUND, param="model")
 
 
@@ -271,7 +290,7 @@ def not_an_object() -> ApiError:
 def from_finding(finding: Mapping[str, Any]) -> ApiError:
     """The answer to a finding of pydantic about a body."""
     place = tuple(finding["loc"])
-    if finding["type"] == "too_many_fields":
+    if finding["type"] == UNKNOWN_FIELDS:
         place += (finding["ctx"]["names"][0],)
     if not place:
         return not_an_object()
@@ -281,10 +300,10 @@ def from_finding(finding: Mapping[str, Any]) -> ApiError:
 
 def _explain(finding: Mapping[str, Any], param: str) -> str:
     kind, limits = finding["type"], finding.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"Unknown parameter: '{param}'."
-    if kind == "too_many_fields":
+    if kind == UNKNOWN_FIELDS and limits["has_more"]:
         return f"Unknown parameters: {', '.join(repr(shorten(name)) for name in limits['names'])} and more."
+    if kind == UNKNOWN_FIELDS:
+        return f"Unknown parameter: '{param}'.{limits['remedy']}"
     if kind == "missing":
         return f"Missing required parameter: '{param}'."
     if kind == "int_type" and _is_beyond_64_bits(finding["input"]):

@@ -200,7 +200,10 @@ class _Parser:
     def _error(self, at: int, what: str, remedy: str) -> Rejected:
         before = self._source[:at]
         line, column = before.count("\n") + 1, at - before.rfind("\n")
-        return Rejected(RejectReason.INVALID, f"The grammar can't be followed: {what} (line {line}, column {column}). {remedy}")
+        return Rejected(
+            RejectReason.INVALID,
+            f"The grammar, read as GBNF, can't be followed: {what} (line {line}, column {column}). {remedy}",
+        )
 
 
 def _unknown(text: str) -> str:

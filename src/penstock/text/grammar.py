@@ -191,6 +191,12 @@ class Grammars:
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         _check_source(grammar)
+        if grammar.kind is GrammarKind.GRAMMAR:
+            try:
+                return self._of_lark(grammar, self._lark_of(grammar))
+            except Rejected as rejected:
+                told = f"{rejected.detail} {grammar_source.how_read(grammar.source)}"
+                raise Rejected(RejectReason.INVALID, told) from rejected
         if grammar.kind is not GrammarKind.TOOLS:
             lark = self._lark_of(grammar)
             try:

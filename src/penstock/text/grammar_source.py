@@ -559,6 +559,12 @@ def of_grammar(source: str) -> str:
     return of_gbnf(source) if gbnf.is_gbnf(source) else of_lark(source)
 
 
+def how_read(source: str) -> str:
+    """A sentence that says as what `of_grammar` reads a grammar, and how to say otherwise."""
+    as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
+    return f"It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
+
+
 def of_gbnf(source: str) -> str:
     """From GBNF. Raises `Rejected`."""
     return gbnf.to_lark(source)

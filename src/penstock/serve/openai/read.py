@@ -144,6 +144,9 @@ def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Dep
 
 def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """As `find_asked`, among the models that the request's key opens: another one is a 404 like one that is not there."""
+    key = key_of(scope)
+    if key is None or key.models is None:
+        return find_asked(name, deployment, scope)
     try:
         served, adapter = find_asked(name, deployment, scope)
     except ApiError as error:
@@ -176,7 +179,7 @@ def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[
             return looked_up[1]
     elif any(adapters.may_find(name or "") for _, adapters in owners):
         raise NameUnknown(name or "")
-    raise _not_found(name, deployment)
+    raise _not_found(name, deployment, is_no_adapter=looked_up is not None and looked_up[0] == name)
 
 
 def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef] | None:
@@ -197,8 +200,9 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
     return None
 
 
-def _not_found(name: str | None, deployment: Deployment) -> ApiError:
-    return model_not_found(deployment.default.name if name is None else name, deployment.names)
+def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool = False) -> ApiError:
+    asked = deployment.default.name if name is None else name
+    return model_not_found(asked, deployment.names, is_no_adapter=is_no_adapter)
 
 
 class Reader:

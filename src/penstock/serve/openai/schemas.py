@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import orjson
 from pydantic import (
@@ -28,7 +29,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from penstock.serve.errors import RULE, from_finding, invalid, param_path
+from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
 from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
@@ -119,21 +120,31 @@ class Body(BaseModel):
     field_names: ClassVar[frozenset[str]] = frozenset()
     """As clients write them."""
     unsupported: ClassVar[dict[str, NotYet]] = {}
+    kinds: ClassVar[tuple[Any, ...]] = ()
+    """The values that a required field `type` may have."""
+    remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Names that belong to other APIs and routes -> what to do here instead."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_kwargs: Any) -> None:
         fields = cls.model_fields
         cls.field_names = frozenset(field.alias or name for name, field in fields.items())
+        cls.kinds = get_args(fields["type"].annotation) if "type" in fields and fields["type"].is_required() else ()
         cls.unsupported = {name: mark for name, field in fields.items() for mark in field.metadata if isinstance(mark, NotYet)}
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_too_many_fields(cls, value: Any) -> Any:
-        # With many more fields than there are, a few of the unknown ones are named, and not all of them counted.
-        if isinstance(value, dict) and len(value) > len(cls.field_names) + MAX_NAMED:
-            unknown = (name for name in value if name not in cls.field_names)
-            raise PydanticCustomError("too_many_fields", "Too many fields", {"names": list(islice(unknown, MAX_NAMED))})
-        return value
+    def _refuse_unknown_fields(cls, value: Any) -> Any:
+        # One finding for all of them, and not one for each: there may be very many.
+        if not isinstance(value, dict) or value.keys() <= cls.field_names:
+            return value
+        if cls.kinds and value.get("type", cls.kinds[0]) not in cls.kinds:
+            return {"type": value["type"]}  # an object of another kind: that is told, and not its fields
+        names = list(islice((name for name in value if name not in cls.field_names), MAX_NAMED + 1))
+        remedy = f" {cls.remedies[names[0]]}" if names[0] in cls.remedies else ""
+        remedy = remedy or did_you_mean(names[0], cls.field_names - cls.unsupported.keys())
+        told = {"names": names[:MAX_NAMED], "has_more": len(names) > MAX_NAMED, "remedy": remedy}
+        raise PydanticCustomError(UNKNOWN_FIELDS, "Unknown fields", told)
 
 
 def _at_most(num_entries: int) -> BeforeValidator:
@@ -296,8 +307,20 @@ class StructuredOutputs(Body):
     disable_additional_properties: Annotated[Any, NotYet(False)] = None
 
 
+LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "n_predict": "Send 'max_tokens'.",
+        "grammar": "Send it as 'structured_outputs': {'grammar': ...}.",
+        "json_schema": "Send it as 'structured_outputs': {'json': ...}, or in 'response_format'.",
+    }
+)
+"""Fields of llama.cpp's own routes, and those that do the same in OpenAI's."""
+
+
 class GenerationBody(Body):
     """Fields that both endpoints have. Null is the same as absent."""
+
+    remedies = LLAMA_REMEDIES
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -390,6 +413,12 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    remedies = {
+        **LLAMA_REMEDIES,
+        "max_completion_tokens": "Send 'max_tokens'.",
+        "messages": "Messages go to /v1/chat/completions; this route takes a 'prompt'.",
+    }
+
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
     """0: nothing is generated; the prompt is computed, and scored if that is asked for."""
@@ -413,6 +442,11 @@ class FunctionBody(Body):
 
 
 class ToolBody(Body):
+    remedies = dict.fromkeys(
+        ("name", "description", "parameters", "input_schema", "strict"),
+        'A tool has the form {"type": "function", "function": {"name": ..., "parameters": ...}}.',
+    )
+
     type: Literal["function"]
     function: FunctionBody
 
@@ -472,6 +506,8 @@ class ChatTemplateFields(Body):
 
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     """`POST /v1/chat/completions`."""
+
+    remedies = {**LLAMA_REMEDIES, "prompt": "A prompt goes to /v1/completions; this route takes 'messages'."}
 
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     logprobs: bool | None = None
