@@ -220,8 +220,8 @@ async def test_a_body_that_is_no_utf_8_says_where(client, content, words):
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        (COMPLETIONS, {"seed": 2**64}, f"'seed' must be an integer from {-(2**63)} to {2**63 - 1}."),
-        (COMPLETIONS, {"seed": -(2**64)}, f"'seed' must be an integer from {-(2**63)} to {2**63 - 1}."),
+        (COMPLETIONS, {"seed": 2**64}, "'seed' must be an integer of at most 64 bits."),
+        (COMPLETIONS, {"seed": -(2**64)}, "'seed' must be an integer of at most 64 bits."),
         (COMPLETIONS, {"seed": 2**63}, f"'seed' must be at most {2**63 - 1}, not {2**63}."),
         (COMPLETIONS, {"seed": 1.5}, "'seed' must be an integer."),
         (COMPLETIONS, {"seed": "1"}, "'seed' must be an integer."),
