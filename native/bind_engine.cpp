@@ -126,7 +126,7 @@ Adapters& adapters_of(Engine& self) {
 int add_adapter_site(Engine& self, int matrix, int order, bool samples, int slot) {
     const PackedMatrix& w = self.weights().packed(matrix).matrix;
     if (w.kind == WeightKind::kU8Row) throw std::invalid_argument("adapters change no matrix with a scale for each row");
-    AdapterSite site{w.rows, w.cols, w.kind != WeightKind::kBf16, false, {}};
+    AdapterSite site{w.rows, w.cols, !self.kernels().reads_bf16(w), false, {}};
     if (order >= 0) site.order.assign(self.weights().order(order), self.weights().order(order) + w.cols);
     return adapters_of(self).add_site(std::move(site), samples ? Domain::kSamples : Domain::kTokens, slot);
 }
@@ -308,6 +308,8 @@ void bind_engine(nb::module_& m) {
         }
     });
     m.def("usable_variants", &usable_variants, "Kernel variants of this build that this machine can run, best first.");
+    m.def("emulated_variants", &emulated_variants, "Those that stand for what this machine lacks: for tests, as they are slow.");
+    m.def("why_no_tiles", &why_no_tiles, "Why tiles (AMX) that the processor has can't be used; empty if they can, or if it has none.");
 
     nb::enum_<SourceFormat>(m, "SourceFormat")
         .value("Q4_0", SourceFormat::kQ4_0)
@@ -435,6 +437,8 @@ void bind_engine(nb::module_& m) {
              },
              "inv_freq"_a, "factor"_a, "growth"_a = 0.0f, "growth_len"_a = 1)
         .def("add_buffer", &Engine::add_buffer, "width"_a, "per_sample"_a)
+        .def_prop_ro("has_tiles", [](const Engine& self) { return self.kernels().has_tiles; },
+                     "Whether quantised weights multiply activations in bf16, by tiles; else in groups of integers.")
         .def("add_activation", &Engine::add_activation, "cols"_a, "quantised"_a, "per_sample"_a, "by_row"_a = false)
         .def("add_rows",
              [](Engine& self, const std::vector<RowOp>& ops, bool samples) { self.add_instruction(rows_instruction(ops, samples)); },

@@ -9,10 +9,17 @@
 
 namespace penstock {
 
-// Names of the variants that this build has and this machine can run, best first: avx512, avx2, portable.
+// Names of the variants that this build has and this machine can run, best first: amx, avx512, avx2, portable. The first call asks the
+// system for tiles.
 std::vector<std::string> usable_variants();
 
-// The table of a usable variant; an empty name chooses the best. Throws std::invalid_argument that lists the usable ones.
+// Names of those that compute what another machine would, bit by bit, slowly: for tests.
+std::vector<std::string> emulated_variants();
+
+// Why the tiles of this processor can't be used, as part of a sentence; empty if they can, or if it has none.
+std::string why_no_tiles();
+
+// The table of a usable or emulated variant; an empty name chooses the best. Throws std::invalid_argument that lists the usable ones.
 const KernelTable& choose_variant(const std::string& name);
 
 }  // namespace penstock

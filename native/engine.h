@@ -38,6 +38,7 @@ class Engine final : private Work {
     Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared_ptr<Account> account, const std::string& variant);
 
     Weights& weights() { return weights_; }
+    const KernelTable& kernels() const { return kernels_; }
     const Weights& weights() const { return weights_; }
     KvCache& kv() { return kv_; }
     const KvCache& kv() const { return kv_; }

@@ -75,7 +75,7 @@ class Experts {
     std::unique_ptr<Workspace> make_workspace(const ExpertsLayer& layer, int64_t most_rows) const;
     void fetch(const Layer& layer, int matrix, const Stage& stage, int task) const;
     void multiply(const Layer& layer, int matrix, int bias, const Activation& input, float* out, const Stage& stage, int task) const;
-    bool is_quantised(int matrix) const { return weights_.matrix(matrix).kind != WeightKind::kBf16; }
+    bool is_quantised(int matrix) const { return !kernels_.reads_bf16(weights_.matrix(matrix)); }
 
     const KernelTable& kernels_;
     const Weights& weights_;

@@ -48,7 +48,7 @@ void StepPlanner::count_last_instruction() {
         (is_of_tokens ? costs_.of_token : costs_.of_sample) += cost;
         if (!is_of_tokens) return;
         costs_.weight_bytes += w.bytes;
-        if (w.matrix.kind != WeightKind::kBf16 && w.matrix.kind != WeightKind::kU8Row) fetching += cost;
+        if (!kernels_.reads_bf16(w.matrix) && w.matrix.kind != WeightKind::kU8Row) fetching += cost;
     };
     for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
     is_one_pass_ = is_one_pass_ || instruction.kind == InstructionKind::kTextAttention;

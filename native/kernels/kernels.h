@@ -92,7 +92,10 @@ struct Epilogue {
     const float* residual = nullptr;  // [rows, ld]; may be `out`
 };
 
-enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2 };
+enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2, kInt8Tiles = 3, kBf16Tiles = 4 };
+
+// The products of tiles.h.
+enum class TileProduct : int32_t { kBf16 = 0, kSignedUnsigned = 1, kUnsignedSigned = 2 };
 
 // kInt8: 8-bit integers, keys with a scale per 32 columns and values with one per head. kInt16: keys as 16-bit integers with a scale
 // per head, values as bf16.
@@ -270,16 +273,28 @@ struct KernelTable {
     void (*text_attention)(const TextAttentionTask& task, float* scratch);
     int64_t (*text_attention_scratch_floats)(int num_tokens, int head_dim);
 
-    // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two
+    // `rounds` of nothing but multiply-adds in registers; how many operations that were, a multiply-add being two; 0 of tiles without them
     int64_t (*probe_arithmetic)(ProbeKind kind, int64_t rounds);
     // reads `bytes`, a multiple of 512, from `data`, 64-byte aligned
     void (*probe_read)(const uint8_t* data, int64_t bytes);
+
+    // Of variants with tiles: quantised weights multiply rows in bf16, and no groups of integers.
+    bool has_tiles = false;
+    // c [16][16] += a b, of `k` rows of b, 64 bytes each: one operation on tiles of which a and c have `rows` rows; null without tiles
+    void (*tile_product)(TileProduct kind, int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) = nullptr;
+
+    // Whether a matrix multiplies rows in bf16 (`Activation::bf16`). Always inlined, see KvLayer.
+    __attribute__((always_inline)) bool reads_bf16(const PackedMatrix& w) const {
+        return w.kind == WeightKind::kBf16 || (has_tiles && w.kind != WeightKind::kU8Row);
+    }
 };
 
 namespace portable { const KernelTable& kernel_table(); }
 #if defined(PENSTOCK_HAVE_X86)
 namespace avx2 { const KernelTable& kernel_table(); }
 namespace avx512 { const KernelTable& kernel_table(); }
+namespace amx { const KernelTable& kernel_table(); }
+namespace amx_emulated { const KernelTable& kernel_table(); }
 #endif
 
 }  // namespace penstock

@@ -48,6 +48,8 @@ def sample(
 def score(logits: NDArray[np.float32], token: int, num_top: int) -> tuple[int, float, int, list[tuple[int, float]]]: ...
 def uniform(seed: int, position: int) -> float: ...
 def usable_variants() -> list[str]: ...
+def emulated_variants() -> list[str]: ...
+def why_no_tiles() -> str: ...
 
 class KvFormat(Enum):
     INT8 = 0
@@ -57,7 +59,24 @@ class ProbeKind(Enum):
     INT8 = 0
     BF16 = 1
     FLOAT32 = 2
+    INT8_TILES = 3
+    BF16_TILES = 4
 
+class TileProduct(Enum):
+    BF16 = 0
+    SIGNED_UNSIGNED = 1
+    UNSIGNED_SIGNED = 2
+
+def tile_product(
+    kind: TileProduct,
+    rows: int,
+    k: int,
+    a: NDArray[np.uint8],
+    b: NDArray[np.uint8],
+    c: NDArray[np.uint8],
+    *,
+    variant: str,
+) -> None: ...
 def peak_gops(
     kind: ProbeKind,
     *,
@@ -203,6 +222,8 @@ class Engine:
     def add_order(self, columns: NDArray[np.int32], /) -> int: ...
     def add_rope(self, inv_freq: NDArray[np.float32], factor: float, growth: float = 0.0, growth_len: int = 1) -> int: ...
     def add_buffer(self, width: int, per_sample: bool) -> int: ...
+    @property
+    def has_tiles(self) -> bool: ...
     def add_activation(self, cols: int, quantised: bool, per_sample: bool, by_row: bool = False) -> int: ...
     def add_rows(self, ops: Sequence[RowOp], samples: bool) -> None: ...
     def add_linear(

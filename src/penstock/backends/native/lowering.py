@@ -3,12 +3,12 @@
 It goes through the operations in two passes, and looks weights up on the way:
 
 1. `fuse` looks at the operations alone: linear operations that read the same value become one product, a gate, an up
-   projection and their activation become one, and a norm that only quantised products read need not be kept.
-2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, weights
-   that are rounded here int8 ones with a scale per row, and bf16 weights read bf16: the conversion is inserted where a value
-   is first wanted so. Where 16 does not divide the width of heads, they are padded before they are stored or attend, and the
-   result loses the padding, so that no weight and no other operation sees it. Neighbouring operations on single rows become
-   one instruction.
+   projection and their activation become one, and a norm that only products of integers read need not be kept.
+2. `_Emitter` gives each group to the engine. Quantised weights read int8 activations with a scale per group of 32, or bf16 ones
+   if the engine has tiles (AMX); weights that are rounded here int8 ones with a scale per row, and bf16 weights bf16: the
+   conversion is inserted where a value is first wanted so. Where 16 does not divide the width of heads, they are padded
+   before they are stored or attend, and the result loses the padding, so that no weight and no other operation sees it.
+   Neighbouring operations on single rows become one instruction.
 
 `_Weights` packs each weight when it is first named: `native/blocks.h` says how.
 """
@@ -269,10 +269,10 @@ def _is_only_gathered(ops: Sequence[Op], name: str, at: int) -> bool:
 
 
 def _is_only_multiplied(ops: Sequence[Op], name: str, at: int, weights: _Weights) -> bool:
-    """Whether only products with quantised weights read a value."""
+    """Whether only products that want it in groups of integers read a value."""
     return all(
         isinstance(op, Linear | Logits)
-        and weights.is_quantised(op.weight)
+        and weights.form(op.weight) is _Form.GROUPS
         and weights.order(op.weight) is None
         and not (isinstance(op, Linear) and op.residual == name)
         for op in _uses(ops, name, at)
@@ -709,10 +709,6 @@ class _Weights:
             raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
         return self._weights[name]
 
-    def is_quantised(self, name: str) -> bool:
-        """Whether the file has it quantised."""
-        return self.tensor(name).format not in FLOATS
-
     def is_rounded(self, name: str) -> bool:
         """Whether it becomes int8 with a scale per row."""
         tensor = self.tensor(name)
@@ -723,7 +719,8 @@ class _Weights:
         """The form of what it multiplies."""
         if self.is_rounded(name):
             return _Form.ROWS
-        return _Form.GROUPS if self.is_quantised(name) else _Form.BF16
+        is_quantised = self.tensor(name).format not in FLOATS
+        return _Form.GROUPS if is_quantised and not self._engine.has_tiles else _Form.BF16
 
     def is_multiplied(self, name: str) -> bool:
         """Whether a product needs it."""
