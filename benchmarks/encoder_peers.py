@@ -89,7 +89,7 @@ def main() -> None:
                 for peer in list(comparison.sessions)[:: -1 if turn % 2 else 1]:
                     comparison.measure(peer, name, of)
                     meter.sample(KINDS, repeat=1)
-    peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS]
+    peaks = [f"{kind} {meter.best(kind):.0f} ({meter.median(kind):.0f})" for kind in KINDS if meter.best(kind) > 0]
     print(origin(*map(str, sets), f"GOP/s of the machine, best (median): {', '.join(peaks)}"))
     print(printed(comparison.rows, args.sets))
 

@@ -3,30 +3,33 @@
     python benchmarks/peaks.py
 
 1e9 operations per second (a multiply-add is two) and 1e9 bytes per second, of all threads together; best and median of many
-short measurements. Memory reads are of the machine, whatever the variant.
+short measurements. Memory reads are of the machine, whatever the variant, and of more memory than its caches hold. The last
+line is a JSON object with the best of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from printed import origin, table
 
 import penstock
 from penstock import machine
+from penstock.backends.native import probed_bytes
 from penstock.backends.native._native import ProbeKind, peak_gops, peak_read_gbs, usable_variants
 
-KINDS = {"int8": ProbeKind.INT8, "bf16": ProbeKind.BF16, "float32": ProbeKind.FLOAT32}
+KINDS = {kind.name.lower(): kind for kind in ProbeKind}
+"""The names of all; tiles multiply at 0 GOP/s where there are none."""
 READ = "read"
-READ_BYTES = 1 << 28
-"""Several times the last-level cache of most machines."""
 SHORT_S = 0.01
 """Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
 LEAST_TURNS = 3
@@ -46,6 +49,10 @@ class PeakMeter:
         }
         self._samples: dict[str, list[float]] = {}
 
+    @cached_property
+    def _num_bytes(self) -> int:
+        return probed_bytes()
+
     def sample(self, names: Iterable[str] = (*KINDS, READ), *, repeat: int = 3) -> None:
         """Measure each of the named peaks `repeat` times, one after the other."""
         for name in names:
@@ -54,7 +61,7 @@ class PeakMeter:
 
     def _measure(self, name: str, repeat: int) -> float:
         if name == READ:  # most of the time goes into filling the memory: one after the other on the same
-            return peak_read_gbs(num_bytes=READ_BYTES, repeat=3 * repeat, **self._options)
+            return peak_read_gbs(num_bytes=self._num_bytes, repeat=3 * repeat, **self._options)
         return peak_gops(KINDS[name], repeat=1, **self._options)
 
     def best(self, name: str) -> float:
@@ -116,13 +123,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=20)
     args = parser.parse_args()
-    rows = []
-    for variant in usable_variants():
-        meter = PeakMeter(usable_threads(), variant)
+    meters = {variant: PeakMeter(usable_threads(), variant) for variant in usable_variants()}
+    for meter in meters.values():
         meter.sample(repeat=args.repeat)
-        rows.append([variant, *(f"{meter.best(name):.0f} ({meter.median(name):.0f})" for name in (*KINDS, READ))])
+    kinds = [kind for kind in KINDS if any(meter.best(kind) > 0 for meter in meters.values())]
+    rows = []
+    for variant, meter in meters.items():
+        rows.append([variant, *(f"{meter.best(name):.0f} ({meter.median(name):.0f})" for name in (*kinds, READ))])
     print(origin(f"{usable_threads()} threads", "best (median)"))
-    print(table(["", *(f"{kind} GOP/s" for kind in KINDS), "DRAM GB/s"], rows))
+    print(table(["", *(f"{kind} GOP/s" for kind in kinds), "DRAM GB/s"], rows))
+    found = {variant: {name: meter.best(name) for name in (*kinds, READ)} for variant, meter in meters.items()}
+    print(json.dumps({"benchmark": "peaks", **context(usable_threads(), ""), "peaks": found}))
 
 
 if __name__ == "__main__":

@@ -60,5 +60,5 @@ void bind_probe(nb::module_& m) {
         nb::kw_only(), "num_threads"_a, "num_bytes"_a = int64_t{1} << 28, "variant"_a = usual.variant, "seconds"_a = usual.seconds,
         "repeat"_a = usual.repeat, "cpu_time"_a = usual.cpu_time,
         "1e9 bytes per second that `num_threads` threads read together, each in order from its own part of `num_bytes` of memory:\n"
-        "the speed of DRAM if that is several times the last-level cache. The best of `repeat` measurements of `seconds` each.");
+        "the speed of DRAM if that is several times what the caches hold. The best of `repeat` measurements of `seconds` each.");
 }

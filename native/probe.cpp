@@ -44,16 +44,14 @@ double per_second(const Piece& piece, int index, const ProbeOptions& options) {
     return static_cast<double>(done) / elapsed;
 }
 
-// The threads' rates while all of them work, added up.
-double rate_of_all(const Piece& piece, const ProbeOptions& options) {
-    const int num_threads = options.num_threads;
-    std::vector<double> rates(static_cast<size_t>(num_threads));
+// Does a piece of work once on each thread, on all at the same time.
+void on_all_threads(int num_threads, const std::function<void(int index)>& work) {
     std::latch all_are_here(num_threads);
     std::atomic<bool> given_up{false};
     std::vector<std::thread> threads;
     const auto run = [&](int index) {
         all_are_here.arrive_and_wait();
-        if (!given_up.load()) rates[static_cast<size_t>(index)] = per_second(piece, index, options);
+        if (!given_up.load()) work(index);
     };
     threads.reserve(static_cast<size_t>(num_threads));
     try {
@@ -66,6 +64,12 @@ double rate_of_all(const Piece& piece, const ProbeOptions& options) {
     }
     run(0);
     for (std::thread& thread : threads) thread.join();
+}
+
+// The threads' rates while all of them work, added up.
+double rate_of_all(const Piece& piece, const ProbeOptions& options) {
+    std::vector<double> rates(static_cast<size_t>(options.num_threads));
+    on_all_threads(options.num_threads, [&](int index) { rates[static_cast<size_t>(index)] = per_second(piece, index, options); });
     double sum = 0.0;
     for (double rate : rates) sum += rate;
     return sum;
@@ -98,7 +102,9 @@ double peak_read_gbs(int64_t bytes, const ProbeOptions& options) {
     if (part < kReadAtOnce) throw std::invalid_argument("bytes must be at least 1 MiB for every thread");
     const Memory memory = allocate_aligned(part * options.num_threads, false);
     madvise(memory.get(), static_cast<size_t>(part * options.num_threads), MADV_HUGEPAGE);  // if the system has them
-    std::memset(memory.get(), 1, static_cast<size_t>(part * options.num_threads));
+    // Each thread fills its own part, in the order in which it reads it: so what caches hold afterwards is what is read last.
+    on_all_threads(options.num_threads,
+                   [&](int index) { std::memset(memory.get() + index * part, 1, static_cast<size_t>(part)); });
     std::vector<int64_t> at(static_cast<size_t>(options.num_threads));
     const Piece read_on = [&](int index) {
         int64_t& offset = at[static_cast<size_t>(index)];

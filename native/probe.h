@@ -26,7 +26,7 @@ struct ProbeOptions {
 double peak_gops(ProbeKind kind, const ProbeOptions& options);
 
 // 1e9 bytes per second that all threads together read in order, each from its own part of `bytes` of memory. That is the memory's
-// speed if `bytes` is several times the last-level cache. Throws std::bad_alloc besides.
+// speed if `bytes` is several times what the caches hold. Throws std::bad_alloc besides.
 double peak_read_gbs(int64_t bytes, const ProbeOptions& options);
 
 }  // namespace penstock

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine import available_memory_bytes, cpu_name, give_back_free_memory, usable_cpus
+from penstock.machine import available_memory_bytes, cpu_name, data_cache_bytes, give_back_free_memory, usable_cpus
 
 GIB = 1 << 30
 
@@ -26,6 +26,14 @@ class FakeMachine:
 
     def memory(self) -> int:
         return available_memory_bytes(proc=self.proc, cgroup=self.cgroup)
+
+    def write_cache(self, cpu: int, index: int, kind: str, size: str, users: str, level: int) -> None:
+        told = {"type": kind, "size": size, "shared_cpu_list": users, "level": str(level)}
+        for name, text in told.items():
+            self.write(f"cpu/cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
+
+    def caches(self) -> int:
+        return data_cache_bytes(cpus=self.proc.parent / "cpu")
 
     def cpus(self) -> int:
         return usable_cpus(proc=self.proc, cgroup=self.cgroup)
@@ -103,6 +111,26 @@ def test_the_processor_is_named_where_the_kernel_does(machine: FakeMachine) -> N
     assert cpu_name(proc=machine.proc) == ""
     machine.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
     assert cpu_name(proc=machine.proc) == "Some CPU @ 2 GHz"
+
+
+def test_caches_of_the_own_cpus_count_and_shared_ones_once(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets of two CPUs, one of which this process may not use."""
+    for cpu in range(4):
+        machine.write_cache(cpu, 0, "Data", "48K", str(cpu), 1)
+        machine.write_cache(cpu, 1, "Instruction", "64K", str(cpu), 1)
+        machine.write_cache(cpu, 2, "Unified", "2048K", str(cpu), 2)
+        machine.write_cache(cpu, 3, "Unified", "491520K", "0-1" if cpu < 2 else "2-3", 3)
+    for cpus, num_sockets in (({0}, 1), ({0, 1}, 1), ({1, 2}, 2), ({0, 1, 3}, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus)
+        assert machine.caches() == 1024 * (len(cpus) * (48 + 2048) + num_sockets * 491520)
+
+
+def test_caches_that_the_kernel_does_not_tell_hold_nothing(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert machine.caches() == 0
+    machine.write("cpu/cpu0/cache/index0/level", "1\n")  # as some ARM machines do, without a size
+    machine.write_cache(1, 0, "Data", "32K", "", 1)
+    assert machine.caches() == 32 << 10
 
 
 def test_freed_memory_is_given_back() -> None:

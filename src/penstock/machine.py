@@ -1,9 +1,8 @@
-"""The share of the machine that this process may use: memory and CPUs, read from Linux for `build` and `penstock env`; and how
-it gives
-freed memory back. Frees nothing that is in use.
+"""The share of the machine that this process may use: memory, CPUs and their caches, read from Linux for `build`, `penstock
+env` and the probes of a machine's speed; and how it gives freed memory back. Frees nothing that is in use.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
-`memory.stat`, `cpu.max`) and its version 1 counterparts.
+`memory.stat`, `cpu.max`) and its version 1 counterparts; /sys/devices/system/cpu in the kernel's Documentation/ABI.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
 
@@ -45,6 +45,19 @@ def cpu_name(*, proc: Path = _PROC) -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return ""
+
+
+def data_cache_bytes(*, cpus: Path = _CPUS) -> int:
+    """Bytes that the caches of this process's CPUs hold together, all levels, one that CPUs share counted once; 0 where the
+    kernel does not tell.
+    """
+    sizes: dict[tuple[str, ...], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for folder in (cpus / f"cpu{cpu}" / "cache").glob("index*"):
+            kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
+            if kind != "Instruction" and size.endswith("K"):
+                sizes[kind, level, users or str(cpu)] = int(size.removesuffix("K")) * 1024
+    return sum(sizes.values())
 
 
 def give_back_free_memory() -> None:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from penstock.backends import native
 from penstock.backends.native._native import ProbeKind, emulated_variants, peak_gops, peak_read_gbs, usable_variants
 
 SHORT = {"seconds": 0.002, "repeat": 3}
@@ -24,6 +25,25 @@ def test_every_peak_is_that_of_a_cpu(variant: str, kind: ProbeKind) -> None:
 @pytest.mark.parametrize("variant", usable_variants())
 def test_memory_is_read(variant: str) -> None:
     assert 0.1 < peak_read_gbs(num_threads=2, num_bytes=8 * MIB, variant=variant, **SHORT) < 1e5
+
+
+@pytest.mark.parametrize(
+    ("caches", "available", "probed"),
+    [
+        (0, 8 << 30, 256 * MIB),
+        (34 * MIB, 8 << 30, 272 * MIB),
+        (484 * MIB, 8 << 30, 3872 * MIB),
+        (484 * MIB, 1 << 30, 512 * MIB),
+    ],
+)
+def test_more_memory_is_probed_than_caches_hold(
+    caches: int, available: int, probed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "data_cache_bytes", lambda: caches)
+    monkeypatch.setattr(native, "available_memory_bytes", lambda: available)
+    assert native.probed_bytes() == probed
+    warned = "\n".join(caplog.messages)
+    assert ("probed on 512 MiB instead of 3872" in warned) if probed < native.PROBED_CACHES * caches else not warned
 
 
 def test_waiting_for_a_processor_counts_only_in_wall_time() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TypedDict
+
+from penstock.machine import available_memory_bytes, data_cache_bytes
+
+_log = logging.getLogger(__name__)
 
 KV_TILE = 16
 """Block sizes must be multiples of this (`kKvTile` in native/kernels/kernels.h)."""
@@ -31,8 +36,9 @@ def info() -> KernelInfo:
 PROBE_S = 0.01
 """Time of one measurement: short enough that some fall between the interruptions of a shared machine."""
 PROBE_REPEAT = 8
-PROBED_BYTES = 1 << 28
-"""Several times the last-level cache."""
+LEAST_PROBED_BYTES = 1 << 28
+PROBED_CACHES = 8
+"""So many times what the caches hold is read: some of twice as much still comes from them (docs/performance.md, Peaks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,24 @@ class Peaks:
     read_bytes_per_s: float
 
 
+def probed_bytes() -> int:
+    """The size of the memory that a probe reads over and over: so large that hardly any of it is read from the caches of this
+    process's CPUs, and 256 MiB at least. No more than half of the memory that is available, which is warned of.
+    """
+    wanted, most = max(LEAST_PROBED_BYTES, PROBED_CACHES * data_cache_bytes()), available_memory_bytes() // 2
+    if wanted > most:
+        _log.warning(
+            "The speed of memory is probed on %d MiB instead of %d, since no more than twice as much is available. It may "
+            "partly be that of the caches: free memory, and probe again.",
+            most >> 20,
+            wanted >> 20,
+        )
+    return min(wanted, most)
+
+
 def probe_peaks(num_threads: int) -> Peaks:
-    """How fast this machine multiplies and reads memory just now, with the variant taken by default; takes about a second."""
+    """How fast this machine multiplies and reads memory just now, with the variant taken by default; takes about a second,
+    or a few where caches are large."""
     from penstock.backends.native import _native
     from penstock.backends.native._native import ProbeKind
 
@@ -59,6 +81,6 @@ def probe_peaks(num_threads: int) -> Peaks:
         )
 
     read_gbs = _native.peak_read_gbs(
-        num_threads=num_threads, num_bytes=PROBED_BYTES, variant=variant, seconds=PROBE_S, repeat=PROBE_REPEAT
+        num_threads=num_threads, num_bytes=probed_bytes(), variant=variant, seconds=PROBE_S, repeat=PROBE_REPEAT
     )
     return Peaks(variant, best(ProbeKind.INT8), best(ProbeKind.BF16), 1e9 * read_gbs)
