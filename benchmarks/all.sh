@@ -73,7 +73,11 @@ if [ -n "${QWEN:-}" ]; then run step-qwen step.py --variant "$first" --model "$Q
   run peers-sharegpt peers.py ${PEERS_ARGS:-}
   run peers-azure peers.py --workload azure ${PEERS_ARGS:-}
   run peers-short peers.py --workload short ${PEERS_ARGS:-}
-  if [ -n "${QWEN:-}" ]; then run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}; fi
+  run peers-long peers.py --workload long ${PEERS_ARGS:-}
+  if [ -n "${QWEN:-}" ]; then
+    run peers-qwen peers.py --model qwen --model-file "$QWEN" ${PEERS_ARGS:-}
+    run peers-qwen-long peers.py --model qwen --model-file "$QWEN" --workload long ${PEERS_ARGS:-}
+  fi
   # Are the peers at their best with the settings that the other runs give them?
   run peers-settings peers.py ${PEERS_ARGS:-} --repeat 1 --peers openvino "openvino INFERENCE_NUM_THREADS=1" \
     "openvino ENABLE_CPU_PINNING=false" "openvino TBB_PARTITIONER=STATIC" "openvino PERFORMANCE_HINT=THROUGHPUT" \

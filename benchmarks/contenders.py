@@ -16,6 +16,7 @@ from installed import distribution_files, without_byte_code
 from peer_setup import RECIPES, Environments, SetupError, make_bf16_directory, make_requantized
 from processes import Contender
 from sessions import SERVED_NAME
+from workloads import LONG
 
 from penstock.lab.workload import Job
 
@@ -32,15 +33,20 @@ class Model:
     """MODEL as Penstock takes it, unless `--model-file` says another."""
     llama_quantization: str | None
     """The file that llama.cpp gets instead of this one, where it has no fast kernel for that."""
-    loads: Mapping[int, int]
+    usual_loads: Mapping[int, int]
     """Number of requests for each concurrency."""
+    long_loads: Mapping[int, int]
+    """Likewise, of long prompts."""
     max_prompt_tokens: int
     max_reply_tokens: int
 
+    def loads(self, workload: str) -> Mapping[int, int]:
+        return self.long_loads if workload == LONG else self.usual_loads
+
 
 MODELS = {
-    "smollm2": Model("smollm2:135m", "Q4_0", {32: 96, 8: 32, 1: 8}, 512, 200),
-    "qwen": Model("qwen2.5-coder:1.5b", None, {16: 24, 1: 8}, 256, 64),
+    "smollm2": Model("smollm2:135m", "Q4_0", {32: 96, 8: 32, 1: 8}, {8: 32}, 512, 200),
+    "qwen": Model("qwen2.5-coder:1.5b", None, {16: 24, 1: 8}, {8: 8}, 256, 64),
 }
 
 
@@ -51,11 +57,12 @@ class Setting:
     environments: Environments
     gguf: Path
     model: Model
+    loads: Mapping[int, int]
     jobs: Sequence[Job]
 
     @property
     def max_seqs(self) -> int:
-        return max(self.model.loads)
+        return max(self.loads)
 
     @property
     def max_tokens(self) -> int:

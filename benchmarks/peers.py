@@ -3,11 +3,12 @@
 Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each concurrency: a
 closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process, without HTTP).
 Every second round goes backwards. Figures are medians of the rounds; in bold Penstock's throughput over the contender's, the
-median of the rounds' ratios. `like ours`: the first characters of a reply that are Penstock's, on average.
+median of the rounds' ratios. `in all`: prompts' tokens count, too. `like ours`: the first characters of a reply that are
+Penstock's, on average. The last line is a JSON object with the ratios.
 
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
     python benchmarks/peers.py --model qwen --model-file Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
-    python benchmarks/peers.py --peers penstock openvino --workload short --repeat 5
+    python benchmarks/peers.py --peers penstock openvino --workload short --repeat 5   # or azure, long
     python benchmarks/peers.py --peers penstock "penstock --kv-cache-dtype bf16" "llamacpp -ctk q8_0 -ctv q8_0"
 
 Needs the traces (`workloads.py`); for llama.cpp CMake and a C++ compiler. A peer that is missing or fails is left out.
@@ -16,6 +17,7 @@ Needs the traces (`workloads.py`); for llama.cpp CMake and a C++ compiler. A pee
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import signal
 import statistics
@@ -30,7 +32,7 @@ from peer_setup import Environments
 from printed import origin, table
 from processes import Contender, ContenderError
 from sessions import LoadError, running, warm_up
-from workloads import DEFAULT_TRACES, WORKLOADS, Source, read_jobs, read_tokenizer
+from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
 
 from penstock.lab.workload import Job
 from penstock.models.catalog import default_cache_dir, resolve
@@ -47,21 +49,24 @@ class Round:
     resident_mb: float
     rates: Mapping[int, float]
     """Output tokens per second by concurrency."""
+    in_all: Mapping[int, float]
+    """Likewise, of prompts and replies together."""
     starts: Sequence[str]
     """The first characters of each reply."""
 
 
 def measure(contender: Contender, jobs: Sequence[Job], loads: Mapping[int, int], log: Path) -> Round:
     """Raises ContenderError or LoadError."""
-    rates, starts = {}, []
+    rates, in_all, starts = {}, {}, []
     with running(contender, log) as session:
         warm_up(session, jobs, max(loads))
         for concurrency, count in loads.items():
             sent = session.replay(jobs[:count], concurrency)
             rates[concurrency] = 1e9 * sum(record.num_output_tokens for record in sent.records) / sent.duration_ns
+            in_all[concurrency] = rates[concurrency] + 1e9 * describe(jobs[:count])["prompt_tokens"] / sent.duration_ns
             starts += [record.text.strip()[:START_CHARS] for record in sent.records]
             print(f"{contender.name}, {concurrency} at a time: {rates[concurrency]:.0f} tokens/s", file=sys.stderr, flush=True)
-        return Round(session.ready_s, session.resident_mb(), rates, starts)
+        return Round(session.ready_s, session.resident_mb(), rates, in_all, starts)
 
 
 def num_common(a: str, b: str) -> int:
@@ -69,24 +74,29 @@ def num_common(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def compared(rounds: Mapping[str, Mapping[int, Round]], installed_mb: Mapping[str, float], loads: Sequence[int]) -> str:
-    """A table with a line for each contender; ratios, and what replies have in common, are of the rounds that both have."""
+def compared(
+    rounds: Mapping[str, Mapping[int, Round]], installed_mb: Mapping[str, float], loads: Sequence[int]
+) -> tuple[str, dict[str, dict[int, float]]]:
+    """(a table with a line for each contender, Penstock's throughput over theirs); ratios are of the rounds that both have."""
     ours, lines = rounds.get(OURS, {}), []
+    ratios: dict[str, dict[int, float]] = {name: {} for name in rounds}
     for name, theirs in rounds.items():
         both = [(ours[turn], theirs[turn]) for turn in ours.keys() & theirs.keys()] if name != OURS else []
         cells = []
-        for concurrency in loads:
-            rates = [one.rates[concurrency] for one in theirs.values()]
+        for load in loads:
+            rates = [one.rates[load] for one in theirs.values()]
             cell = f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"
-            ratios = [mine.rates[concurrency] / peer.rates[concurrency] for mine, peer in both]
-            cells.append(f"{cell} **{statistics.median(ratios):.2f}**" if ratios else cell)
+            if both:
+                ratios[name][load] = statistics.median(mine.rates[load] / peer.rates[load] for mine, peer in both)
+                cell += f" **{ratios[name][load]:.2f}**"
+            cells += [cell, f"{statistics.median(one.in_all[load] for one in theirs.values()):.0f}"]
         ready_s = statistics.median(one.ready_s for one in theirs.values())
         resident_mb = statistics.median(one.resident_mb for one in theirs.values())
         starts = [pair for mine, peer in both for pair in zip(mine.starts, peer.starts, strict=True)]
         common = f"{statistics.mean(num_common(*pair) for pair in starts):.0f}" if starts else ""
         lines.append([name, *cells, f"{ready_s:.2f}", f"{resident_mb:.0f}", f"{installed_mb[name]:.0f}", common])
-    columns = [f"{concurrency} at a time" for concurrency in loads]
-    return table(["output tokens/s", *columns, "ready s", "resident MB", "installed MB", "like ours"], lines)
+    columns = [column for load in loads for column in (f"{load} at a time", "in all")]
+    return table(["output tokens/s", *columns, "ready s", "resident MB", "installed MB", "like ours"], lines), ratios
 
 
 def compete(
@@ -121,18 +131,19 @@ def main() -> None:
     if not gguf.is_file():
         parser.error(f"{gguf} is missing: fetch it with `penstock pull {model.file}`, or name another file with --model-file")
     source = Source(args.traces, read_tokenizer(gguf), model.max_prompt_tokens, model.max_reply_tokens)
-    jobs = read_jobs(args.workload, source, max(model.loads.values()))
-    setting = Setting(Environments(ENVIRONMENTS), gguf, model, jobs)
+    loads = model.loads(args.workload)
+    jobs = read_jobs(args.workload, source, max(loads.values()))
+    setting = Setting(Environments(ENVIRONMENTS), gguf, model, loads, jobs)
     ready = list(prepared(args.peers, setting, setup=args.setup))
 
     def measure_one(contender: Contender, turn: int) -> Round:
         name = "-".join(re.findall(r"[\w.]+", contender.name))
-        return measure(contender, jobs, model.loads, setting.environments.log(f"{name}-{turn + 1}"))
+        return measure(contender, jobs, loads, setting.environments.log(f"{name}-{turn + 1}"))
 
     rounds = compete(ready, args.repeat, measure_one)
     print(origin(f"{gguf.name}, {args.workload}", f"{setting.num_cpus} threads", "medians of the rounds and their range"))
-    sizes = {contender.name: contender.installed_mb() for contender in ready}
-    print(compared(rounds, sizes, list(model.loads)))
+    lines, ratios = compared(rounds, {one.name: one.installed_mb() for one in ready}, list(loads))
+    print(lines, json.dumps({"benchmark": "peers", "model": args.model, "workload": args.workload, "ratios": ratios}), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Decodes of several batch sizes and chunks of prompts, straight through the executor: no scheduler, no HTTP. Steps are measured,
 and their bound is counted, as by `penstock profile` (docs/profile.md), which takes the best instruction set of the machine.
 Here it can be chosen, as well as the steps, and the peaks are probed after each round of steps, so that both saw the same
-machine. A share is of the medians: of the bound at the median peaks over the median time.
+machine. A share is of the medians: of the bound at the median peaks over the median time. The last line is a JSON object.
 
     python benchmarks/step.py
     python benchmarks/step.py --variant avx2
@@ -15,10 +15,11 @@ A step is ROWSxTOKENS@CONTEXT: so many rows, tokens of each, positions before th
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from kernel_engines import wait_for_huge_pages
-from peaks import PeakMeter
+from peaks import PeakMeter, context
 from printed import origin, percent, table
 from step_shape import StepShape, parse_step
 
@@ -87,7 +88,7 @@ def main() -> None:
     wait_for_huge_pages(executor)
     runner = StepRunner(executor, model.spec.vocab_size)
     runner.fill()
-    kind = "int8" if outline.is_quantised else "bf16"
+    kind = "bf16_tiles" if executor.variant.startswith("amx") else "int8" if outline.is_quantised else "bf16"
     meter = PeakMeter(executor.num_threads, executor.variant)
     shapes = [plan_shape(step) for step in args.steps]
     steps, _ = measure(runner, shapes, num_rounds=args.rounds, progress=lambda *_: meter.sample([kind, "read"], repeat=1))
@@ -100,17 +101,30 @@ def main() -> None:
         is_quantised=outline.is_quantised,
     )
     peaks = Peaks(ops_per_s=1e9 * meter.median(kind), read_bytes_per_s=1e9 * meter.median("read"), words=kind)
-    rows = []
+    rows, found = [], {}
     for shape, figures in zip(args.steps, figures_of(steps, size, peaks), strict=True):
         fastest_ns = min(step.execute_ns for step in steps if step.shape == figures.shape)
         parts = [f"{figures.parts_ns[part] / 1e6:.2f}" for part in PARTS]
         share = max(figures.compute_share or 0.0, figures.read_share or 0.0)
         ms = f"{figures.duration_ns / 1e6:.2f} ({fastest_ns / 1e6:.2f})"
         rows.append([shape, ms, *parts, figures.bound, f"**{percent(share)}**"])
+        found[str(shape)] = {
+            "ms": figures.duration_ns / 1e6,
+            "compute_share": figures.compute_share,
+            "read_share": figures.read_share,
+        }
     about = [f"{model.name}, {executor.variant}, {executor.num_threads} threads, {args.kv_cache_dtype} keys and values"]
     about += [f"{kind} {meter.median(kind):.0f} GOP/s, reads {meter.median('read'):.0f} GB/s"]
     print(origin(*about))
     print(table(["step", "ms (fastest)", *(f"{part} ms" for part in PARTS), "bound by", "share of the bound"], rows))
+    told = {
+        "model": model.name,
+        "peak": kind,
+        "peak_gops": meter.median(kind),
+        "read_gbs": meter.median("read"),
+        "steps": found,
+    }
+    print(json.dumps({"benchmark": "step", **context(executor.num_threads, executor.variant), **told}))
     executor.close()
 
 

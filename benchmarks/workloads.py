@@ -7,6 +7,7 @@ Each is fixed by its name, the model's tokenizer and the traces, so that two mac
 - `azure`: every k-th row of a production trace, lengths divided by 4; the text is consecutive pieces of the
   conversations, so no two prompts share a prefix.
 - `short`: 32 tokens in, 32 out, of the same text.
+- `long`: 1,500 tokens in, 16 out, likewise; a cut makes a few tokens fewer. Nearly all of the work is in the prompts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_PROMPT_TOKENS = 512
 MAX_REPLY_TOKENS = 200
 AZURE_DIVISOR = 4
 SHORT_TOKENS = 32
+LONG = "long"
+LONG_PROMPT_TOKENS, LONG_REPLY_TOKENS = 1500, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,11 @@ def short(source: Source, count: int) -> list[Job]:
     return [_job(*piece, SHORT_TOKENS) for piece in source.pieces([SHORT_TOKENS] * count)]
 
 
-WORKLOADS: dict[str, Callable[[Source, int], list[Job]]] = {"sharegpt": sharegpt, "azure": azure, "short": short}
+def long(source: Source, count: int) -> list[Job]:
+    return [_job(*piece, LONG_REPLY_TOKENS) for piece in source.pieces([LONG_PROMPT_TOKENS] * count)]
+
+
+WORKLOADS: dict[str, Callable[[Source, int], list[Job]]] = {"sharegpt": sharegpt, "azure": azure, "short": short, LONG: long}
 
 
 def read_jobs(name: str, source: Source, count: int) -> list[Job]:

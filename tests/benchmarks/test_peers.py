@@ -13,12 +13,13 @@ from peer_setup import Environments
 from peers import Round, compared, compete
 from processes import Contender
 from sessions import LoadError
+from workloads import WORKLOADS
 
 from penstock.lab.workload import Job
 
 
 def one_round(rate, text="same"):
-    return Round(ready_s=1.0, resident_mb=2.0, rates={8: rate}, starts=[text, "again"])
+    return Round(ready_s=1.0, resident_mb=2.0, rates={8: rate}, in_all={8: 3 * rate}, starts=[text, "again"])
 
 
 def rounds_of(*rates):
@@ -27,7 +28,7 @@ def rounds_of(*rates):
 
 def make_setting(folder):
     job = Job(arrival_ns=0, num_prompt_tokens=300, num_output_tokens=200, prompt="a")
-    return contenders.Setting(Environments(folder), folder / "m.gguf", contenders.MODELS["qwen"], [job])
+    return contenders.Setting(Environments(folder), folder / "m.gguf", contenders.MODELS["qwen"], {16: 24, 1: 8}, [job])
 
 
 def test_rounds_alternate_and_every_second_goes_backwards():
@@ -56,15 +57,19 @@ def test_contender_that_fails_is_left_out_and_the_others_go_on(capsys):
 
 def test_medians_are_of_all_rounds_and_ratios_of_those_that_both_have():
     found = {"penstock": rounds_of(10, 40, 90), "peer": {0: one_round(10), 2: one_round(45, "sale")}, "late": {7: one_round(1)}}
-    assert compared(found, dict.fromkeys(found, 5.0), [8]).splitlines()[2:] == [
-        "| penstock | 40 (10 to 90) | 1.00 | 2 | 5 |  |",
-        "| peer | 28 (10 to 45) **1.50** | 1.00 | 2 | 5 | 4 |",  # (4 + 5 + 2 + 5) / 4 characters
-        "| late | 1 (1 to 1) | 1.00 | 2 | 5 |  |",
+    lines, ratios = compared(found, dict.fromkeys(found, 5.0), [8])
+    assert lines.splitlines()[2:] == [
+        "| penstock | 40 (10 to 90) | 120 | 1.00 | 2 | 5 |  |",
+        "| peer | 28 (10 to 45) **1.50** | 82 | 1.00 | 2 | 5 | 4 |",  # (4 + 5 + 2 + 5) / 4 characters
+        "| late | 1 (1 to 1) | 3 | 1.00 | 2 | 5 |  |",
     ]
+    assert ratios == {"penstock": {}, "peer": {8: 1.5}, "late": {}}
 
 
 def test_without_ours_there_are_no_ratios():
-    assert "**" not in compared({"peer": rounds_of(1.0)}, {"peer": 5.0}, [8])
+    lines, ratios = compared({"peer": rounds_of(1.0)}, {"peer": 5.0}, [8])
+    assert "**" not in lines
+    assert ratios == {"peer": {}}
 
 
 @pytest.fixture
@@ -123,9 +128,14 @@ def test_own_size_counts_the_package_and_what_it_needs():
     assert not any("pytest" in path.parts for path in files)
 
 
+@pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("model", contenders.MODELS.values(), ids=contenders.MODELS)
-def test_no_load_has_fewer_requests_than_go_at_once(model):
-    assert all(count >= concurrency for concurrency, count in model.loads.items())
+def test_no_load_has_fewer_requests_than_go_at_once(model, workload):
+    assert all(count >= concurrency for concurrency, count in model.loads(workload).items())
+
+
+def test_long_prompts_are_32_for_eight_clients_and_8_where_a_model_takes_long():
+    assert [model.loads("long") for model in contenders.MODELS.values()] == [{8: 32}, {8: 8}]
 
 
 def test_replies_are_compared_by_how_long_they_are_the_same():

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from workloads import DEFAULT_TRACES, WORKLOADS, Source, describe, read_jobs, read_tokenizer
+from workloads import DEFAULT_TRACES, WORKLOADS, Source, read_jobs, read_tokenizer
 
 from penstock.models.catalog import default_cache_dir, resolve
 
@@ -12,11 +12,13 @@ WITH_WORDS = {
     "sharegpt": "48af8b3c5d4e9479d23fa1e9099aaeda91bd48f8b5ab1ad3bf104696a7c87a5c",
     "azure": "faf1233c4df9e20da6fe0def1335f2961581043e5c32c3db1bc2c0b31ecb3073",
     "short": "0d9aaf2676cefe0e505cd8aa38808aa19cca1b6e0b2b492c7e9e4e1c7ce72f4e",
+    "long": "f6907798047c3619628508a495019bc10da1b47ea932402ebaac5d10a55f52d8",
 }
 WITH_SMOLLM2 = {
     "sharegpt": "518ac09ebfb33e6ba683ef68dd25e79854cd6bda3337ef59424ec202441e5dd6",
     "azure": "82fd1fb9a5d4b5c4c7810ca6e2f394bd730b4ed7f4de32b052700e1d9628a70a",
     "short": "544ec6b1de02e60bf5816a9e3af55fb62a1eb5c8b6561625a1f18d305911fbf3",
+    "long": "861b3113c003dea54c34ea4def71801506430e2e67f8d8a3d90834536a865bc7",
 }
 """Name of a workload -> SHA-256 of its first 50 jobs, as they were when it was first measured."""
 
@@ -73,13 +75,15 @@ def test_azure_draws_evenly_and_divides_by_four(source):
     assert lengths == [(100, 1), (102, 2), (104, 4), (106, 6), (108, 8)]
 
 
-def test_short_is_32_in_and_32_out(source):
-    assert describe(read_jobs("short", source, 10)) == {"requests": 10, "prompt_tokens": 320, "reply_tokens": 320}
+@pytest.mark.parametrize(("name", "num_in", "num_out"), [("short", 32, 32), ("long", 1500, 16)])
+def test_all_prompts_and_replies_of_a_length_have_it(source, name, num_in, num_out):
+    lengths = [(job.num_prompt_tokens, job.num_output_tokens) for job in read_jobs(name, source, 4)]
+    assert lengths == [(num_in, num_out)] * 4
 
 
-@pytest.mark.parametrize("name", ["azure", "short"])
+@pytest.mark.parametrize("name", ["azure", "short", "long"])
 def test_no_two_prompts_share_their_text(source, name):
-    used = [word for job in read_jobs(name, source, 10) for word in job.prompt.split()]
+    used = [word for job in read_jobs(name, source, 4) for word in job.prompt.split()]
     assert len(set(used)) == len(used)
 
 
@@ -103,8 +107,8 @@ def test_count_is_that_of_the_text_that_is_sent(source):
 def test_too_short_trace_and_unknown_name_are_errors(source):
     with pytest.raises(ValueError, match="only 9 of 99"):
         read_jobs("sharegpt", source, 99)
-    with pytest.raises(ValueError, match="there are sharegpt, azure, short"):
-        read_jobs("long", source, 1)
+    with pytest.raises(ValueError, match="there are sharegpt, azure, short, long"):
+        read_jobs("endless", source, 1)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
