@@ -1,0 +1,147 @@
+"""Is Penstock as fast on a machine with AMX as it should be? Runs all that tells, and prints what was wanted beside what came.
+
+    python benchmarks/amx.py               # hours on few cores, which should have nothing else to do
+    python benchmarks/amx.py --dry-run     # prints the commands, on any machine
+
+Runs the tests of tile operations, then `peaks.py`, `step.py` and `peers.py` as they are; peers that are missing are made. The
+output of a run goes on to stderr, and into build/amx/NAME.md. A run that fails leaves its goals unmeasured, and the others go
+on. Exits with 1 if a goal is missed or not measured, and where there is no AMX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peaks import KINDS, usable_threads
+from printed import origin, table
+from workloads import DEFAULT_TRACES
+
+from penstock.backends.native._native import usable_variants, why_no_tiles
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "amx"
+MODELS = {"smollm2": "smollm2:135m", "qwen": "qwen2.5-coder:1.5b"}
+PROMPT, ROW = "1x512@0", "1x1@128"
+Results = Mapping[str, Any]
+"""The figures of each run that did not fail, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    what: str
+    least: float
+    """A share if it is at most 1, else a ratio."""
+    run: str
+    path: tuple[str, ...]
+    """The keys that lead to the figure among the run's."""
+
+    def row(self, results: Results) -> tuple[str, str, str, str]:
+        """A line of the table. A figure that is missing does not meet the goal."""
+        found = results.get(self.run)
+        for key in self.path:
+            found = found.get(key) if found is not None else None
+        if found is None:
+            return self.what, self._words(self.least), "not measured", "**no**"
+        return self.what, self._words(self.least), self._words(found), "yes" if found >= self.least else "**no**"
+
+    def _words(self, value: float) -> str:
+        return f"{100 * value:.4g} %" if self.least <= 1 else f"{value:.4g} times"
+
+
+GOALS = (
+    Goal("tests that tile operations have the bits of their emulation", 1.0, "tiles", ("passed",)),
+    Goal("SmolLM2, prompt of 512: share of the tiles' peak", 0.4, "step-smollm2-amx", ("steps", PROMPT, "compute_share")),
+    Goal("SmolLM2, one row: share of the speed of memory", 0.9, "step-smollm2-amx", ("steps", ROW, "read_share")),
+    Goal("Qwen2.5-Coder, prompt of 512: share of the tiles' peak", 0.4, "step-qwen-amx", ("steps", PROMPT, "compute_share")),
+    Goal("Qwen2.5-Coder, one row: share of the speed of memory", 0.9, "step-qwen-amx", ("steps", ROW, "read_share")),
+    Goal("SmolLM2, ShareGPT, 32 clients, over OpenVINO", 2.2, "peers-smollm2-sharegpt", ("ratios", "openvino", "32")),
+    Goal("SmolLM2, ShareGPT, 8 clients, over OpenVINO", 1.8, "peers-smollm2-sharegpt", ("ratios", "openvino", "8")),
+    Goal("SmolLM2, ShareGPT, 1 client, over OpenVINO", 1.4, "peers-smollm2-sharegpt", ("ratios", "openvino", "1")),
+    Goal("SmolLM2, long prompts, 8 clients, over OpenVINO", 1.5, "peers-smollm2-long", ("ratios", "openvino", "8")),
+    Goal("SmolLM2, long prompts, 8 clients, over vLLM", 1.5, "peers-smollm2-long", ("ratios", "vllm", "8")),
+    Goal("Qwen2.5-Coder, ShareGPT, 16 clients, over OpenVINO", 1.6, "peers-qwen-sharegpt", ("ratios", "openvino", "16")),
+    Goal("Qwen2.5-Coder, ShareGPT, 1 client, over OpenVINO", 1.1, "peers-qwen-sharegpt", ("ratios", "openvino", "1")),
+    Goal("Qwen2.5-Coder, long prompts, 8 clients, over OpenVINO", 1.5, "peers-qwen-long", ("ratios", "openvino", "8")),
+)
+
+
+def commands(traces: Path) -> dict[str, list[str]]:
+    """The runs by their names, in order."""
+    found = {f"pull-{model}": ["-m", "penstock", "pull", file] for model, file in MODELS.items()}
+    found["tiles"] = ["-m", "pytest", "-q", "tests/backends/test_tiles.py"]
+    found["peaks"] = ["benchmarks/peaks.py"]
+    for model, file in MODELS.items():
+        for variant in ("amx", "avx512"):
+            step = ["--model", file, "--variant", variant, "--steps", PROMPT, ROW]
+            found[f"step-{model}-{variant}"] = ["benchmarks/step.py", *step]
+    for model in MODELS:
+        load = ["benchmarks/peers.py", "--setup", "--traces", str(traces.resolve()), "--model", model]
+        found[f"peers-{model}-sharegpt"] = [*load, "--peers", "penstock", "openvino"]
+        others = ["openvino", "vllm"] if model == "smollm2" else ["openvino"]
+        found[f"peers-{model}-long"] = [*load, "--workload", "long", "--peers", "penstock", *others]
+    return {name: [sys.executable, *words] for name, words in found.items()}
+
+
+def result_of(name: str, output: str) -> Any:
+    """A benchmark's last line, which is JSON; of tests the share that passed and was not skipped. Raises ValueError."""
+    last = (output.splitlines() or [""])[-1]
+    if name != "tiles":
+        return json.loads(last)
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if not counts:
+        raise ValueError("no test ran")
+    return {"passed": counts.get("passed", 0) / sum(counts.values())}
+
+
+def measure(name: str, command: Sequence[str]) -> Any:
+    """The figures of a run; None if it has none, or failed."""
+    print(f"== {name}: {shlex.join(command)}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    (FOLDER / f"{name}.md").write_text(done.stdout)
+    print(done.stdout, file=sys.stderr, flush=True)
+    try:
+        return None if name.startswith("pull") else result_of(name, done.stdout)
+    except ValueError as error:
+        print(f"{name} exited with {done.returncode} and has no result: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def beside(results: Results) -> list[list[str]]:
+    """Figures that are no goals: the peaks, and how long steps took."""
+    peaks = results["peaks"]["peaks"]["amx"] if "peaks" in results else {}
+    rows = [[f"peak, {name}", f"{rate:.0f} {'GOP/s' if name in KINDS else 'GB/s'}"] for name, rate in peaks.items()]
+    steps = {name: result["steps"] for name, result in results.items() if name.startswith("step")}
+    return rows + [[f"{name}, {step}", f"{found['ms']:.2f} ms"] for name in steps for step, found in steps[name].items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
+    args = parser.parse_args()
+    runs = commands(args.traces)
+    if args.dry_run:
+        print(*map(shlex.join, runs.values()), sep="\n")
+        return
+    if "amx" not in (variants := usable_variants()):
+        sys.exit(f"No AMX here, but {', '.join(variants)}: {why_no_tiles() or 'the processor has none'}.")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    results = {name: found for name, command in runs.items() if (found := measure(name, command)) is not None}
+    rows = [goal.row(results) for goal in GOALS]
+    print(origin(f"{usable_threads()} threads"))
+    print(table(["goal", "wanted", "measured", "met"], rows), table(["", "measured"], beside(results)), sep="\n\n")
+    print("\nAnswers are compared with those of transformers by `make test-parity`.")
+    sys.exit(any(row[-1] != "yes" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
