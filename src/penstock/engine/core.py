@@ -400,7 +400,7 @@ class Following:
         self._made: dict[str, MadeMask] = {}
         """The time that each has taken for its next mask, by request id, until `settle` charges it."""
         self._accounts = MaskAccounts()
-        self.sitting_out: Collection[str] = self._accounts.debts_ns
+        self.sitting_out: Collection[str] = self._accounts.sitting_out
         """Changes with every `settle`."""
 
     def __bool__(self) -> bool:
@@ -420,8 +420,7 @@ class Following:
         """It has ended."""
         if self._matchers.pop(request.request_id, None) is not None:
             del self._tenants[request.request_id]
-            if request.request_id in self.sitting_out:
-                self._accounts.end(request.request_id)
+            self._accounts.end(request.request_id)
             if not self._matchers:  # neither `choose` nor `settle` comes any more
                 self._made.clear()
                 self._failed.clear()
@@ -482,8 +481,8 @@ class Following:
 
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
         """Charge what the last masks took, after a step of this duration, and find out who sits out."""
-        if any(name not in self.sitting_out for name in running) and len(running) > 1:
-            self._accounts.settle(tuple(self._made.values()), self._matchers, step_ns, len(running), is_beside=is_beside)
+        if len(running) > 1:
+            self._accounts.settle(tuple(self._made.values()), self._matchers, running, step_ns, is_beside=is_beside)
         else:
             self._accounts.forgive()
         self._made.clear()

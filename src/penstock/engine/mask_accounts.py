@@ -1,15 +1,18 @@
 """The accounts of the time that masks take: owns which answers that follow a grammar sit out the next steps. The core tells
 after each step what every mask took. Reads no clock, and knows neither grammars nor plans.
 
-All rows of a step wait for the masks of some of them. So each row has a part of the step for its mask, and what a mask takes
-beyond that is a debt. A tenth of each step pays debts. A request with a debt sits out: it keeps its place and its blocks, and
-has no row.
+All rows of a step wait for the masks of some of them. So each row has an own part of the step for its masks: what they take
+beyond it is a debt, and what they leave of it pays the debt off. Who owes more than its own parts of some steps sits out: it
+keeps its place and its blocks, and has no row until a tenth of the steps has paid for it.
 
     own part of a row     a quarter of its equal part of the step (1 / rows), and a tenth of the step at most
     for all debts         a tenth of the step less the own parts that were used, but a quarter of that tenth at least
 
+What all running requests owe, nobody owes: among those whose masks cost alike, nobody would gain if some sat out. Those that
+sit out do not count as rows, else own parts would shrink with the steps, and more and more would sit out.
+
 So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are. Tenants
-share equally what pays debts, and so do the requests of each; what one does not need is the others'. A request that owes soon
+share equally what pays debts, and so do the requests of each; what one does not need is the others'. A request that sits out
 makes no more masks, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a
 client could leave before it pays, and come again. If it took over a debt itself, the larger of that and its own passes, so that
 the debts of many never become those of one. The time that nobody needs pays debts of requests that ended, too.
@@ -22,7 +25,7 @@ Masks that are made while the device computes cost others only the time by which
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -30,8 +33,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 STEP_SHARE = 10
 """One in so many parts of a step pays debts."""
 ROW_SHARE = 4
-"""One in so many parts of a row's equal part of the step is its own. Usual masks take less, so that a batch in which all rows
-follow grammars does not sit out its own steps."""
+"""One in so many parts of a row's equal part of the step is its own. Usual masks take less on average."""
+LENT_STEPS = 32
+"""A row may owe its own parts of so many steps, as the masks of one schema take 10 us in some places and 300 in others."""
 LEAST_SHARE = 4
 """One in so many parts of the tenth pays debts also if usual masks have used it up."""
 MAX_WALL = 2
@@ -59,7 +63,9 @@ class MaskAccounts:
 
     def __init__(self) -> None:
         self.debts_ns: dict[str, int] = {}
-        """Requests that sit out -> what they owe, which is never 0."""
+        """Requests -> what they owe, which is never 0."""
+        self.sitting_out: set[str] = set()
+        """Those that owe too much. Changes with every `settle`."""
         self._tenants: dict[str, str] = {}
         """Those of requests with debts."""
         self._taken_ns: dict[str, int] = {}
@@ -78,42 +84,49 @@ class MaskAccounts:
         left = next((entry for entry in self._left if entry[0] == tenant), None)
         if left is not None:
             self._left.remove(left)
-            self._owe(request_id, tenant, left[1])
-            self._taken_ns[request_id] = left[1]
+            self.debts_ns[request_id] = self._taken_ns[request_id] = left[1]
+            self._tenants[request_id] = tenant
 
     def end(self, request_id: str) -> None:
-        """A request with a debt ends."""
-        debt_ns, taken_ns = self.debts_ns.pop(request_id), self._taken_ns.pop(request_id, 0)
-        self._left.append((self._tenants.pop(request_id), min(debt_ns, max(taken_ns, debt_ns - taken_ns))))
+        """A request ends."""
+        if request_id in self.debts_ns:
+            debt_ns, tenant, taken_ns = self.debts_ns[request_id], self._tenants[request_id], self._taken_ns.get(request_id, 0)
+            self._left.append((tenant, min(debt_ns, max(taken_ns, debt_ns - taken_ns))))
+            self._drop(request_id)
 
-    def settle(self, made: Sequence[MadeMask], live: Container[str], step_ns: int, num_rows: int, *, is_beside: bool) -> None:
-        """After a step, and the masks for the next: charge them, and pay debts.
+    def settle(
+        self, made: Sequence[MadeMask], live: Container[str], running: Collection[str], step_ns: int, *, is_beside: bool
+    ) -> None:
+        """After a step, and the masks for the next: charge them, pay debts, and find out who sits out.
 
-        `live`: ids of requests that go on; others have ended by their masks, which may have been the slowest. `step_ns`:
-        duration of the step. `num_rows`: requests that wait for these masks. `is_beside`: the device computes the next step
-        meanwhile.
+        `live`: ids of requests that go on; others have ended by their masks, which may have been the slowest. `running`: of
+        all that wait for these masks if they do not sit out. `step_ns`: duration of the step. `is_beside`: the device computes
+        the next step meanwhile.
         """
-        charges_ns = [mask.charge_ns for mask in made]
-        total_ns = sum(charges_ns)
+        total_ns = sum([mask.charge_ns for mask in made])
         hidden_ns = 0
         if is_beside:  # the step was as long as its layers, or as the masks that were made beside it
             step_ns -= max(0, self._last_ns - self._step_ns)
             hidden_ns = step_ns
         self._step_ns, self._last_ns = step_ns, total_ns
         cost_ns = max(0, total_ns - hidden_ns)
+        num_rows = sum([name not in self.sitting_out for name in running])
         own_ns = step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
         used_ns = 0
-        for mask, charge_ns in zip(made, charges_ns, strict=True) if cost_ns else ():
-            part_ns = charge_ns * cost_ns // total_ns
-            used_ns += min(part_ns, own_ns)
-            if part_ns > own_ns:
-                self._owe(mask.request_id, mask.tenant, part_ns - own_ns)
-                if mask.request_id not in live:
-                    self.end(mask.request_id)
+        for mask in made if cost_ns else ():
+            name = mask.request_id
+            owed_ns = self.debts_ns.get(name, 0) + mask.charge_ns * cost_ns // total_ns
+            used_ns += min(owed_ns, own_ns)
+            if owed_ns > own_ns:
+                self.debts_ns[name], self._tenants[name] = owed_ns - own_ns, mask.tenant
+                if name not in live:
+                    self.end(name)
+            elif name in self.debts_ns:
+                self._drop(name)
         tenth_ns = step_ns // STEP_SHARE
         self._saved_ns = min(step_ns, self._saved_ns + max(tenth_ns - used_ns, tenth_ns // LEAST_SHARE, 1))
         if self.debts_ns:
-            self._pay()
+            self._settle_debts(running, LENT_STEPS * own_ns)
         while self._left and self._saved_ns:
             tenant, debt_ns = self._left.popleft()
             paid_ns = min(debt_ns, self._saved_ns)
@@ -124,25 +137,41 @@ class MaskAccounts:
     def forgive(self) -> None:
         """Nobody was there who waited for the masks of others."""
         self.debts_ns.clear()
+        self.sitting_out.clear()
         self._tenants.clear()
         self._taken_ns.clear()
 
-    def _owe(self, request_id: str, tenant: str, debt_ns: int) -> None:
-        self.debts_ns[request_id] = self.debts_ns.get(request_id, 0) + debt_ns
-        self._tenants[request_id] = tenant
+    def _settle_debts(self, running: Collection[str], lent_ns: int) -> None:
+        all_owe_ns = min([self.debts_ns.get(name, 0) for name in running], default=0)
+        for request_id in running if all_owe_ns else ():
+            self._reduce(request_id, all_owe_ns)
+        self._pay(lent_ns)
+        if self._saved_ns:
+            self._pay(0)
+        self.sitting_out.clear()
+        self.sitting_out.update([request_id for request_id, debt_ns in self.debts_ns.items() if debt_ns > lent_ns])
 
-    def _pay(self) -> None:
+    def _pay(self, lent_ns: int) -> None:
+        """What is owed beyond that."""
         by_tenant: dict[str, dict[str, int]] = {}
         for request_id, debt_ns in self.debts_ns.items():
-            by_tenant.setdefault(self._tenants[request_id], {})[request_id] = debt_ns
+            if debt_ns > lent_ns:
+                by_tenant.setdefault(self._tenants[request_id], {})[request_id] = debt_ns - lent_ns
         parts_ns = equal_parts(self._saved_ns, {tenant: sum(debts.values()) for tenant, debts in by_tenant.items()})
         for tenant, debts in by_tenant.items():
             for request_id, paid_ns in equal_parts(parts_ns[tenant], debts).items():
                 self._saved_ns -= paid_ns
-                self.debts_ns[request_id] -= paid_ns
-                if not self.debts_ns[request_id]:
-                    del self.debts_ns[request_id], self._tenants[request_id]
-                    self._taken_ns.pop(request_id, None)
+                self._reduce(request_id, paid_ns)
+
+    def _reduce(self, request_id: str, paid_ns: int) -> None:
+        self.debts_ns[request_id] -= paid_ns
+        if not self.debts_ns[request_id]:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        del self.debts_ns[request_id], self._tenants[request_id]
+        self._taken_ns.pop(request_id, None)
+        self.sitting_out.discard(request_id)
 
 
 def equal_parts(amount: int, wanted: Mapping[_Key, int]) -> dict[_Key, int]:
