@@ -71,7 +71,7 @@ def test_one_slow_mask_among_usual_ones_is_paid_from_what_was_saved():
     batch.run(20)
     batch.masks_ns["row0"] = 400_000
     batch.run(1)
-    assert not batch.accounts.debts_ns
+    assert not batch.accounts.sitting_out
 
 
 def test_usual_masks_go_on_beside_slow_ones():

@@ -7,8 +7,8 @@ and reads a clock only to know how long masks take.
     core.take_block_copies()         copies to make after that
     core.take_adapter_placements()   adapters to place after that
     ... an executor runs the plan ...
-    core.finish(plan, result, now)   its tokens
-    core.follow_grammars(events, ...)  what those answers may go on with that follow a grammar, and who sits out for it
+    core.finish(plan, result, now)   its tokens, and what answers may go on with that follow a grammar
+    core.settle_grammars(now, ...)   who can't follow a grammar any further, and who sits out for its masks
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
@@ -89,6 +89,8 @@ class EngineCore:
         self._last_finish_ns = 0
         self._last_step_ns = 0
         """How long the last step took, without its wait for other models."""
+        self.followed_ns = 0
+        """How long grammars took in the last `finish`, if it had a clock."""
         self.snapshot = self._take_snapshot()
         """Replaced as a whole in every turn, and before an end is told. Any thread may read it, and nothing else here."""
 
@@ -175,8 +177,7 @@ class EngineCore:
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
         outcome = self.scheduler.commit(plan, result, now_ns)
-        if self._following:
-            self._accept(outcome, clock)
+        self.followed_ns = self._follow(outcome, clock) if self._following else 0
         if outcome.ended:  # else the next `begin` tells soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
@@ -188,12 +189,16 @@ class EngineCore:
         self._observer.on_step(stats)
         return outcome.events
 
-    def _accept(self, outcome: StepOutcome, clock: Clock | None) -> None:
-        """Tell the grammars of answers what was sampled, and let the answers have the tokens that these force at once."""
+    def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
+        """Let the grammar of each answer make up its mind what may come next, and let the answers have the tokens that these
+        force at once. Returns how long that took, or 0 without a clock."""
+        began_ns = 0 if clock is None else clock.now_ns()
         for idx, event in enumerate(outcome.events):
             if event.finish_reason is None and event.request_id in self._following:
-                forced = self._following.accept(event, self.scheduler.max_forced(event.request_id), clock)
-                outcome.events[idx] = self.scheduler.force(event, forced, outcome) if forced else event
+                forced = self._following.follow(event, self.scheduler.max_forced(event.request_id), clock)
+                if forced:
+                    outcome.events[idx] = self.scheduler.force(event, forced, outcome)
+        return 0 if clock is None else clock.now_ns() - began_ns
 
     @property
     def has_grammars(self) -> bool:
@@ -211,14 +216,14 @@ class EngineCore:
         """
         return self._following.masks(plan)
 
-    def follow_grammars(self, events: Sequence[TokenEvent], now_ns: int, clock: Clock, *, is_beside: bool) -> list[TokenEvent]:
-        """Let the grammar of each answer in `finish`'s events make up its mind what may come next.
+    def settle_grammars(self, now_ns: int, *, is_beside: bool) -> list[TokenEvent]:
+        """End the requests whose grammar can't be followed any further, and find out who sits out.
 
-        Returns the finish events of those that can't go on, with ERROR. After each `finish`, before the next step is planned.
-        `clock` tells how long that takes, and nothing else. `is_beside`: a step is in flight.
+        Returns the finish events, with ERROR. After each `finish`, before the next step is planned. `is_beside`: a step is in
+        flight.
         """
         failed: list[TokenEvent] = []
-        for request_id, detail, reason in self._following.choose(events, clock):
+        for request_id, detail, reason in self._following.take_failed():
             failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
         if failed:
             self.snapshot = self._take_snapshot()
@@ -396,9 +401,9 @@ class Following:
         self._matchers: dict[str, Matcher] = {}
         self._tenants: dict[str, str] = {}
         self._failed: dict[str, tuple[str, str]] = {}
-        """Causes by request id, until `choose` tells them."""
-        self._made: dict[str, MadeMask] = {}
-        """The time that each has taken for its next mask, by request id, until `settle` charges it."""
+        """Causes by request id, until they are taken."""
+        self._made: list[MadeMask] = []
+        """Until `settle` charges them."""
         self._accounts = MaskAccounts()
         self.sitting_out: Collection[str] = self._accounts.sitting_out
         """Changes with every `settle`."""
@@ -421,7 +426,7 @@ class Following:
         if self._matchers.pop(request.request_id, None) is not None:
             del self._tenants[request.request_id]
             self._accounts.end(request.request_id)
-            if not self._matchers:  # neither `choose` nor `settle` comes any more
+            if not self._matchers:  # `settle` does not come any more
                 self._made.clear()
                 self._failed.clear()
 
@@ -435,8 +440,11 @@ class Following:
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
         return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
 
-    def accept(self, event: TokenEvent, max_forced: int, clock: Clock | None) -> Sequence[int]:
-        """Tell the matcher of a request what was sampled. Returns the tokens that have to follow, `max_forced` at most."""
+    def follow(self, event: TokenEvent, max_forced: int, clock: Clock | None) -> Sequence[int]:
+        """Tell the matcher of a request what was sampled, and let it make its next mask.
+
+        Returns the tokens that have to follow, `max_forced` at most.
+        """
         request_id, began = event.request_id, _times(clock)
         matcher, forced = self._matchers[request_id], list[int]()
         try:
@@ -445,29 +453,20 @@ class Following:
                 for token_id in token_ids[: max_forced - len(forced)]:
                     forced.append(token_id)
                     matcher.accept((token_id,))
+            matcher.mask()
         except BaseException as error:
             self._fail(request_id, error)
-        self._made[request_id] = MadeMask(request_id, self._tenants[request_id], *_since(began, _times(clock)))
+        ended = _times(clock)
+        self._made.append(MadeMask(request_id, self._tenants[request_id], ended[0] - began[0], ended[1] - began[1]))
         return forced
 
-    def choose(self, events: Iterable[TokenEvent], clock: Clock) -> list[tuple[str, str, str]]:
-        """The next masks. Returns the requests whose grammar can't be followed any further, since `accept` or now, with the
-        cause in words, and as a `RejectReason` value if the grammar itself is it.
-        """
-        began = _times(clock)
-        for request_id in [event.request_id for event in events if event.request_id in self._made]:
-            if request_id not in self._matchers or request_id in self._failed:
-                continue
-            try:
-                self._matchers[request_id].mask()
-            except BaseException as error:
-                self._fail(request_id, error)
-            ended, made = _times(clock), self._made[request_id]
-            wall_ns, busy_ns = _since(began, ended)
-            self._made[request_id] = made._replace(wall_ns=made.wall_ns + wall_ns, busy_ns=made.busy_ns + busy_ns)
-            began = ended
+    def take_failed(self) -> list[tuple[str, str, str]]:
+        """Requests whose grammar can't be followed any further, with the cause in words, and as a `RejectReason` value if the
+        grammar itself is it."""
+        if not self._failed:
+            return []
         failed, self._failed = self._failed, {}
-        return [(request_id, *causes) for request_id, causes in failed.items()]
+        return [(request_id, *causes) for request_id, causes in failed.items() if request_id in self._matchers]
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""
@@ -482,7 +481,7 @@ class Following:
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
         """Charge what the last masks took, after a step of this duration, and find out who sits out."""
         if len(running) > 1:
-            self._accounts.settle(tuple(self._made.values()), self._matchers, running, step_ns, is_beside=is_beside)
+            self._accounts.settle(self._made, self._matchers, running, step_ns, is_beside=is_beside)
         else:
             self._accounts.forgive()
         self._made.clear()
@@ -491,10 +490,6 @@ class Following:
 def _times(clock: Clock | None) -> tuple[int, int]:
     """The instant, and the time that the thread has worked."""
     return (0, 0) if clock is None else (clock.now_ns(), clock.busy_ns())
-
-
-def _since(began: tuple[int, int], ended: tuple[int, int]) -> tuple[int, int]:
-    return ended[0] - began[0], ended[1] - began[1]
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

@@ -2,14 +2,14 @@
 after each step what every mask took. Reads no clock, and knows neither grammars nor plans.
 
 All rows of a step wait for the masks of some of them. So each row has an own part of the step for its masks: what they take
-beyond it is a debt, and what they leave of it pays the debt off. Who owes more than its own parts of some steps sits out: it
-keeps its place and its blocks, and has no row until a tenth of the steps has paid for it.
+beyond it is a debt, and what they leave of it pays the debt off. A request that owes more than its own parts of some steps sits
+out: it keeps its place and its blocks, and has no row until a tenth of the steps has paid for it.
 
     own part of a row     a quarter of its equal part of the step (1 / rows), and a tenth of the step at most
     for all debts         a tenth of the step less the own parts that were used, but a quarter of that tenth at least
 
-What all running requests owe, nobody owes: among those whose masks cost alike, nobody would gain if some sat out. Those that
-sit out do not count as rows, else own parts would shrink with the steps, and more and more would sit out.
+A debt that all running requests have is none: nobody would gain if some sat out whose masks cost as much as those of others.
+Requests that sit out do not count as rows, else own parts would shrink with the steps, and more and more would sit out.
 
 So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are. Tenants
 share equally what pays debts, and so do the requests of each; what one does not need is the others'. A request that sits out
@@ -103,7 +103,8 @@ class MaskAccounts:
         all that wait for these masks if they do not sit out. `step_ns`: duration of the step. `is_beside`: the device computes
         the next step meanwhile.
         """
-        total_ns = sum([mask.charge_ns for mask in made])
+        charges_ns = [mask.charge_ns for mask in made]
+        total_ns = sum(charges_ns)
         hidden_ns = 0
         if is_beside:  # the step was as long as its layers, or as the masks that were made beside it
             step_ns -= max(0, self._last_ns - self._step_ns)
@@ -113,9 +114,9 @@ class MaskAccounts:
         num_rows = sum([name not in self.sitting_out for name in running])
         own_ns = step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
         used_ns = 0
-        for mask in made if cost_ns else ():
+        for mask, charge_ns in zip(made, charges_ns, strict=True) if cost_ns else ():
             name = mask.request_id
-            owed_ns = self.debts_ns.get(name, 0) + mask.charge_ns * cost_ns // total_ns
+            owed_ns = self.debts_ns.get(name, 0) + charge_ns * cost_ns // total_ns
             used_ns += min(owed_ns, own_ns)
             if owed_ns > own_ns:
                 self.debts_ns[name], self._tenants[name] = owed_ns - own_ns, mask.tenant
@@ -146,13 +147,11 @@ class MaskAccounts:
         for request_id in running if all_owe_ns else ():
             self._reduce(request_id, all_owe_ns)
         self._pay(lent_ns)
-        if self._saved_ns:
-            self._pay(0)
         self.sitting_out.clear()
         self.sitting_out.update([request_id for request_id, debt_ns in self.debts_ns.items() if debt_ns > lent_ns])
 
     def _pay(self, lent_ns: int) -> None:
-        """What is owed beyond that."""
+        """Pay the parts of debts that are above `lent_ns`."""
         by_tenant: dict[str, dict[str, int]] = {}
         for request_id, debt_ns in self.debts_ns.items():
             if debt_ns > lent_ns:

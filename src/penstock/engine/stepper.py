@@ -14,8 +14,8 @@ is the same in all of them. It takes the commands that have come and the time; i
              masks       for the rows that follow a grammar, once the step before was collected
     finish   collect     wait for the oldest step in flight
              aborts      apply those that came during the step, before its tokens are shown
-             commit      the core takes over the tokens
-             grammars    they follow the tokens, and the step that waits for masks gets them
+             commit      the core takes over the tokens, and grammars follow them
+             grammars    the step that waits for masks gets them
              tell        the events of the step go to the driver
 
 A turn begins a step if there is one to begin. It finishes one if as many are in flight as the executor takes, or if none began.
@@ -163,11 +163,11 @@ class Stepper:
         events = core.apply(self._poll_aborts(), now_ns)
         events += core.finish(flight.plan, result, now_ns, clock)
         told_ns = clock.now_ns()
-        parts_ns = {"schedule": flight.schedule_ns, "commit": told_ns - now_ns}
+        parts_ns = {"schedule": flight.schedule_ns, "commit": told_ns - now_ns - core.followed_ns}
         if core.has_grammars or self._awaits_masks:
-            self._follow_grammars(events, now_ns)
+            self._settle_grammars(events, now_ns)
             committed_ns, told_ns = told_ns, clock.now_ns()
-            parts_ns["grammar"] = told_ns - committed_ns
+            parts_ns["grammar"] = told_ns - committed_ns + core.followed_ns
         if events:
             self._tell(events, now_ns)
         parts_ns["output"] = clock.now_ns() - told_ns
@@ -196,9 +196,9 @@ class Stepper:
             self._executor.restrict(flight.ticket, self._core.masks(flight.plan))
             flight.awaits_masks = False
 
-    def _follow_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
-        """Let grammars follow, and send masks before there is text: a device at the end of its layers waits for them."""
-        events += self._core.follow_grammars(events, now_ns, self._clock, is_beside=bool(self._flights))
+    def _settle_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
+        """Send masks before there is text: a device at the end of its layers waits for them."""
+        events += self._core.settle_grammars(now_ns, is_beside=bool(self._flights))
         try:
             self._restrict()
         except ExecutorFailure:

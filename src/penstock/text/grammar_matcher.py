@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 
+WORDS = "[A-Za-z0-9]{1,10}"
+"""Tokens that are parts of words. With them in one piece a mask inside an e-mail address takes 20 us, and 100 without."""
+
+
 class GrammarTokens:
     """Thread-safe."""
 
@@ -66,9 +70,10 @@ class GrammarTokens:
         usable = np.zeros((self._vocab_size + 31) // 32 * 32, np.bool_)
         usable[: self._vocab_size] = [bool(token) for token in tokens]
         usable[list(self._end_ids)] = True
-        # General slices: what strings of JSON are made of is walked once, not for each mask.
+        # What strings of JSON are made of is walked once, not for each mask; and words, for patterns and e-mail addresses.
+        slices = [*LLTokenizer.json_slices(), WORDS]
         cutter = _Vocabulary(tokens, self.end_id, self._tokenizer, WeakMethod(self.cut_greedily))
-        vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self._end_ids))
+        vocabulary = LLTokenizer(TokenizerWrapper(cutter), eos_token=list(self._end_ids), slices=slices)
         return vocabulary, np.packbits(usable, bitorder="little")
 
     def cut_greedily(self, text: str) -> list[int]:
@@ -212,6 +217,7 @@ class CompiledGrammar:
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
         self._usable = usable
+        self._nothing = bytes(len(usable))
         self.tokens = tokens
         self._num_answers = 0
         self._has_failed = False
@@ -253,12 +259,12 @@ class CompiledGrammar:
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """The tokens that may follow. Raises `GrammarFailure`."""
         # There may be a word more than the vocabulary needs.
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8, len(self._usable)) & self._usable
+        mask = (np.frombuffer(matcher.compute_bitmask(), np.uint8, len(self._usable)) & self._usable).tobytes()
         if matcher.is_error():
             raise self.failure(matcher)
-        if not mask.any():
+        if mask == self._nothing:
             raise GrammarFailure("No token that an answer may have can continue it.", remedy="Leave special tokens out.")
-        return mask.tobytes()
+        return mask
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
         """The failure of a matcher that can't go on: no new one shares what it leaves behind."""
