@@ -92,7 +92,7 @@ void Engine::add_instruction(Instruction instruction) {
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
     if (program_.back().gated.gate_site >= 0) {
-        for (Floats& scratch : gate_scratch_) scratch.resize(size_t{kRowBlock} * kGatePanels * kPanel);
+        for (Floats& scratch : gate_scratch_) scratch.resize(kernels_.task_rows(1) * size_t{kGatePanels} * kPanel);
     }
 }
 

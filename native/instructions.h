@@ -11,7 +11,6 @@
 
 namespace penstock {
 
-constexpr int kRowBlock = 96;      // rows of a product's task: their activations stay in the second-level cache
 constexpr int kRowsTogether = 16;  // rows that go through one row operation after another: they stay in the first-level cache
 constexpr int kExpertsTogether = 16;  // whose scores of a row are one piece of work
 

@@ -23,7 +23,7 @@ Logits::Logits(const EngineShape& shape, const KernelTable& kernels, int num_mem
 void Logits::expect_product(float scale, float cap) {
     scale_ = scale;
     cap_ = cap;
-    for (Floats& scratch : scratch_) scratch.resize(size_t{kRowBlock} * kTogether);
+    for (Floats& scratch : scratch_) scratch.resize(kernels_.task_rows(1) * size_t{kTogether});
 }
 
 void Logits::begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels) {

@@ -10,8 +10,8 @@ constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than r
 constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
-// a whole block of rows. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
-constexpr int kTokensOfStrand = 8;
+// so many that reading counts for little. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
+constexpr int kTokensOfStrand = 8, kTokensOfWideStrand = 96;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int kFewestTokens = 12;      // of a step in one strand whose products fetch: products of fewer wait for memory themselves
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
@@ -104,7 +104,7 @@ void StepPlanner::plan_strands() {
     const int most = has_experts_ ? 1 : std::min({num_members_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     if (most > 1) add_up_costs();
     for (int wanted = most; wanted > 1 && plan_.strands.empty(); --wanted) {
-        if (layer_fits_cache() || input_.num_tokens / wanted >= kRowBlock) divide_tokens(wanted);
+        if (layer_fits_cache() || input_.num_tokens / wanted >= kTokensOfWideStrand) divide_tokens(wanted);
     }
     if (plan_.strands.empty()) plan_.strands.push_back({0, input_.num_tokens, 0, input_.num_logits});
 }
@@ -320,7 +320,8 @@ Stage StepPlanner::plan_product(const Instruction& instruction, int first, int e
     const int rows = end - first, wanted = kTasksPerMember * members;
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
     // many for a member is waited for by all.
-    const int row_blocks = ceil_div(rows, kRowBlock), tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
+    const int weight = instruction.kind == InstructionKind::kGated ? instruction.gated.gate : instruction.linears[0].weight;
+    const int row_blocks = ceil_div(rows, kernels_.task_rows(weights_.matrix(weight).cols)), tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
     const int block = ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile;  // of equal size, in whole tiles of rows
     const auto panels_of_task = [&](int panels) {
         return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;

@@ -131,6 +131,8 @@ PENSTOCK_INLINE void for_kind(WeightKind kind, F f) {
 
 int tile_panels(int rows) { return rows <= kFewRows ? kFewRowPanels : kTilePanels; }
 
+int task_rows(int) { return 96; }
+
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
           const UpcomingKv& upcoming) {
     if (w.kind == WeightKind::kU8Row) return gemm_row8(w, a, row0, row1, range, e);

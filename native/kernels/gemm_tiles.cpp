@@ -24,6 +24,8 @@ static_assert(kBlockCols == kGroup);
 constexpr int kBlockValues = kBlockCols * kPanel;  // weights of a panel in one
 constexpr int kPieceBlocks = 9;                 // at most: two panels of them and the next two take 36 KiB
 constexpr int kRowsTogether = 256;              // whose sums of two panels wait in the scratch
+constexpr int kRowBytes = 1 << 20;              // of their inputs, which stay in the second-level cache: half of what a core of Xeon has
+constexpr int kAheadBytes = 2048;               // of a panel's weights, which come from memory if rows are few
 constexpr int kMostRowTiles = kRowsTogether / kMostTileRows;
 
 // Truncated to bf16 a number loses 1/370 of itself on average. Weights are made larger by as much beforehand: rounding to nearest would
@@ -62,6 +64,7 @@ PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, ui
     const int64_t at = int64_t{panel} * groups + block;
     const bool nibbles = w.kind == WeightKind::kU4Affine || w.kind == WeightKind::kU4Symmetric, table = w.kind == WeightKind::kU4Table;
     const uint8_t* const quants = w.quants + at * (nibbles || table ? kBlockValues / 2 : kBlockValues);
+    for (int i = 0; i < 4; ++i) prefetch(quants + kAheadBytes + 64 * i);
     const __m512 d = _mm512_mul_ps(load_f16(w.scales + at * kPanel).v, _mm512_set1_ps(kTruncation));
     __m512 m = _mm512_setzero_ps();
     if (w.offsets) {
@@ -94,24 +97,28 @@ PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, ui
     }
 }
 
-// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others.
+// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others: in `steps` steps.
 class Widener {
   public:
-    PENSTOCK_MEMBER void begin(const Piece& piece, uint16_t* scratch) {
+    PENSTOCK_MEMBER void begin(const Piece& piece, uint16_t* scratch, int steps) {
         piece_ = &piece;
         to_ = scratch;
-        left_ = piece.w->kind == WeightKind::kBf16 ? 0 : piece.num_panels * (piece.end_block - piece.first_block);
+        done_ = 0;
+        all_ = piece.w->kind == WeightKind::kBf16 ? 0 : piece.num_panels * (piece.end_block - piece.first_block);
+        per_step_ = (all_ + steps - 1) / steps;
     }
-    PENSTOCK_MEMBER bool is_done() const { return left_ == 0; }
-    PENSTOCK_MEMBER void widen_one() {
-        const int blocks = piece_->end_block - piece_->first_block, at = --left_;
-        widen_block(*piece_->w, piece_->panel + at / blocks, piece_->first_block + at % blocks, to_ + at * kBlockValues);
+    PENSTOCK_MEMBER void step() {
+        const int blocks = piece_->end_block - piece_->first_block, end = done_ + per_step_ < all_ ? done_ + per_step_ : all_;
+        for (; done_ < end; ++done_) {
+            const int block = done_ % blocks;
+            widen_block(*piece_->w, piece_->panel + done_ / blocks, piece_->first_block + block, to_ + done_ * kBlockValues);
+        }
     }
 
   private:
     const Piece* piece_ = nullptr;
     uint16_t* to_ = nullptr;
-    int left_ = 0;
+    int done_ = 0, all_ = 0, per_step_ = 0;
 };
 
 // How rows are divided into tiles of as many rows each. The last one begins with rows of the one before if need be; those are not stored
@@ -168,7 +175,7 @@ PENSTOCK_INLINE void multiply(Tiles& tiles, const Activation& a, const RowTiles&
             second += kBlockCols;
         }
         first += kBlockCols;
-        if (!widener.is_done()) widener.widen_one();
+        widener.step();
     }
     for_sums([&]<int kSum>(float* at) PENSTOCK_LAMBDA { tiles.template store<kSum>(at, kSumStride); });
 }
@@ -234,12 +241,14 @@ void multiply_rows(const PackedMatrix* first, const PackedMatrix* second, const 
     Piece piece[2];
     Widener widener;
     bool has_piece = pieces.next(piece[0]);
-    if (has_piece) widener.begin(piece[0], scratch[0]);
+    if (has_piece) {
+        widener.begin(piece[0], scratch[0], 1);
+        widener.step();
+    }
     for (int turn = 0; has_piece; turn ^= 1) {
-        while (!widener.is_done()) widener.widen_one();
         const Piece& now = piece[turn];
         has_piece = pieces.next(piece[turn ^ 1]);
-        if (has_piece) widener.begin(piece[turn ^ 1], scratch[turn ^ 1]);
+        if (has_piece) widener.begin(piece[turn ^ 1], scratch[turn ^ 1], (rows.count + 1) / 2 * (now.end_block - now.first_block));
         const PackedMatrix& w = *now.w;
         const int blocks = w.cols / kBlockCols;
         const bool is_wide = w.kind == WeightKind::kBf16;
@@ -276,6 +285,11 @@ PENSTOCK_INLINE void for_rows(const PackedMatrix* first, const PackedMatrix* sec
 }  // namespace
 
 int tile_panels(int) { return 2; }
+
+int task_rows(int cols) {
+    const int rows = kRowBytes / (2 * cols) / (2 * kMostTileRows) * (2 * kMostTileRows);
+    return rows < 2 * kMostTileRows ? 2 * kMostTileRows : rows < kRowsTogether ? rows : kRowsTogether;
+}
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, const UpcomingKv& upcoming) {
     if (w.kind == WeightKind::kU8Row || w.cols % kBlockCols != 0) {

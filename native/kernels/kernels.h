@@ -252,6 +252,8 @@ struct KernelTable {
 
     // how many panels side by side are fastest for so many rows
     int (*tile_panels)(int rows);
+    // how many rows of so many columns a task has at most, fewer of more: their activations stay in the second-level cache
+    int (*task_rows)(int cols);
     // out[r, panels] = a[r] @ w.T for rows [row0, row1) and a range of panels
     void (*gemm)(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
                  const UpcomingKv& upcoming);

@@ -21,6 +21,7 @@ void cap_row(float* x, int cols, float scale, float cap);
 void dot_rows(float* out, const float* x, const float* w, int rows, int cols);
 void weighted_sum(float* out, const float* x, int64_t ld, const int32_t* places, const float* shares, int count, int cols);
 int tile_panels(int rows);
+int task_rows(int cols);
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e,
           const UpcomingKv& upcoming);
 void gemm_gated(const PackedMatrix& gate, const PackedMatrix& up, const Activation& a, int row0, int row1, PanelRange range,

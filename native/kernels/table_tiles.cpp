@@ -57,6 +57,7 @@ KernelTable make_table() {
     KernelTable table = avx512::kernel_table();
     table.name = PENSTOCK_VARIANT;
     table.tile_panels = tile_panels;
+    table.task_rows = task_rows;
     table.gemm = gemm;
     table.gemm_gated = gemm_gated;
     table.probe_arithmetic = probe_tiles;
