@@ -1,10 +1,11 @@
-"""How far do the logits move when the inputs of the linear layers are rounded to int8, in groups of which size?
+"""How far do the logits move when the inputs of the linear layers, or their weights, are rounded, in which way?
 
 Runs the reference backend, float32 throughout, with the rounding put in front of every product, over one text;
 compares with the same run without rounding. This is what chose the native backend's activations
-(docs/decisions/int8-activations.md).
+(docs/decisions/int8-activations.md), and what its tiles multiply (docs/decisions/bf16-tiles.md).
 
     python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900
+    python benchmarks/activation_rounding.py --text tests/golden/sonnet_excerpt.txt --tokens 900 --of weights
 
 The last line printed is one JSON object.
 """
@@ -56,15 +57,41 @@ class Int8:
         return np.where(is_outlier, groups, np.rint(groups / step) * step).reshape(x.shape).astype(np.float32)
 
 
+class Int8Weights:
+    """int8 with a scale per row of the matrix, or per `piece` columns of a row. A matrix is rounded once."""
+
+    def __init__(self, piece: int = 0) -> None:
+        self._piece = piece
+        self._rounded: dict[int, F32] = {}
+
+    def __call__(self, weight: F32) -> F32:
+        place = weight.__array_interface__["data"][0]
+        if place not in self._rounded:
+            width = self._piece if self._piece and weight.shape[1] % self._piece == 0 else weight.shape[1]
+            pieces = weight.reshape(len(weight), -1, width)
+            step = np.maximum(np.abs(pieces).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+            self._rounded[place] = (np.rint(pieces / step) * step).reshape(weight.shape)
+        return self._rounded[place]
+
+
+def truncated(weight: F32) -> F32:
+    """To bf16, as native/kernels/gemm_tiles.cpp does it."""
+    larger = weight * np.float32(1 + 1 / 370)
+    return (larger.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def exactly(x: F32) -> F32:
+    return x
+
+
 def bfloat16(x: F32) -> F32:
     bits = np.ascontiguousarray(x).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def forward(executor: ReferenceExecutor, token_ids: list[int], rounding: Rounding | None) -> F32:
+def forward(executor: ReferenceExecutor, token_ids: list[int], of_inputs: Rounding, of_weights: Rounding) -> F32:
     product = interpreter.product
-    if rounding is not None:
-        interpreter.product = lambda x, weight, position: product(rounding(x), weight, position)
+    interpreter.product = lambda x, weight, position: product(of_inputs(x), of_weights(weight), position)
     try:
         return executor.forward_logits(token_ids)
     finally:
@@ -83,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--of", choices=("inputs", "weights"), default="inputs")
     args = parser.parse_args()
     model = load_model(resolve(DEFAULT_MODEL, default_cache_dir()))
     token_ids = load_tokenizer(model.tokenizer_source).encode(args.text.read_text(), add_special_tokens=False)[: args.tokens]
@@ -96,11 +124,21 @@ def main() -> None:
     roundings |= {
         f"group 32, power of two, outliers above {t} rms": Int8(32, power_of_two=True, outlier_ratio=t) for t in (4, 6, 8, 12)
     }
-    exact = forward(executor, token_ids, None)
+    both: dict[str, tuple[Rounding, Rounding]] = {name: (rounding, exactly) for name, rounding in roundings.items()}
+    if args.of == "weights":
+        per_row = Int8Weights()
+        both = {
+            "bf16, weights truncated to bf16": (bfloat16, truncated),
+            "weights int8 per row": (exactly, per_row),
+            "weights int8 per row and 288 columns": (exactly, Int8Weights(288)),
+            "per row, outliers above 6 rms": (Int8(0, outlier_ratio=6), exactly),
+            "the same, weights int8 per row": (Int8(0, outlier_ratio=6), per_row),
+        }
+    exact = forward(executor, token_ids, exactly, exactly)
     base = negative_log_likelihood(exact, token_ids)
     results = {}
-    for name, rounding in roundings.items():
-        logits = forward(executor, token_ids, rounding)
+    for name, (rounding, of_weights) in both.items():
+        logits = forward(executor, token_ids, rounding, of_weights)
         error = logits - exact
         error -= error.mean(-1, keepdims=True)
         results[name] = {

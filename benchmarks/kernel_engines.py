@@ -193,9 +193,10 @@ class ProductEngine(_Runner):
         table = engine.add_matrix(
             SourceFormat.BF16, max_rows, product.cols, _bf16_rows(rng, max_rows, product.cols, OUTLIER_SHARE)
         )
-        activation = engine.add_activation(product.cols, kind.is_quantised, per_sample=False, by_row=kind.by_row)
+        has_integers = kind.by_row or (kind.is_quantised and not engine.has_tiles)
+        activation = engine.add_activation(product.cols, has_integers, per_sample=False, by_row=kind.by_row)
         rounded = RowOpKind.ROUND if kind.by_row else RowOpKind.QUANTIZE
-        convert = rounded if kind.is_quantised else RowOpKind.TO_BF16
+        convert = rounded if has_integers else RowOpKind.TO_BF16
         engine.add_rows(
             [RowOp(RowOpKind.EMBED, out=x, weight=table, value=1.0), RowOp(convert, out=activation, x=x)], samples=False
         )

@@ -27,7 +27,7 @@ from kernel_engines import WEIGHT_KINDS, Product, ProductEngine, WeightKind
 from peaks import PeakMeter, Work, fastest_s, usable_threads
 from printed import origin, table
 
-from penstock.backends.native._native import usable_variants
+from penstock.backends.native._native import emulated_variants, usable_variants
 
 ROWS = "1,2,3,4,6,8,12,16,24,32,48,64,96,128,256,512"
 SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -86,7 +86,7 @@ def measure_product(product: Product, kind: WeightKind, args: argparse.Namespace
         cpu_time=args.cpu_time,
     )
     meter = PeakMeter(args.threads, args.variant, cpu_time=args.cpu_time)
-    peak = "int8" if kind.is_quantised else "bf16"
+    peak = "bf16_tiles" if args.variant == "amx" and not kind.by_row else "int8" if kind.is_quantised else "bf16"
     times = fastest_s(engine.run, args.rows, meter, peak, args.seconds)
     shares = [
         f"{100 * product_work(product, kind, rows).share(times[rows], meter, peak):.0f}" if rows in times else ""
@@ -119,7 +119,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_choices(parser, "--models", MODELS)
     add_choices(parser, "--shapes", dict.fromkeys(product.name for products in MODELS.values() for product in products))
     add_choices(parser, "--kinds", WEIGHT_KINDS)
-    parser.add_argument("--variant", choices=usable_variants(), default=usable_variants()[0])
+    parser.add_argument("--variant", choices=[*usable_variants(), *emulated_variants()], default=usable_variants()[0])
     parser.add_argument("--rows", type=parse_rows, default=parse_rows(ROWS), help=f"such as 1,2,8-12; default {ROWS}")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each shape and kind of weights; at least three runs")
     parser.add_argument("--cpu-time", action="store_true", help="one thread's time on a processor")

@@ -84,7 +84,18 @@ int Engine::add_activation(int cols, bool quantised, bool per_sample, bool by_ro
     return static_cast<int>(activations_.size()) - 1;
 }
 
+// std::invalid_argument unless an activation is in the form that a matrix multiplies.
+void Engine::check_form(int weight, int activation) const {
+    const PackedMatrix& w = weights_.packed(weight).matrix;
+    const Activation& x = activations_.at(activation).view;
+    const bool fits = kernels_.reads_bf16(w) ? x.bf16 != nullptr : w.kind == WeightKind::kU8Row ? x.row_scale != nullptr : x.exponent != nullptr;
+    if (!fits || x.cols != w.cols) throw std::invalid_argument("an activation is in another form than its matrix multiplies, or has other columns");
+}
+
 void Engine::add_instruction(Instruction instruction) {
+    for (const LinearOp& op : instruction.linears) check_form(op.weight, op.activation);
+    if (instruction.kind == InstructionKind::kGated) check_form(instruction.gated.gate, instruction.gated.activation);
+    if (instruction.kind == InstructionKind::kExperts) check_form(instruction.experts.layer.inner, instruction.experts.layer.input);
     for (const RowOp& op : instruction.rows) {
         if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows - op.n);
     }

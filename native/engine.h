@@ -120,6 +120,7 @@ class Engine final : private Work {
 
     // The computation of a task.
     const Instruction* instruction_of(int index) const;  // null: the draw
+    void check_form(int weight, int activation) const;
     void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);
     void run_row_op(const RowOp& op, int64_t row);

@@ -98,7 +98,7 @@ def _this_machine(num_threads: int | None) -> Hardware:
         name=f"{cpu_name() or 'a processor'}, {num_threads} threads, {peaks.variant}",
         memory_bytes=available_memory_bytes(),
         read_bytes_per_s=peaks.read_bytes_per_s,
-        int8_ops_per_s=peaks.int8_ops_per_s,
+        int8_ops_per_s=peaks.quantised_ops_per_s,
         bf16_ops_per_s=peaks.bf16_ops_per_s,
     )
 

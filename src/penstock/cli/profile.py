@@ -168,7 +168,7 @@ def _peaks(config: Config, executor: Executor, *, is_quantised: bool) -> Peaks |
 
     threads = getattr(executor, "num_threads", 1)
     probed = probe_peaks(threads)
-    kind, ops_per_s = ("int8", probed.int8_ops_per_s) if is_quantised else ("bf16", probed.bf16_ops_per_s)
+    kind, ops_per_s = (probed.quantised, probed.quantised_ops_per_s) if is_quantised else ("bf16", probed.bf16_ops_per_s)
     return Peaks(
         ops_per_s=ops_per_s, read_bytes_per_s=probed.read_bytes_per_s, words=f"{kind}, {threads} threads, {probed.variant}"
     )

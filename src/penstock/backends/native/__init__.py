@@ -46,7 +46,9 @@ class Peaks:
     """The best of several short measurements, of all threads together. A multiply-add is two operations."""
 
     variant: str
-    int8_ops_per_s: float
+    quantised: str
+    """What quantised weights are multiplied by: int8, or bf16 tiles."""
+    quantised_ops_per_s: float
     bf16_ops_per_s: float
     read_bytes_per_s: float
 
@@ -83,4 +85,7 @@ def probe_peaks(num_threads: int) -> Peaks:
     read_gbs = _native.peak_read_gbs(
         num_threads=num_threads, num_bytes=probed_bytes(), variant=variant, seconds=PROBE_S, repeat=PROBE_REPEAT
     )
-    return Peaks(variant, best(ProbeKind.INT8), best(ProbeKind.BF16), 1e9 * read_gbs)
+    if variant == "amx":
+        tiles = best(ProbeKind.BF16_TILES)
+        return Peaks(variant, "bf16 tiles", tiles, tiles, 1e9 * read_gbs)
+    return Peaks(variant, "int8", best(ProbeKind.INT8), best(ProbeKind.BF16), 1e9 * read_gbs)
