@@ -47,7 +47,7 @@ class Peaks:
 
     variant: str
     quantised: str
-    """What quantised weights are multiplied by: int8, or bf16 tiles."""
+    """The arithmetic of quantised weights: int8, or bf16 tiles."""
     quantised_ops_per_s: float
     bf16_ops_per_s: float
     read_bytes_per_s: float
