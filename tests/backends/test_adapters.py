@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from native_variants import VARIANTS
 from packed_models import Packing, write_packed_hf
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
-from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -138,7 +138,7 @@ def test_native_is_near_the_reference(load: Callable[..., LoadedModel], matrix_t
     executor.close()
 
 
-@pytest.mark.parametrize("variant", info()["variants"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_near_the_reference(load: Callable[..., LoadedModel], variant: str) -> None:
     """In units of all kinds: a rank of 256 and 1,120 columns are several of each."""
     model = load("Q8_0", is_tied=False, num_layers=1, intermediate_size=1120)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from penstock.backends.native import info
+from native_variants import VARIANTS
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
@@ -138,7 +138,7 @@ def test_a_row_alone_is_the_row_among_others(models: Mapping[str, LoadedModel], 
     rows.executor.close()
 
 
-@pytest.mark.parametrize("variant", info()["variants"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_base_rows_keep_the_bits_of_an_engine_without_adapters(models: Mapping[str, LoadedModel], variant: str) -> None:
     """Also where their product with a gate is divided for others' sake; and a row's adapter tells."""
     rows, without = Rows(models["Q4_0"], variant=variant), Rows(models["Q4_0"], variant=variant, has_adapters=False)

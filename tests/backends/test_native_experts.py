@@ -15,7 +15,7 @@ import pytest
 
 from backends.format_blocks import random_blocks
 from backends.native_probe import F32, bf16
-from penstock.backends.native import info
+from native_variants import VARIANTS
 from penstock.backends.native._native import Engine, Team
 from penstock.backends.native.lowering import ACTIVATION_KINDS, lower
 from penstock.backends.reference.interpreter import Interpreter, RowRun
@@ -27,7 +27,6 @@ from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, LayerSpec, ModelSpec
 
-VARIANTS: list[str] = info()["variants"]
 F32_ = WeightFormat.F32
 NUM_IDS, MAX_TOKENS = 120, 100
 ODD = Experts("y", "x", "r", "g", "u", "d", num_experts=7, num_experts_per_token=3, intermediate_size=40, activation="silu")

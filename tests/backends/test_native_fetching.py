@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from backends.native_probe import Probe
-from penstock.backends.native._native import RowOpKind, SourceFormat
+from native_variants import WITHOUT_TILES
+from penstock.backends.native._native import SourceFormat
 
 NUM_ROWS = 12  # the fewest that products fetch for
 BYTES_PER_GROUP = {SourceFormat.Q8_0: 34, SourceFormat.BF16: 64}
@@ -19,14 +20,13 @@ def open_probe(
 ) -> Probe:
     """Products of (format, rows, columns), whose weights are 0, and then attention of one head."""
     sizes = {"head_dim": head_dim, "block_size": block_size, "num_blocks": num_blocks}
-    probe = Probe(NUM_ROWS, head_dim, variant="", num_threads=1, **sizes)
+    probe = Probe(NUM_ROWS, head_dim, variant=WITHOUT_TILES[0], num_threads=1, **sizes)
     q, out = probe.input(np.zeros((NUM_ROWS, head_dim), np.float32)), probe.buffer(head_dim)
     linears = []
     for source, rows, cols in products:
         is_quantised = source is not SourceFormat.BF16
         x = probe.input(np.zeros((NUM_ROWS, cols), np.float32))
-        activation = probe.engine.add_activation(cols, is_quantised, False)
-        probe.row(RowOpKind.QUANTIZE if is_quantised else RowOpKind.TO_BF16, out=activation, x=x)
+        activation = probe.activation(x, cols, is_quantised=is_quantised)
         weight = probe.engine.add_matrix(source, rows, cols, np.zeros((rows, cols // 32 * BYTES_PER_GROUP[source]), np.uint8))
         linears.append((weight, activation, probe.buffer(rows), -1, -1))
     probe.flush()

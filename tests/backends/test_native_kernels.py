@@ -9,7 +9,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from backends.native_probe import F32, Probe, bf16, bf16_bytes
-from penstock.backends.native import info
+from native_variants import VARIANTS, WITH_TILES
 from penstock.backends.native._native import KvFormat, RowOpKind, SourceFormat
 from penstock.backends.native.lowering import ACTIVATION_KINDS
 from penstock.backends.reference.interpreter import activate, gated
@@ -18,7 +18,6 @@ from penstock.models.weights import WeightFormat, dequantize
 from penstock.types.kv_dtype import KEY_GROUP
 from penstock.types.model_spec import Activation
 
-VARIANTS = info()["variants"]
 FORMATS = {
     WeightFormat.Q4_0: (SourceFormat.Q4_0, gguf.GGMLQuantizationType.Q4_0),
     WeightFormat.Q4_1: (SourceFormat.Q4_1, gguf.GGMLQuantizationType.Q4_1),
@@ -51,11 +50,19 @@ def packed_weights(raw: np.ndarray, fmt: WeightFormat, cols: int) -> tuple[F32, 
     return weight, offsets
 
 
-def quantised_product(x: F32, raw: np.ndarray, fmt: WeightFormat) -> F32:
-    """x @ w.T as the integer kernels compute it, in float64."""
+def quantised_product(x: F32, raw: np.ndarray, fmt: WeightFormat, variant: str) -> NDArray[np.float64]:
+    """x @ w.T as the kernels compute it, in float64; beside tiles x must be exact in bf16."""
+    if variant in WITH_TILES:
+        return x.astype(np.float64) @ weights_beside_tiles(raw, fmt, x.shape[1], variant).T
     (seen, rest), (weight, offsets) = quantised_activations(x), packed_weights(raw, fmt, x.shape[1])
     sums = bf16((seen + rest).reshape(len(x), -1, 32).sum(-1))
     return (seen + rest).astype(np.float64) @ weight.T + sums.astype(np.float64) @ offsets.T
+
+
+def weights_beside_tiles(raw: np.ndarray, fmt: WeightFormat, cols: int, variant: str) -> F32:
+    """Each weight as tiles multiply it, in bf16: test_native_formats.py says how far it is from the file's."""
+    each = np.eye(cols, dtype=np.float32)
+    return linear_probe(each, raw, FORMATS[fmt][0], (len(raw), cols), variant).run(range(cols)).T
 
 
 def random_rows(rng: np.random.Generator, rows: int, cols: int, *, outliers: bool = False) -> F32:
@@ -71,8 +78,7 @@ def linear_probe(
     probe = Probe(len(x), shape[0], variant=variant)
     buffer = probe.input(x, epilogue.pop("embedding", None))
     quantised = source != SourceFormat.BF16
-    activation = probe.engine.add_activation(x.shape[1], quantised, per_sample=False)
-    probe.row(RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16, out=activation, x=buffer)
+    activation = probe.activation(buffer, x.shape[1], is_quantised=quantised)
     bias = probe.engine.add_vector(epilogue["bias"]) if "bias" in epilogue else -1
     residual = probe.input(epilogue["residual"]) if "residual" in epilogue else -1
     probe.flush()
@@ -95,7 +101,7 @@ def test_quantised_product_is_that_of_its_parts(
     raw = quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind)
     bias, residual = rng.standard_normal(rows).astype(np.float32), random_rows(rng, batch, rows)
     out = linear_probe(x, raw, source, (rows, cols), variant, bias=bias, residual=residual).run(range(batch))
-    expected = quantised_product(x, raw, fmt) + bias + residual
+    expected = quantised_product(x, raw, fmt, variant) + bias + residual
     scale = np.abs(x).astype(np.float64) @ np.abs(dequantize(raw, fmt, cols).T)
     assert (np.abs(out - expected) <= 2e-6 * scale + 1e-6).all()
     plain = x.astype(np.float64) @ dequantize(raw, fmt, cols).T + bias + residual
@@ -119,7 +125,7 @@ def test_rows_of_one_tile_have_outliers_in_columns_of_their_own(
     epilogue = {"residual": residual} if with_residual else {}
     probe = linear_probe(x, raw, source, (rows, cols), variant, **epilogue)
     together = probe.run(range(batch))
-    expected = quantised_product(x, raw, fmt) + (residual if with_residual else 0)
+    expected = quantised_product(x, raw, fmt, variant) + (residual if with_residual else 0)
     scale = np.abs(x).astype(np.float64) @ np.abs(dequantize(raw, fmt, cols).T)
     assert (np.abs(together - expected) <= 2e-6 * scale + 1e-6).all()
     alone = linear_probe(x[2:3], raw, source, (rows, cols), variant, **{k: v[2:3] for k, v in epilogue.items()}).run([0])
@@ -171,13 +177,20 @@ def test_an_outlier_neither_loses_precision_nor_takes_it_from_its_neighbours(var
         weight[row, column] = 1.0
     raw = quantize(weight, gguf.GGMLQuantizationType.Q8_0)
     out = linear_probe(x, raw, SourceFormat.Q8_0, (16, 512), variant).run(range(4))
-    seen = x.astype(np.float64)[:, [6, 5, 300]] * dequantize(raw, WeightFormat.Q8_0, 512)[:3].max(1)
+    read = (
+        weights_beside_tiles(raw, WeightFormat.Q8_0, 512, variant)
+        if variant in WITH_TILES
+        else dequantize(raw, WeightFormat.Q8_0, 512)
+    )
+    seen = x.astype(np.float64)[:, [6, 5, 300]] * read[:3].max(1)
     assert np.abs(out[:, :3] - seen).max() < 4 / 127
 
 
 @pytest.mark.parametrize("cols", [32, 96, 576, 1120, 2080])
 def test_a_norm_quantised_at_once_is_the_norm_quantised(variant: str, cols: int) -> None:
     """To the bit, for each row whatever is computed with it: all at once, in small pieces, and from its own norm."""
+    if variant in WITH_TILES:
+        pytest.skip("beside tiles no product reads groups of integers")
     rng = np.random.default_rng(cols)
     x, weight = random_rows(rng, 23, cols), 1 + rng.standard_normal(cols).astype(np.float32) / 4
     x[:, 5] *= 32
@@ -202,7 +215,7 @@ def test_a_norm_quantised_at_once_is_the_norm_quantised(variant: str, cols: int)
 
     whole = probe_of(at_once=True).run(range(23))
     normed = (x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight).astype(np.float32)
-    expected = quantised_product(normed, raw, WeightFormat.Q8_0)
+    expected = quantised_product(normed, raw, WeightFormat.Q8_0, variant)
     assert np.abs(whole - expected).max() < 1e-3 * np.abs(expected).max()
     assert (probe_of(at_once=False).run(range(23)) == whole).all()
     for rows in (1, 3):
@@ -220,7 +233,7 @@ def test_a_group_of_weights_without_a_scale_is_its_offset(variant: str) -> None:
     raw = quantize(weight, gguf.GGMLQuantizationType.Q4_1)
     assert (raw.reshape(16, 2, 20)[:, :, :2] == 0).all()
     out = linear_probe(x, raw, SourceFormat.Q4_1, (16, 64), variant).run(range(3))
-    assert np.allclose(out, quantised_product(x, raw, WeightFormat.Q4_1), rtol=1e-5, atol=1e-6)
+    assert np.allclose(out, quantised_product(x, raw, WeightFormat.Q4_1, variant), rtol=1e-5, atol=1e-6)
     assert np.abs(out[:, 8:]).max() == 0.0
 
 
@@ -231,7 +244,7 @@ def test_weights_that_are_no_numbers_are_refused(variant: str) -> None:
         Probe(1, 16, variant=variant).engine.add_matrix(SourceFormat.Q8_0, 16, 64, raw)
 
 
-@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 2, 1), (33, 63, 7), (48, 130, 14)])
+@pytest.mark.parametrize(("rows", "cols", "batch"), [(16, 2, 1), (33, 63, 7), (48, 130, 14), (40, 96, 17), (16, 608, 33)])
 def test_bf16_product(variant: str, rows: int, cols: int, batch: int) -> None:
     rng = np.random.default_rng(rows * cols)
     x, weight = random_rows(rng, batch, cols), random_rows(rng, rows, cols)
@@ -424,15 +437,14 @@ def test_gated_product_is_gate_and_up_in_one(variant: str, fmt: WeightFormat) ->
     probe = Probe(14, 40, variant=variant)
     buffer = probe.input(x)
     quantised = fmt is not WeightFormat.BF16
-    activation = probe.engine.add_activation(64, quantised, per_sample=False)
-    probe.row(RowOpKind.QUANTIZE if quantised else RowOpKind.TO_BF16, out=activation, x=buffer)
+    activation = probe.activation(buffer, 64, is_quantised=quantised)
     probe.flush()
     out = probe.buffer(40)
     gate, up = (probe.engine.add_matrix(source, 40, 64, raw) for raw in raws)
     probe.engine.add_gated(gate, up, activation, out, 0, False)
     probe.finish(out)
     products = (
-        [quantised_product(x, raw, fmt) for raw in raws]
+        [quantised_product(x, raw, fmt, variant) for raw in raws]
         if quantised
         else [x.astype(np.float64) @ bf16(w).T.astype(np.float64) for w in dense]
     )
@@ -975,9 +987,7 @@ def test_answers_do_not_depend_on_the_number_of_threads(variant: str) -> None:
     results = []
     for num_threads in (1, 2, 3):
         probe = Probe(30, 200, variant=variant, num_threads=num_threads)
-        buffer = probe.input(x)
-        activation = probe.engine.add_activation(96, True, per_sample=False)
-        probe.row(RowOpKind.QUANTIZE, out=activation, x=buffer)
+        activation = probe.activation(probe.input(x), 96)
         probe.flush()
         out = probe.buffer(200)
         matrix = probe.engine.add_matrix(SourceFormat.Q4_0, 200, 96, raw)

@@ -7,11 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.native_probe import Probe, bf16
-from penstock.backends.native import info
+from native_variants import VARIANTS
 from penstock.backends.native._native import RowOpKind, SourceFormat
 
 F32 = NDArray[np.float32]
-VARIANTS = info()["variants"]
 NUM_ROWS = 29
 GELU = 2
 

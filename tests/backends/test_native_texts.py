@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from native_variants import VARIANTS
 from penstock.backends.batch import NO_USABLE_STATE
-from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models.program import (
@@ -43,7 +43,6 @@ from penstock.types.plan import AdmitRow, PaddingId, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 
 F32 = NDArray[np.float32]
-VARIANTS = info()["variants"]
 VOCAB_SIZE = 97
 MAX_LEN = 420
 LENGTHS = (1, 5, 16, 17, 64, 33, 401, 200)

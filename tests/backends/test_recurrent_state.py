@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from native_variants import VARIANTS
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
-from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import Config, KvConfig
@@ -41,7 +41,7 @@ BACKENDS: dict[str, Callable[..., Executor]] = {
     "reference": ReferenceExecutor,
     **{
         variant: lambda *args, _variant=variant, **options: NativeExecutor(*args, variant=_variant, **options)
-        for variant in info()["variants"]
+        for variant in VARIANTS
     },
 }
 

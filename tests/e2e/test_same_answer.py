@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from answer_bench import Answer, Bench, answer_of
+from native_variants import VARIANTS
 from parity.tiny import write_case
 from parity.tiny_cases import CASES as CASES_OF_PARITY
-from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
@@ -70,7 +70,6 @@ def parity_bench(name: str, variant: str, directory: Path) -> Bench:
     return make_bench(load_hf_directory(path), variant, prompts, Capacity(500, 16, NUM_REQUESTS, 1024, 640))
 
 
-VARIANTS: list[str] = info()["variants"]
 CASES = [
     pytest.param(("default", VARIANTS[0]), marks=pytest.mark.model, id=f"default-{VARIANTS[0]}"),
     *(pytest.param(("tiny", v), id=f"tiny-{v}") for v in VARIANTS),

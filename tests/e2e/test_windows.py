@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from answer_bench import Bench, answer_of
+from native_variants import VARIANTS
 from parity.tiny import write_case
 from parity.tiny_cases import CASES as CASES_OF_PARITY
-from penstock.backends.native import info
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -25,7 +25,6 @@ from penstock.types.sampling import SamplingParams
 BLOCK, CHUNK, WINDOW = 16, 48, 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, logprobs=5)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=40, logprobs=5)
-VARIANTS: list[str] = info()["variants"]
 KINDS = [("reference", KvDtype.INT8), *((variant, dtype) for variant in VARIANTS for dtype in (KvDtype.INT8, KvDtype.BF16))]
 
 

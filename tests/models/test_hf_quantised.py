@@ -155,6 +155,8 @@ def test_matrices_of_one_order_of_columns_may_be_put_together(tmp_path: Path) ->
 class CountingEngine:
     """An engine that only counts its buffers and activations."""
 
+    has_tiles = False
+
     def __init__(self) -> None:
         self.num_buffers = 0
 
