@@ -27,7 +27,7 @@ constexpr size_t kChunkBytes = size_t{1} << 27;  // of an arena; of what is not 
 constexpr int64_t kDearPageNs = 1'000'000;       // a huge page takes 0.1 ms, 512 small ones 0.5 ms
 constexpr uintptr_t kFetchedBytes = 1 << 17;     // of one wish Linux reads as much as its read-ahead allows: 128 KiB, unless told otherwise
 constexpr int64_t kMostMovedPages = 16384;       // each is a mapping of its own, of which Linux grants a process 65,530; 32 GiB
-constexpr uint16_t kOneF16 = 0x3C00;
+constexpr uint16_t kSmallestF16 = 1;  // 2^-24
 
 [[noreturn]] void throw_disk_error(int error, const char* what) { throw DiskError(error, std::generic_category(), what); }
 
@@ -80,10 +80,10 @@ struct Target {
     uint16_t* offsets;   // [16], every other one; null if not affine
 };
 
-// A d of zero is not representable: such a group becomes zeros times a d that is, or the smallest number of a table without zero
-// times the smallest d.
+// A d of zero is not representable: such a group becomes zeros, or the smallest number of a table without zero, times the smallest
+// d, so that a sum of d times something and m is as exact as m.
 void mend_zero(Group& g, uint16_t& d, const BlockFormat& format) {
-    d = format.table && format.table[8] != 128 ? 1 : kOneF16;  // 1 is 2^-24
+    d = kSmallestF16;
     std::memset(g.q, zero_byte(format.kind), kGroup);
 }
 

@@ -341,3 +341,25 @@ def test_a_product_with_every_format_is_that_of_its_values(variant: str, fmt: We
     size = np.sqrt((x**2).astype(np.float64) @ (values**2).T.astype(np.float64)) + 1e-3
     error = (product(x, raw, fmt, variant) - wanted) / size
     assert np.sqrt((error**2).mean()) < (0.003 if variant in WITH_TILES else 0.02)
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("variant", WITH_TILES)
+def test_weights_beside_tiles_are_bf16_and_on_average_as_large_as_before(variant: str, fmt: WeightFormat) -> None:
+    """Rows that are 1 at one column give each of them.
+
+    Truncation takes up to a 128th of a number; a 370th, which it takes on average, was added before. What is truncated is a sum
+    in float32 of numbers up to a hundred times the group's largest.
+    """
+    for rows, num_blocks in zip((16, 5, 37), NUM_BLOCKS, strict=True):
+        cols = num_blocks * BLOCKS[fmt][0]
+        raw = random_blocks(np.random.default_rng(rows), fmt, rows, cols)
+        packed = embedded(raw, fmt, cols, variant)
+        found = product(np.eye(cols, dtype=np.float32), raw, fmt, variant).T
+        assert np.array_equal(bf16(found), found)
+        off = np.repeat(np.abs(packed.reshape(-1, 32)).max(-1), 32).reshape(packed.shape) * 2.0**-17
+        grown = np.sign(packed) * found.astype(np.float64) / (1 + 1 / 370)
+        assert (grown <= np.abs(packed) + off).all()
+        assert (grown >= np.abs(packed) * (1 - 2**-7) - off).all()
+        if found.size > 5000:
+            assert abs((found * packed).sum() / (packed * packed).sum() - 1) < 0.001
