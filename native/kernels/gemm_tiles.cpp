@@ -65,7 +65,9 @@ PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, ui
     const bool nibbles = w.kind == WeightKind::kU4Affine || w.kind == WeightKind::kU4Symmetric, table = w.kind == WeightKind::kU4Table;
     const uint8_t* const quants = w.quants + at * (nibbles || table ? kBlockValues / 2 : kBlockValues);
     for (int i = 0; i < 4; ++i) prefetch(quants + kAheadBytes + 64 * i);
-    const __m512 d = _mm512_mul_ps(load_f16(w.scales + at * kPanel).v, _mm512_set1_ps(kTruncation));
+    // Without its last two bits, so that 24 d and 384 d below are exact and a weight of zero stays zero.
+    const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(w.scales + at * kPanel).v, _mm512_set1_ps(kTruncation)));
+    const __m512 d = _mm512_castsi512_ps(_mm512_and_si512(grown, _mm512_set1_epi32(~3)));
     __m512 m = _mm512_setzero_ps();
     if (w.offsets) {
         const __m512i both = _mm512_loadu_si512(w.offsets + (int64_t{panel} * ((groups + 1) / 2) + block / 2) * 2 * kPanel);

@@ -349,7 +349,7 @@ def test_weights_beside_tiles_are_bf16_and_on_average_as_large_as_before(variant
     """Rows that are 1 at one column give each of them.
 
     Truncation takes up to a 128th of a number; a 370th, which it takes on average, was added before. What is truncated is a sum
-    in float32 of numbers up to a hundred times the group's largest.
+    in float32 of numbers up to a hundred times the group's largest. Without an offset, zero stays zero.
     """
     for rows, num_blocks in zip((16, 5, 37), NUM_BLOCKS, strict=True):
         cols = num_blocks * BLOCKS[fmt][0]
@@ -357,6 +357,8 @@ def test_weights_beside_tiles_are_bf16_and_on_average_as_large_as_before(variant
         packed = embedded(raw, fmt, cols, variant)
         found = product(np.eye(cols, dtype=np.float32), raw, fmt, variant).T
         assert np.array_equal(bf16(found), found)
+        if grouped_integers(raw, fmt, cols).offsets is None:
+            assert not found[packed == 0].any()
         off = np.repeat(np.abs(packed.reshape(-1, 32)).max(-1), 32).reshape(packed.shape) * 2.0**-17
         grown = np.sign(packed) * found.astype(np.float64) / (1 + 1 / 370)
         assert (grown <= np.abs(packed) + off).all()
