@@ -64,7 +64,7 @@ class Probe:
         return self.engine.add_buffer(width, per_sample=False)
 
     def activation(self, x: int, cols: int, *, is_quantised: bool = True) -> int:
-        """What products with quantised weights, or with those of bf16, read of a buffer."""
+        """The form of a buffer that products with quantised weights read, or with those of bf16."""
         in_integers = is_quantised and not self.engine.has_tiles
         activation = self.engine.add_activation(cols, in_integers, per_sample=False)
         self.row(RowOpKind.QUANTIZE if in_integers else RowOpKind.TO_BF16, out=activation, x=x)

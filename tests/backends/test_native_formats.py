@@ -348,8 +348,8 @@ def test_a_product_with_every_format_is_that_of_its_values(variant: str, fmt: We
 def test_weights_beside_tiles_are_bf16_and_on_average_as_large_as_before(variant: str, fmt: WeightFormat) -> None:
     """Rows that are 1 at one column give each of them.
 
-    Truncation takes up to a 128th of a number; a 370th, which it takes on average, was added before. What is truncated is a sum
-    in float32 of numbers up to a hundred times the group's largest. Without an offset, zero stays zero.
+    Truncation takes up to a 128th of a number; a 370th, which it takes on average, was added before. Each number was a sum in
+    float32 of others up to a hundred times the group's largest. Without an offset, zero stays zero.
     """
     for rows, num_blocks in zip((16, 5, 37), NUM_BLOCKS, strict=True):
         cols = num_blocks * BLOCKS[fmt][0]
