@@ -104,3 +104,12 @@ async def test_null_is_the_same_as_absent_in_the_document_too(document):
 
 async def test_what_a_response_must_have_is_required(document):
     assert document["components"]["schemas"]["ResponsesBody"]["required"] == ["input"]
+
+
+async def test_an_explanation_has_the_fields_of_its_schema(client, document):
+    answer = (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).json()
+    [choice] = (await client.get(f"/v1/requests/{answer['id']}")).json()["choices"]
+    schema = document["components"]["schemas"]["RequestChoice"]["properties"]
+    for name in ("prefill", "resume", "decode", "sat_out", "batch", "waited"):
+        assert set(choice[name]) == set(schema[name]["properties"]), name
+    assert set(schema) - {"arm"} <= set(choice) <= set(schema)

@@ -515,7 +515,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             prefix=_or_null(_object(hit_tokens=_COUNT, stopped_at=_COUNT, because=_TEXT, evicted_ms_before_if_any=_NUMBER)),
             prefill=_object(steps=_COUNT, tokens=_COUNT),
             resume=_object(steps=_COUNT, tokens=_COUNT),
-            decode=_object(steps=_COUNT, with_prompts_ms=_NUMBER),
+            decode=_object(steps=_COUNT, forced_tokens=_COUNT, with_prompts_ms=_NUMBER),
             sat_out=_object(steps=_COUNT, ms=_NUMBER),
             batch=_object(mean=_NUMBER, max=_COUNT),
             longest_gap=_or_null(
