@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from native_variants import VARIANTS
+from native_variants import ONE_OF_EACH, VARIANTS
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
@@ -121,9 +121,12 @@ class Rows:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "BF16"])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_alone_is_the_row_among_others(models: Mapping[str, LoadedModel], kind: str, num_threads: int) -> None:
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_a_row_alone_is_the_row_among_others(
+    models: Mapping[str, LoadedModel], variant: str, kind: str, num_threads: int
+) -> None:
     """Among rows without an adapter, of the same one and of nine others, in any order and in chunks."""
-    rows = Rows(models[kind], num_threads=num_threads)
+    rows = Rows(models[kind], num_threads=num_threads, variant=variant)
     alone = {row: rows.run([row])[row] for row in range(MAX_ROWS)}
     together = rows.run(range(MAX_ROWS))
     assert together == alone

@@ -131,7 +131,7 @@ def native_factories() -> list[Factory]:
     """None where the module was not built, as on a machine that is there for its GPU: the GPU's tests need nothing of it."""
     if find_spec("penstock.backends.native._native") is None:
         return []
-    from penstock.backends.native import info
+    from native_variants import VARIANTS
 
     shapes = {"": UNTIED, "-padded": PADDED}
     return [
@@ -143,7 +143,7 @@ def native_factories() -> list[Factory]:
             make_adapted=functools.partial(make_native, variant=variant, shape=shape, **ADAPTED),
             pack=functools.partial(pack_random, shape=shape),
         )
-        for variant in info()["variants"]
+        for variant in VARIANTS
         for words, shape in shapes.items()
     ]
 
