@@ -43,6 +43,14 @@ def test_one_cpu_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> Non
     assert next(value for name, value in _facts(None) if name == "processor").endswith(", 1 CPU usable")
 
 
+@pytest.mark.parametrize("reason", ["", "the system refuses them (arch_prctl: Operation not permitted)"])
+def test_env_says_why_the_processors_tiles_are_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: reason)
+    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx512", "portable"])
+    kernels = next(value for name, value in _facts(None) if name == "kernels")
+    assert kernels == "avx512; usable: avx512, portable" + (f"; not the processor's tiles (AMX): {reason}" if reason else "")
+
+
 def test_the_settings_file_names_the_cache_for_all(penstock: Penstock, tmp_path: Path, tiny_model: Path) -> None:
     """The file that `pull` fetches is the one that `serve` looks for."""
     folder = tmp_path / "elsewhere"

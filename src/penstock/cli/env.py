@@ -50,7 +50,8 @@ def _kernels() -> str:
         info = native.info()
     except ImportError as error:
         return f"not usable: {error}"
-    return f"{info['variant']}; usable: {', '.join(info['variants'])}"
+    without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
+    return f"{info['variant']}; usable: {', '.join(info['variants'])}{without}"
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:

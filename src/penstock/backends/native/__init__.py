@@ -23,6 +23,8 @@ class KernelInfo(TypedDict):
     """Usable instruction-set variants, best first."""
     variant: str
     """The one taken by default."""
+    why_no_tiles: str
+    """Why the tiles that the processor has can't be used; empty if they can, or if it has none."""
 
 
 def info() -> KernelInfo:
@@ -30,7 +32,7 @@ def info() -> KernelInfo:
     from penstock.backends.native import _native
 
     variants = _native.usable_variants()
-    return {"variants": variants, "variant": variants[0]}
+    return {"variants": variants, "variant": variants[0], "why_no_tiles": _native.why_no_tiles()}
 
 
 PROBE_S = 0.01
