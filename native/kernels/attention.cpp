@@ -1,140 +1,202 @@
-// Paged attention of one query tile over one KV head, in segments of 256 absolute positions.
-//
-// For every (query, head) pair the segments are computed alone (attention_segment.h) and merged in ascending order
-// (attention_merge.h). A query's own position is the only bound it sees, so chunked and whole prefill, decode and a later split
-// of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
+// Attention by vectors (attention_task.h), and what all variants of an instruction set share: partial results and their merge.
 
-#include "attention_merge.h"
-#include "attention_queries.h"
-#include "attention_segment.h"
-#include "integers.h"
+#include "attention_task.h"
 
 namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-// How many tiles ahead at most; a task of fewer fetches as many of the next one.
-constexpr int kAhead = 32;
+constexpr int kValueBytes = 64;  // of kPositions positions of sixteen columns of the values
 
-// Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns
-// how many there are then; `most` at most.
-int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, Tiles& tiles, int count, int most) {
-    const int64_t block_stride = kv.block_stride, key_stride = kv.tile_stride();
-    const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
-    const uint8_t* keys = kv.data + t.kv_head * kv.head_stride();
-    const uint8_t* values = keys + kv.values_offset();
-    const int tiles_of_block = kv.block_size / kKvTile, wanted = count + (end - begin + kKvTile - 1) / kKvTile;
-    const int32_t* block = t.block_table + begin / kv.block_size;
-    int tile = begin % kv.block_size / kKvTile;
-    for (const int stop = wanted < most ? wanted : most; count < stop; ++block, tile = 0) {
-        for (; tile < tiles_of_block && count < stop; ++tile, ++count) {
-            tiles.keys[count] = keys + *block * block_stride + tile * key_stride;
-            tiles.values[count] = values + *block * block_stride + tile * value_stride;
+// How many tiles of keys, or of sixteen columns of values, go side by side so that few pairs still fill the pipeline.
+template <int kCount>
+constexpr int side_by_side() {
+    return kCount * 2 > kPairs ? (kPairs >= 12 ? 2 : 1) : kCount * 4 > kPairs ? (kPairs >= 12 ? 4 : 2) : 4;
+}
+
+template <int kMost, typename F>
+PENSTOCK_INLINE void dispatch_count(int count, F f) {
+    switch (count) {
+        case 1: f.template operator()<1>(); break;
+        case 2: if constexpr (kMost >= 2) f.template operator()<2>(); break;
+        case 3: if constexpr (kMost >= 3) f.template operator()<3>(); break;
+        case 4: if constexpr (kMost >= 4) f.template operator()<4>(); break;
+        case 5: if constexpr (kMost >= 5) f.template operator()<5>(); break;
+        case 6: if constexpr (kMost >= 6) f.template operator()<6>(); break;
+        case 7: if constexpr (kMost >= 7) f.template operator()<7>(); break;
+        case 8: if constexpr (kMost >= 8) f.template operator()<8>(); break;
+        case 9: if constexpr (kMost >= 9) f.template operator()<9>(); break;
+        case 10: if constexpr (kMost >= 10) f.template operator()<10>(); break;
+        case 11: if constexpr (kMost >= 11) f.template operator()<11>(); break;
+        case 12: if constexpr (kMost >= 12) f.template operator()<12>(); break;
+        default: break;
+    }
+}
+
+// Dot products, times the keys' scales, of kCount pairs and the kTiles * 16 positions from `tile` on. The integer sums of a group
+// of columns stay in registers, and with AVX-512 the sums over groups, too.
+template <typename Kv, int kCount, int kTiles, bool kFetch>
+PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries& q, int steps, float* scores) {
+    constexpr int kKeyBytes = kLanes * kQueryBytes;
+    const uint8_t* const* keys = segment.tiles.keys + tile;
+    const uint8_t* const* ahead = segment.ahead.keys + tile;
+    const int group_steps = Kv::steps_of_group(steps), fetched = steps / 2;  // the others: KeyFetcher
+    int64_t scales = int64_t{steps} * kKeyBytes;
+    vf sum[kTiles][kCount];
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) sum[u][p] = set1(0.0f);
+    }
+    int d = 0, group = 0;
+    do {  // at least once, or the compiler keeps zeros in memory; so below
+        const int end = d + group_steps < steps ? d + group_steps : steps;
+        vi acc[kTiles][kCount];
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+            const vi start = Kv::start(q, group + p);
+            PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = start;
+        }
+        do {
+            vb k[kTiles];
+            PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+                if constexpr (kFetch) {
+                    if (d < fetched) prefetch(ahead[u] + d * kKeyBytes);
+                }
+                k[u] = load64(keys[u] + d * kKeyBytes);
+            }
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+                const uint8_t* some = q.integers + (d * kPairs + p) * kQueryBytes;
+                PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) acc[u][p] = Kv::dot(acc[u][p], k[u], some);
+            }
+        } while (++d < end);
+        PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+            const vf scale = Kv::load_scales(keys[u] + scales);
+            if constexpr (kFetch) prefetch(ahead[u] + scales);
+            PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) {
+                sum[u][p] = fma(to_float(acc[u][p]), Kv::scale(q, group + p, scale), sum[u][p]);
+            }
+        }
+        scales += Kv::kScaleBytes;
+        group += kPairs;
+    } while (d < steps);
+    PENSTOCK_UNROLL for (int u = 0; u < kTiles; ++u) {
+        PENSTOCK_UNROLL for (int p = 0; p < kCount; ++p) store(scores + p * kSegment + u * kKvTile, sum[u][p]);
+    }
+}
+
+// scores[pair][16 * tile ...] of the tiles [from, end) of a segment
+template <typename Kv, int kCount, bool kFetch>
+__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const Queries& q, int head_dim,
+                                           float* scores) {
+    constexpr int kTiles = kScoreSums < 4 * kCount ? kScoreSums / kCount : 4;
+    const int steps = head_dim / Kv::kColumns;
+    int i = from;
+    for (; i + kTiles <= end; i += kTiles) score_tiles<Kv, kCount, kTiles, kFetch>(segment, i, q, steps, scores + i * kKvTile);
+    if constexpr (kTiles > 2) {
+        if (i + 2 <= end) {
+            score_tiles<Kv, kCount, 2, kFetch>(segment, i, q, steps, scores + i * kKvTile);
+            i += 2;
         }
     }
-    return count;
+    for (; i < end; ++i) score_tiles<Kv, kCount, 1, kFetch>(segment, i, q, steps, scores + i * kKvTile);
 }
 
-// The first position that a query at `position` sees.
-PENSTOCK_INLINE int first_seen(const AttentionTask& t, int position) {
-    return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
-}
-
-Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int count) {
-    Pairs pairs;
-    pairs.count = count;
-    int query = first_pair / t.heads_per_kv, head = first_pair % t.heads_per_kv;
-    for (int p = 0; p < count; ++p) {
-        const int last = t.first_position + query;
-        pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
-        pairs.last[p] = last;
-        pairs.first[p] = first_seen(t, last);
-        pairs.head[p] = head;
-        pairs.dither[p] = Dither::begin(last, t.kv_head * t.heads_per_kv + head);
-        if (++head == t.heads_per_kv) head = 0, ++query;
+// kColumns * 16 columns of o from column d on.
+template <typename Kv, int kCount, int kColumns>
+PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim, int d,
+                                   float* out) {
+    typename Kv::Sum acc[kColumns][kCount];
+    for (int c = 0; c < kColumns; ++c) {
+        for (int p = 0; p < kCount; ++p) acc[c][p] = Kv::zero();
     }
-    return pairs;
+    const typename Kv::Weight* const weights = weights_of<Kv>(scratch, 0);
+    const auto add_some = [&](const uint8_t* values, int at) __attribute__((always_inline)) {
+        vb v[kColumns];
+        for (int c = 0; c < kColumns; ++c) v[c] = load64(values + c * kValueBytes);
+        for (int p = 0; p < kCount; ++p) {
+            const vb some = set1_pair(weights + p * kSegment + at);
+            for (int c = 0; c < kColumns; ++c) acc[c][p] = Kv::add_values(acc[c][p], v[c], some);
+        }
+    };
+    const int64_t stride = int64_t{kValueBytes} / kLanes * head_dim;  // bytes of kPositions positions
+    const int64_t column = int64_t{kValueBytes} / kLanes * d;
+    // Integers beyond the end are harmless, as their weights are zero; a bf16 there might be NaN.
+    const int whole = Kv::kIsInt8 ? padded_end(end, Kv::kPositions) : end / Kv::kPositions * Kv::kPositions;
+    for (int at = from; at < whole;) {
+        const uint8_t* values = segment.tiles.values[at / kKvTile] + column;
+        const uint8_t* ahead = segment.ahead.values[at / kKvTile] + column;
+        for (const int stop = whole - at > kKvTile ? at + kKvTile : whole; at < stop; at += Kv::kPositions) {
+            for (int c = 0; c < kColumns; ++c) prefetch(ahead + c * kValueBytes);
+            add_some(values, at);
+            values += stride;
+            ahead += stride;
+        }
+    }
+    if (!Kv::kIsInt8 && end % 2) add_some(scratch.odd + column, end - 1);
+    for (int p = 0; p < kCount; ++p) {
+        for (int c = 0; c < kColumns; ++c) store(out + p * head_dim + c * kLanes, Kv::sum_of(acc[c][p], scratch.factor[p]));
+    }
 }
 
-// The positions [begin, end) of which a task reads the keys and values; `begin` is that of a segment.
-struct Range {
-    int begin, end;
+// o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
+template <typename Kv, int kCount>
+__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim,
+                                           float* out) {
+    constexpr int kColumns = side_by_side<kCount>();
+    int d = 0;
+    for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) {
+        weigh_columns<Kv, kCount, kColumns>(segment, from, end, scratch, head_dim, d, out + d);
+    }
+    for (; d < head_dim; d += kLanes) weigh_columns<Kv, kCount, 1>(segment, from, end, scratch, head_dim, d, out + d);
+}
+
+// The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
+PENSTOCK_INLINE void copy_odd_values(const KvTiles& tiles, int end, int head_dim, uint8_t* odd) {
+    const uint8_t* values = tiles.values[end / kKvTile] + end % kKvTile / 2 * 4 * head_dim;
+    for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
+}
+
+// The products that attention_task.h asks for.
+template <typename KvType>
+struct VectorProducts {
+    using Kv = KvType;
+    static constexpr int kPositions = Kv::kPositions;  // whose values are multiplied at once: so many weights are made
+
+    // Keeps the integers of four pairs, 32 columns from `begin` on: of the first two pairs and of the others.
+    static PENSTOCK_MEMBER void lay_out(const Scratch& scratch, int head_dim, int item, int begin, vb first, vb second) {
+        alignas(64) int8_t integers[4][kGroup];
+        store64(reinterpret_cast<uint8_t*>(integers[0]), first);
+        store64(reinterpret_cast<uint8_t*>(integers[2]), second);
+        const int groups = (head_dim + kGroup - 1) / kGroup, block = item / (groups * kPairs), place = item % kPairs;
+        uint8_t* out = scratch.q + block * kPairs * head_dim + begin * kPairs + place * kQueryBytes;
+        for (int d = 0; d < (begin + kGroup <= head_dim ? kGroup : kLanes); d += kLanes) {
+            transpose_fours(out + d * kPairs, kPairs * kQueryBytes, integers[0] + d, kGroup, 0);
+        }
+    }
+
+    // scores[pair][16 * tile ...] of the pairs [at, at + count) and the tiles [from, end)
+    PENSTOCK_MEMBER void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch) {
+        const int groups = (head_dim + kGroup - 1) / kGroup;
+        for (int p = 0; p < count; p += kScorePairs) {
+            dispatch_count<kScorePairs>(count - p < kScorePairs ? count - p : kScorePairs, [&]<int kCount>() {
+                const auto score = at + p == 0 ? score_pairs<Kv, kCount, true> : score_pairs<Kv, kCount, false>;
+                const Queries q{integers_of(scratch, at + p, head_dim, kQueryBytes / Kv::kColumns), scratch.q_scales + at * groups + p,
+                                scratch.q_starts + at * groups + p};
+                score(segment, from, end, q, head_dim, scratch.scores + p * kSegment);
+            });
+        }
+    }
+
+    // o[pair] = sum over positions [from, end) of the segment of weight * value, of `count` pairs
+    PENSTOCK_MEMBER void weigh(const Segment& segment, int count, int from, int end, int head_dim, const Scratch& scratch, float* o) {
+        if (!Kv::kIsInt8 && end % 2) copy_odd_values(segment.tiles, end, head_dim, scratch.odd);
+        dispatch_count<kPairs>(count, [&]<int kCount>() { weigh_pairs<Kv, kCount>(segment, from, end, scratch, head_dim, o); });
+    }
 };
-
-PENSTOCK_INLINE Range range_of(const AttentionTask& t, int first, int end) {
-    int begin = first / kSegment * kSegment;
-    if (t.partials && t.first_segment * kSegment > begin) begin = t.first_segment * kSegment;
-    if (t.partials && t.end_segment * kSegment < end) end = t.end_segment * kSegment;
-    return {begin, end};
-}
-
-// The keys and values to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
-void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, int begin, int count, Segment& segment) {
-    const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = (tiles < kAhead ? tiles : kAhead) * kKvTile;
-    int found = find_tiles(kv, t, begin + lead, range.end, segment.ahead, 0, count);
-    if (found < count && t.next) {
-        const AttentionTask& next = *t.next;
-        const Range after = range_of(next, first_seen(next, next.first_position), next.first_position + next.num_queries);
-        const int past = begin + lead + found * kKvTile - (range.begin + tiles * kKvTile);
-        found = find_tiles(kv, next, after.begin + past, after.end, segment.ahead, found, count);
-    }
-    for (; found < count; ++found) {
-        segment.ahead.keys[found] = segment.tiles.keys[found];
-        segment.ahead.values[found] = segment.tiles.values[found];
-    }
-}
-
-PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_dim, int begin) {
-    float* memory = t.partials + begin / kSegment * attention_partial_floats(num_pairs, head_dim);
-    return {memory, memory + kStateFloats, memory + 2 * kStateFloats};
-}
-
-// Calls f(at, count) for every kPairs pairs of which one may see the segment that begins at `begin`.
-template <typename F>
-PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
-    for (int at = 0; at < pairs.count; at += kPairs) {
-        const int count = pairs.count - at < kPairs ? pairs.count - at : kPairs;
-        if (pairs.last[at + count - 1] >= begin && pairs.first[at] < begin + kSegment) f(at, count);
-    }
-}
-
-// Up to kTaskPairs pairs, kPairs at a time within every segment.
-template <typename Kv>
-void attend(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch) {
-    Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
-    if constexpr (Kv::kIsInt8) {
-        round_to_int8(kv, t, pairs, scratch);
-    } else {
-        round_to_int16(kv, t, pairs, scratch);
-    }
-    if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
-    Segment segment;
-    const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
-    for (int begin = range.begin; begin < range.end; begin += kSegment) {
-        const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
-        find_ahead(kv, t, range, begin, num_tiles, segment);
-        if constexpr (Kv::kIsInt8) {
-            load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
-        }
-        const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
-        for_pairs(pairs, begin, [&](int at, int count) {
-            attend_segment<Kv>(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state);
-            if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
-        });
-    }
-    if (!t.partials) write_out(t, pairs, kv.head_dim, scratch.merged);
-}
 
 }  // namespace
 
 void attention(const KvLayer& kv, const AttentionTask& t, float* memory) {
     const Scratch scratch = make_scratch(memory, kv.head_dim);
-    const int pairs = t.num_queries * t.heads_per_kv;
-    for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
-        const int count = pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs;
-        kv.format == KvFormat::kInt8 ? attend<Int8Kv>(kv, t, first_pair, count, scratch)
-                                     : attend<Int16Kv>(kv, t, first_pair, count, scratch);
-    }
+    kv.format == KvFormat::kInt8 ? attend(kv, t, scratch, VectorProducts<Int8Kv>()) : attend(kv, t, scratch, VectorProducts<Int16Kv>());
 }
 
 void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
@@ -148,11 +210,8 @@ void attention_merge(const KvLayer& kv, const AttentionTask& t, float* memory) {
     write_out(t, pairs, kv.head_dim, scratch.merged);
 }
 
-int64_t attention_partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
+int64_t attention_partial_floats(int num_pairs, int head_dim) { return partial_floats(num_pairs, head_dim); }
 
-int64_t attention_scratch_floats(int head_dim) {
-    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
-           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup);
-}
+int64_t attention_scratch_floats(int head_dim) { return scratch_floats(head_dim); }
 
 }  // namespace penstock::PENSTOCK_ISA

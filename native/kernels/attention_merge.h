@@ -1,5 +1,5 @@
 // Results of pairs, merged over segments: (m, l, o) of those so far with the next one, rescaled to the larger bound.
-// Included by attention.cpp alone.
+// Included by attention_task.h alone.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The queries of an attention task as integers, laid out as the keys are: some columns of each of kPairs pairs in turn.
-// Included by attention.cpp alone.
+// The queries of an attention task as integers, laid out as they will be multiplied: by vectors as the keys are, some columns of each
+// of kPairs pairs in turn. Included by attention_task.h alone.
 
 #pragma once
 
@@ -45,7 +45,8 @@ void round_to_int16(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, con
 }
 
 // For keys of 8 bits, whose groups of columns have scales of their own: so have the query's. A query with a number that is none has
-// no scale, and so no score. Four pairs go side by side.
+// no scale, and so no score. Four pairs go side by side; Products::lay_out keeps their integers.
+template <typename Products>
 void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, const Scratch& scratch) {
     static_assert(kPairs % 4 == 0);
     const int groups = kv.key_groups(), items = (pairs.count + kPairs - 1) / kPairs * groups * kPairs;
@@ -84,14 +85,7 @@ void round_to_int8(const KvLayer& kv, const AttentionTask& t, Pairs& pairs, cons
         }
         const vb first = rounded_i8(values[0], values[1], values[2], values[3]);
         const vb second = rounded_i8(values[4], values[5], values[6], values[7]);
-        alignas(64) int8_t integers[4][kGroup];
-        store64(reinterpret_cast<uint8_t*>(integers[0]), first);
-        store64(reinterpret_cast<uint8_t*>(integers[2]), second);
-        const int block = item / (groups * kPairs), place = item % kPairs;
-        uint8_t* out = scratch.q + block * kPairs * kv.head_dim + begin * kPairs + place * kQueryBytes;
-        for (int d = 0; d < (is_whole ? kGroup : kLanes); d += kLanes) {
-            transpose_fours(out + d * kPairs, kPairs * kQueryBytes, integers[0] + d, kGroup, 0);
-        }
+        Products::lay_out(scratch, kv.head_dim, item, begin, first, second);
         alignas(16) int32_t sums[4];
         store_sums_of_four(sums, first, second);
         for (int i = 0; i < 4; ++i) scratch.q_starts[item + i] = -kDotZero * sums[i];

@@ -1,5 +1,5 @@
 // The memory of an attention task: its pairs of a query and a head, and where its intermediate results are. Included by
-// attention.cpp alone.
+// attention_task.h alone.
 
 #pragma once
 
@@ -51,6 +51,13 @@ struct Scratch {
 };
 
 constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2;
+
+PENSTOCK_INLINE int64_t partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
+
+PENSTOCK_INLINE int64_t scratch_floats(int head_dim) {
+    return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
+           (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup);
+}
 
 PENSTOCK_INLINE State take_state(float*& memory, int head_dim) {
     const State state{memory, memory + kStateFloats, memory + 2 * kStateFloats};

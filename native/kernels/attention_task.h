@@ -1,0 +1,142 @@
+// Paged attention of one query tile over one KV head, in segments of 256 absolute positions. Included by attention.cpp
+// alone, which says how integers are multiplied.
+//
+// For every (query, head) pair the segments are computed alone (attention_segment.h) and merged in ascending order
+// (attention_merge.h). A query's own position is the only bound it sees, so chunked and whole prefill, decode and a later split
+// of segments over threads all give the same bits. Online softmax: arXiv 2112.05682.
+
+#pragma once
+
+#include "attention_merge.h"
+#include "attention_queries.h"
+#include "attention_segment.h"
+#include "integers.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+namespace {  // of the one file that includes this: inline functions of one instruction set must not be linked into another
+
+// How many tiles ahead at most; a task of fewer fetches as many of the next one.
+constexpr int kAhead = 32;
+
+// Appends the tiles from `begin` on, up to the last one with a position below `end`, to the `count` that there are, and returns
+// how many there are then; `most` at most.
+int find_tiles(const KvLayer& kv, const AttentionTask& t, int begin, int end, KvTiles& tiles, int count, int most) {
+    const int64_t block_stride = kv.block_stride, key_stride = kv.tile_stride();
+    const int64_t value_stride = int64_t{kKvTile} * kv.head_dim * kv.width();
+    const uint8_t* keys = kv.data + t.kv_head * kv.head_stride();
+    const uint8_t* values = keys + kv.values_offset();
+    const int tiles_of_block = kv.block_size / kKvTile, wanted = count + (end - begin + kKvTile - 1) / kKvTile;
+    const int32_t* block = t.block_table + begin / kv.block_size;
+    int tile = begin % kv.block_size / kKvTile;
+    for (const int stop = wanted < most ? wanted : most; count < stop; ++block, tile = 0) {
+        for (; tile < tiles_of_block && count < stop; ++tile, ++count) {
+            tiles.keys[count] = keys + *block * block_stride + tile * key_stride;
+            tiles.values[count] = values + *block * block_stride + tile * value_stride;
+        }
+    }
+    return count;
+}
+
+// The first position that a query at `position` sees.
+PENSTOCK_INLINE int first_seen(const AttentionTask& t, int position) {
+    return t.window > 0 && position >= t.window ? position - t.window + 1 : 0;
+}
+
+Pairs make_pairs(const KvLayer& kv, const AttentionTask& t, int first_pair, int count) {
+    Pairs pairs;
+    pairs.count = count;
+    int query = first_pair / t.heads_per_kv, head = first_pair % t.heads_per_kv;
+    for (int p = 0; p < count; ++p) {
+        const int last = t.first_position + query;
+        pairs.offset[p] = query * t.ld + static_cast<int64_t>(head) * kv.head_dim;
+        pairs.last[p] = last;
+        pairs.first[p] = first_seen(t, last);
+        pairs.head[p] = head;
+        pairs.dither[p] = Dither::begin(last, t.kv_head * t.heads_per_kv + head);
+        if (++head == t.heads_per_kv) head = 0, ++query;
+    }
+    return pairs;
+}
+
+// The positions [begin, end) of which a task reads the keys and values; `begin` is that of a segment.
+struct Range {
+    int begin, end;
+};
+
+PENSTOCK_INLINE Range range_of(const AttentionTask& t, int first, int end) {
+    int begin = first / kSegment * kSegment;
+    if (t.partials && t.first_segment * kSegment > begin) begin = t.first_segment * kSegment;
+    if (t.partials && t.end_segment * kSegment < end) end = t.end_segment * kSegment;
+    return {begin, end};
+}
+
+// The keys and values to fetch while the `count` tiles from `begin` on are read: tiles of the same task, then of the next one.
+void find_ahead(const KvLayer& kv, const AttentionTask& t, const Range& range, int begin, int count, Segment& segment) {
+    const int tiles = (range.end - range.begin + kKvTile - 1) / kKvTile, lead = (tiles < kAhead ? tiles : kAhead) * kKvTile;
+    int found = find_tiles(kv, t, begin + lead, range.end, segment.ahead, 0, count);
+    if (found < count && t.next) {
+        const AttentionTask& next = *t.next;
+        const Range after = range_of(next, first_seen(next, next.first_position), next.first_position + next.num_queries);
+        const int past = begin + lead + found * kKvTile - (range.begin + tiles * kKvTile);
+        found = find_tiles(kv, next, after.begin + past, after.end, segment.ahead, found, count);
+    }
+    for (; found < count; ++found) {
+        segment.ahead.keys[found] = segment.tiles.keys[found];
+        segment.ahead.values[found] = segment.tiles.values[found];
+    }
+}
+
+PENSTOCK_INLINE State partial(const AttentionTask& t, int num_pairs, int head_dim, int begin) {
+    float* memory = t.partials + begin / kSegment * partial_floats(num_pairs, head_dim);
+    return {memory, memory + kStateFloats, memory + 2 * kStateFloats};
+}
+
+// Calls f(at, count) for every kPairs pairs of which one may see the segment that begins at `begin`.
+template <typename F>
+PENSTOCK_INLINE void for_pairs(const Pairs& pairs, int begin, F f) {
+    for (int at = 0; at < pairs.count; at += kPairs) {
+        const int count = pairs.count - at < kPairs ? pairs.count - at : kPairs;
+        if (pairs.last[at + count - 1] >= begin && pairs.first[at] < begin + kSegment) f(at, count);
+    }
+}
+
+// Up to kTaskPairs pairs, kPairs at a time within every segment. Products multiplies their integers: see VectorProducts.
+template <typename Products>
+void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int num_pairs, const Scratch& scratch, Products& products) {
+    using Kv = typename Products::Kv;
+    Pairs pairs = make_pairs(kv, t, first_pair, num_pairs);
+    if constexpr (Kv::kIsInt8) {
+        round_to_int8<Products>(kv, t, pairs, scratch);
+    } else {
+        round_to_int16(kv, t, pairs, scratch);
+    }
+    if (!t.partials) clear(pairs, kv.head_dim, scratch.merged);
+    Segment segment;
+    const Range range = range_of(t, pairs.first[0], pairs.last[num_pairs - 1] + 1);
+    for (int begin = range.begin; begin < range.end; begin += kSegment) {
+        const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
+        find_ahead(kv, t, range, begin, num_tiles, segment);
+        if constexpr (Kv::kIsInt8) {
+            load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
+        }
+        const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
+        for_pairs(pairs, begin, [&](int at, int count) {
+            attend_segment(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state, products);
+            if (!t.partials) merge(pairs, at, count, begin, kv.head_dim, scratch.merged, state);
+        });
+    }
+    if (!t.partials) write_out(t, pairs, kv.head_dim, scratch.merged);
+}
+
+template <typename Products>
+void attend(const KvLayer& kv, const AttentionTask& t, const Scratch& scratch, Products&& products) {
+    const int pairs = t.num_queries * t.heads_per_kv;
+    for (int first_pair = 0; first_pair < pairs; first_pair += kTaskPairs) {
+        attend_some(kv, t, first_pair, pairs - first_pair < kTaskPairs ? pairs - first_pair : kTaskPairs, scratch, products);
+    }
+}
+
+}  // namespace
+
+}  // namespace penstock::PENSTOCK_ISA
