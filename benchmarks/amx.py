@@ -3,7 +3,7 @@
     python benchmarks/amx.py               # hours on few cores, which should have nothing else to do
     python benchmarks/amx.py --dry-run     # prints the commands, on any machine
 
-Runs the tests of tile operations, then `peaks.py`, `step.py` and `peers.py` as they are; peers that are missing are made. The
+Runs the tests of tiles, then `peaks.py`, `step.py` and `peers.py` as they are; peers that are missing are made. The
 output of a run goes on to stderr, and into build/amx/NAME.md. A run that fails leaves its goals unmeasured, and the others go
 on. Exits with 1 if a goal is missed or not measured, and where there is no AMX.
 """
@@ -58,7 +58,7 @@ class Goal:
 
 
 GOALS = (
-    Goal("tests that tile operations have the bits of their emulation", 1.0, "tiles", ("passed",)),
+    Goal("tests that tiles have the bits of their emulation, and attention those of AVX-512", 1.0, "tiles", ("passed",)),
     Goal("SmolLM2, prompt of 512: share of the tiles' peak", 0.4, "step-smollm2-amx", ("steps", PROMPT, "compute_share")),
     Goal("SmolLM2, one row: share of the speed of memory", 0.9, "step-smollm2-amx", ("steps", ROW, "read_share")),
     Goal("Qwen2.5-Coder, prompt of 512: share of the tiles' peak", 0.4, "step-qwen-amx", ("steps", PROMPT, "compute_share")),
@@ -77,7 +77,7 @@ GOALS = (
 def commands(traces: Path) -> dict[str, list[str]]:
     """The runs by their names, in order."""
     found = {f"pull-{model}": ["-m", "penstock", "pull", file] for model, file in MODELS.items()}
-    found["tiles"] = ["-m", "pytest", "-q", "tests/backends/test_tiles.py"]
+    found["tiles"] = ["-m", "pytest", "-q", "tests/backends/test_tiles.py", "tests/backends/test_native_attention_tiles.py"]
     found["peaks"] = ["benchmarks/peaks.py"]
     for model, file in MODELS.items():
         for variant in ("amx", "avx512"):

@@ -60,6 +60,8 @@ KernelTable make_table() {
     table.task_rows = task_rows;
     table.gemm = gemm;
     table.gemm_gated = gemm_gated;
+    table.attention = attention;
+    table.attention_scratch_floats = attention_scratch_floats;
     table.probe_arithmetic = probe_tiles;
     table.has_tiles = true;
     table.tile_product = tile_product;
