@@ -339,3 +339,37 @@ class RowsEngine(_Runner):
     def run(self, rows: int) -> float:
         """Seconds of a step of one request's next `rows` tokens."""
         return self._step(1, rows, 0)
+
+
+class StagesEngine(_Runner):
+    """Stages of rows on which nothing is computed: what is left is what it costs threads to share and to meet."""
+
+    def __init__(self, num_stages: int, num_threads: int) -> None:
+        max_rows = 24 * num_threads
+        engine = Engine(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=16,
+            vocab_size=max_rows,
+            num_blocks=max_rows + 2,
+            block_size=BLOCK_SIZE,
+            max_rows=max_rows,
+            max_step_tokens=max_rows,
+            team=Team(num_threads),
+        )
+        super().__init__(engine, max_rows + 2, max_rows, cpu_time=False)
+        self._num_stages = num_stages
+        for _ in range(num_stages):
+            engine.add_rows([], samples=False)
+        engine.use_all_members()
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of each stage of the last step."""
+        return self.engine.stages[0][2]
+
+    def run(self, rows: int) -> float:
+        """Seconds of one stage of `rows` rows, by the clock."""
+        begin = time.perf_counter()
+        self._step(rows, 1, 0)
+        return (time.perf_counter() - begin) / self._num_stages

@@ -275,6 +275,46 @@ nb::tuple logprobs(const Engine& self, int index) {
     return nb::make_tuple(r.token, r.logprob, r.rank, top);
 }
 
+MemoryNodes mask_of(const std::vector<int>& nodes) {
+    MemoryNodes mask = 0;
+    for (const int node : nodes) {
+        if (node < 0 || node > 63) throw std::invalid_argument("a memory node is one of 0 to 63");
+        mask |= MemoryNodes{1} << node;
+    }
+    return mask;
+}
+
+int spreading_error(const std::vector<int>& nodes) {
+    const Memory memory = allocate_huge(1, 0);
+    return spread(memory.get(), memory.get_deleter().mapped_bytes, mask_of(nodes));
+}
+
+const char* name_of(const Instruction* instruction) {
+    if (!instruction) return "draw";
+    switch (instruction->kind) {
+        case InstructionKind::kRows: return "rows";
+        case InstructionKind::kLinear: return "linear";
+        case InstructionKind::kGated: return "gated";
+        case InstructionKind::kAttention: return "attention";
+        case InstructionKind::kExperts: return "experts";
+        case InstructionKind::kTextAttention: return "text attention";
+    }
+    return "";
+}
+
+using StageTuple = std::tuple<int, const char*, int, int, int, int>;
+
+std::vector<StageTuple> stages(const Engine& self) {
+    const StepPlanner& planner = self.planner();
+    std::vector<StageTuple> all;
+    for (int i = 0; i < static_cast<int>(planner.last().stages.size()); ++i) {
+        const Stage& stage = planner.last().stages[i];
+        const int strand = planner.is_joint(i) ? -1 : i / planner.num_own();
+        all.emplace_back(strand, name_of(self.instruction_of(i)), stage.num_tasks, stage.grain, stage.row_blocks, stage.members);
+    }
+    return all;
+}
+
 void check_block(const Engine& self, int block) {
     if (block <= 0 || block >= self.shape().num_blocks) throw std::invalid_argument("no such block");
 }
@@ -381,8 +421,13 @@ void bind_engine(nb::module_& m) {
              "kind"_a, nb::kw_only(), "out"_a = -1, "x"_a = -1, "y"_a = -1, "weight"_a = -1, "n"_a = 0, "head_dim"_a = 0,
              "value"_a = 0.0f);
 
+    m.def("spreading_error", &spreading_error, "memory_nodes"_a,
+          "0 if the system spreads memory over these nodes, else its reason not to, as errno has it.");
+
     nb::class_<Team>(m, "Team", "Threads that compute together, of one engine or of several, whose steps then take turns.")
-        .def("__init__", [](Team* self, int num_threads) { new (self) Team(num_threads); }, "num_threads"_a)
+        .def("__init__", [](Team* self, int num_threads, const std::vector<int>& cpus) { new (self) Team(num_threads, cpus); }, "num_threads"_a,
+             "cpus"_a = std::vector<int>{},
+             "Thread i stays on the i-th of `cpus`, but for the first, which is the caller's. RuntimeError for one that the process may not use.")
         .def_prop_ro("num_threads", &Team::size)
         .def("is_contested", &Team::is_contested, "account"_a, "window_ns"_a,
              "Whether another account had or wanted a turn within so many nanoseconds.");
@@ -407,15 +452,18 @@ void bind_engine(nb::module_& m) {
         .def("__init__",
              [](Engine* self, int num_layers, int num_kv_heads, int head_dim, int vocab_size, int num_blocks, int block_size,
                 int max_rows, int max_step_tokens, std::shared_ptr<Team> team, const std::string& variant, KvFormat kv_format,
-                int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored) {
+                int num_states, int state_columns, int state_width, std::shared_ptr<Account> account, int max_scored,
+                const std::vector<int>& memory_nodes) {
                  const EngineShape shape{num_layers, num_kv_heads,    head_dim,  vocab_size, num_blocks,    block_size,
-                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width, max_scored};
+                                         max_rows,   max_step_tokens, kv_format, num_states, state_columns, state_width, max_scored,
+                                         mask_of(memory_nodes)};
                  new (self) Engine(shape, std::move(team), std::move(account), variant);
              },
              nb::kw_only(), "num_layers"_a, "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "num_blocks"_a, "block_size"_a,
              "max_rows"_a, "max_step_tokens"_a, "team"_a, "variant"_a = "", "kv_format"_a = KvFormat::kInt8,
              "num_states"_a = 0, "state_columns"_a = 0, "state_width"_a = 0, "account"_a = nb::none(), "max_scored"_a = 0,
-             "It takes turns on the team as `account`, by default as one of its own.")
+             "memory_nodes"_a = std::vector<int>{},
+             "It takes turns on the team as `account`, by default as one of its own. Weights and KV cache are spread over the memory nodes.")
         .def("keep_partly_read_in", [](Engine& self, int fd) { self.weights().keep_partly_read_in(fd); }, "fd"_a,
              "From now on matrices that `is_partly_read` lie in this empty file, which may be closed then. OSError if the disk fails.")
         .def("add_matrix", &add_matrix, "format"_a, "rows"_a, "cols"_a, "data"_a = nb::none(), "is_partly_read"_a = false,
@@ -473,6 +521,7 @@ void bind_engine(nb::module_& m) {
         .def("set_logits", &Engine::set_logits, "buffer"_a, "scale"_a = 1.0f, "cap"_a = 0.0f,
              "Logits are multiplied by `scale`, then capped; `cap` 0 is none.")
         .def("set_states", &Engine::set_states, "buffer"_a, "per_sample"_a, "The buffer with the answers to texts.")
+        .def("use_all_members", &Engine::use_all_members, "From now on all threads take part in every step, whether that pays or not: for tests.")
         .def("poison_buffers", &Engine::poison_buffers, "Fills all buffers with NaN, so that a test sees any use of what no step has written.")
         .def("set_sampling", &Engine::set_sampling, "slot"_a, "sampling"_a)
         .def("step", &step, "row_slots"_a, "query_start_loc"_a, "context_lens"_a, "token_ids"_a, "positions"_a, "slot_mapping"_a,
@@ -502,11 +551,14 @@ void bind_engine(nb::module_& m) {
                  const StepTimes t = self.times();
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
-             "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over all threads. For the rest of it they waited.")
+             "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over the threads that took part. For the rest of it they waited.")
         .def_prop_ro("waited_ns", &Engine::waited_ns, "For how long the last step waited for its turn on the team.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)
+        .def_prop_ro("num_members", [](const Engine& self) { return self.planner().num_members(); }, "Threads that took part in the last step.")
         .def_prop_ro("num_strands", &Engine::num_strands, "Of the last step: how many groups of its tokens went through the layers by themselves.")
+        .def_prop_ro("stages", &stages,
+                     "Of the last step: (strand or -1 of all together, instruction, tasks, grain, row blocks, members that share it) each.")
         .def("fetched_blocks",
              [](const Engine& self, int strand, int layer) {
                  if (strand < 0 || strand >= self.num_strands()) throw std::invalid_argument("no such strand");

@@ -56,6 +56,7 @@ Engine::Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared
       team_(std::move(team)),
       account_(account ? std::move(account) : std::make_shared<Account>(1.0)),
       kv_(shape, kernels_),
+      weights_(shape.memory_nodes),
       planner_(shape, kernels_, program_, weights_, kv_.layer_block_bytes(), team_->size()),
       experts_(kernels_, weights_, team_->size()),
       logits_(shape, kernels_, team_->size()),
@@ -212,8 +213,8 @@ void Engine::run_task(int index, int task, int member) {
     }
 }
 
-const Instruction* Engine::instruction_of(int index) const {
-    const size_t i = planner_.instruction_of(index);
+const Instruction* Engine::instruction_of(int stage) const {
+    const size_t i = planner_.instruction_of(stage);
     return i < program_.size() ? &program_[i] : nullptr;
 }
 
@@ -242,7 +243,7 @@ StepTimes Engine::times() const {
     const auto mean_ns = [this](int64_t MemberTimes::*part) {
         int64_t sum = 0;
         for (const MemberTimes& times : member_times_) sum += times.*part;
-        return static_cast<int64_t>(static_cast<double>(sum) / num_threads() * ns_per_tick_);
+        return static_cast<int64_t>(static_cast<double>(sum) / planner_.num_members() * ns_per_tick_);
     };
     return {mean_ns(&MemberTimes::rows), mean_ns(&MemberTimes::linear), mean_ns(&MemberTimes::attention), mean_ns(&MemberTimes::sampling)};
 }

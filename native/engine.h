@@ -26,7 +26,7 @@
 
 namespace penstock {
 
-// Times by the kind of task: the mean over all threads. For the rest of the step the threads waited for each other.
+// Times by the kind of task: the mean over the threads that took part. For the rest of the step the threads waited for each other.
 struct StepTimes {
     int64_t rows_ns = 0, linear_ns = 0, attention_ns = 0, sampling_ns = 0;
 };
@@ -94,6 +94,11 @@ class Engine final : private Work {
     int num_threads() const { return team_->size(); }
     // Number of strands of the last step.
     int num_strands() const { return planner_.num_strands(); }
+    // How the last step was divided.
+    const StepPlanner& planner() const { return planner_; }
+    void use_all_members() { planner_.use_all_members(); }
+    // What a stage of it computes; null: the draw.
+    const Instruction* instruction_of(int stage) const;
     // Blocks whose keys and values of one layer a strand's products were to fetch in the last step, before its attention read them, in order.
     std::vector<int32_t> fetched_blocks(int strand, int layer) const;
 
@@ -119,7 +124,6 @@ class Engine final : private Work {
     void ended(int index, int member) override;
 
     // The computation of a task.
-    const Instruction* instruction_of(int index) const;  // null: the draw
     void check_form(int weight, int activation) const;
     void run_rows(const std::vector<RowOp>& ops, const Stage& stage, int task);
     void run_row_op(const RowOp& op, int64_t row, int64_t end);

@@ -161,6 +161,7 @@ struct EngineShape {
     // Recurrent state (short_conv.h): of so many layers, each with so many columns of so many numbers in a block.
     int32_t num_states = 0, state_columns = 0, state_width = 0;
     int32_t max_scored = 0;  // positions of prompts that have logits in a step, beside a row each that samples
+    uint64_t memory_nodes = 0;  // over which weights and KV cache are spread: MemoryNodes in packing.h
 
     int32_t max_logits() const { return max_rows + max_scored; }
 };

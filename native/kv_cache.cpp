@@ -27,7 +27,7 @@ KvCache::KvCache(const EngineShape& shape, const KernelTable& kernels)
       kernels_(kernels),
       layer_block_bytes_(shaped(shape).bytes_of_block()),
       block_bytes_(shape.num_layers * layer_block_bytes_ + state_bytes(shape)),
-      memory_(bytes()) {}
+      memory_(bytes(), shape.memory_nodes) {}
 
 KvLayer KvCache::layer(int index) const {
     KvLayer kv = shaped(shape_);

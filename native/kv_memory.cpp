@@ -24,7 +24,8 @@ void touch_page(uint8_t* page) {
 
 }  // namespace
 
-KvMemory::KvMemory(int64_t bytes) : bytes_(bytes), memory_(allocate_huge(std::max<int64_t>(1, bytes))), wanted_(std::min(bytes, kFirst)) {}
+KvMemory::KvMemory(int64_t bytes, MemoryNodes nodes)
+    : bytes_(bytes), memory_(allocate_huge(std::max<int64_t>(1, bytes), nodes)), wanted_(std::min(bytes, kFirst)) {}
 
 void KvMemory::begin() {
     if (toucher_.joinable()) return;

@@ -20,7 +20,7 @@ namespace penstock {
 class KvMemory {
   public:
     // Zeroed; or std::bad_alloc.
-    explicit KvMemory(int64_t bytes);
+    KvMemory(int64_t bytes, MemoryNodes nodes);
 
     uint8_t* data() const { return memory_.get(); }
     // From now on pages are seen to; before, the machine has other things to do.

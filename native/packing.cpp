@@ -2,8 +2,10 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/statfs.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -247,7 +249,14 @@ Memory allocate_aligned(int64_t bytes, bool zeroed) {
     return Memory(static_cast<uint8_t*>(memory), FreeMemory{});
 }
 
-Memory allocate_huge(int64_t bytes) {
+// By the system call: its wrapper is in a library that a machine may lack.
+int spread(void* memory, size_t bytes, MemoryNodes nodes) {
+    if (nodes == 0) return 0;
+    const unsigned long mask = nodes;
+    return syscall(SYS_mbind, memory, bytes, MPOL_INTERLEAVE, &mask, 8 * sizeof(mask) + 1, 0) == 0 ? 0 : errno;
+}
+
+Memory allocate_huge(int64_t bytes, MemoryNodes nodes) {
     const size_t size = (static_cast<size_t>(bytes) + kHugePage - 1) / kHugePage * kHugePage;
     void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -256,6 +265,7 @@ Memory allocate_huge(int64_t bytes) {
     if (before > 0) munmap(begin, before);
     if (before < kHugePage) munmap(begin + before + size, kHugePage - before);
     madvise(begin + before, size, MADV_HUGEPAGE);  // a wish: small pages will do
+    spread(begin + before, size, nodes);           // likewise: `penstock env` tells of a refusal
     return Memory(begin + before, FreeMemory{size});
 }
 
@@ -268,7 +278,7 @@ uint8_t* Arena::take(int64_t bytes) {
     const int64_t size = (bytes + 63) / 64 * 64;
     if (size > end_ - next_) {
         end_chunk();
-        chunks_.push_back(allocate_huge(std::max(kChunkBytes, static_cast<size_t>(size))));
+        chunks_.push_back(allocate_huge(std::max(kChunkBytes, static_cast<size_t>(size)), nodes_));
         next_ = touched_ = chunks_.back().get();
         end_ = next_ + chunks_.back().get_deleter().mapped_bytes;
         if (is_dear_) use_small_pages();
@@ -315,10 +325,14 @@ void Arena::complete() {
 // A copy is made beside the page and takes its place at once: who reads meanwhile reads one or the other.
 void Arena::settle(const std::stop_token& stop) {
     int64_t num_moved = 0;
+    MemoryNodes nodes = 0;  // those whose turn comes
     for (; !small_.empty(); small_.pop_back()) {
         for (Range& range = small_.back(); range.begin < range.end; range.begin += kHugePage) {
             if (stop.stop_requested() || num_moved++ == kMostMovedPages) return;
-            Memory copy = allocate_huge(kHugePage);
+            if (nodes == 0) nodes = nodes_;
+            // One node after the other: copies lie where the one before lay, so spread pages would all have the node of that address.
+            Memory copy = allocate_huge(kHugePage, nodes & -nodes);
+            nodes &= nodes - 1;
             std::memcpy(copy.get(), range.begin, kHugePage);
             if (mremap(copy.get(), kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, range.begin) == MAP_FAILED) return;
             static_cast<void>(copy.release());

@@ -27,8 +27,16 @@ using Memory = std::unique_ptr<uint8_t, FreeMemory>;
 // is the system's own pages: they go back to it when freed, and are first touched by the thread that fills them.
 Memory allocate_aligned(int64_t bytes, bool zeroed);
 
+// Memory nodes of the machine (NUMA), a bit each, over which pages are spread; 0: the system puts a page beside the thread that touches it
+// first. Who computes a task is settled when the step runs, so no thread is nearer to what it will read than another; and all nodes are
+// to bring it together.
+using MemoryNodes = uint64_t;
+
+// Has the system spread pages that were not touched yet. 0, or why it refuses, as errno has it: the pages then lie where it puts them.
+int spread(void* memory, size_t bytes, MemoryNodes nodes);
+
 // Zeroed memory of the system's own pages, huge ones where it has them; or std::bad_alloc. For what is larger than a cache.
-Memory allocate_huge(int64_t bytes);
+Memory allocate_huge(int64_t bytes, MemoryNodes nodes);
 
 // Memory for weights, side by side in huge pages where the system has them: a step reads all of it, once, and small
 // pages would end the processor's prefetching every 4 KiB.
@@ -38,6 +46,8 @@ Memory allocate_huge(int64_t bytes);
 // they are small, and become huge when there is time: `settle`.
 class Arena {
   public:
+    explicit Arena(MemoryNodes nodes) : nodes_(nodes) {}
+
     // 64-byte aligned, zeroed, valid as long as the arena; or std::bad_alloc. std::logic_error once it is complete.
     uint8_t* take(int64_t bytes);
 
@@ -60,6 +70,7 @@ class Arena {
     void touch(const uint8_t* end);
     void end_chunk();
 
+    MemoryNodes nodes_;
     std::vector<Memory> chunks_;
     std::vector<Range> small_;  // whole huge pages each
     uint8_t* next_ = nullptr;

@@ -17,8 +17,9 @@
 #include "philox.h"
 
 // Compiled for several instruction sets, chosen when the module is loaded. None of them contracts a product and a sum, so
-// all give the same bits.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+// all give the same bits. That choice runs before a sanitizer is there for it.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
+    !defined(__SANITIZE_ADDRESS__)
 #define PENSTOCK_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define PENSTOCK_CLONES

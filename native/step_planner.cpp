@@ -1,5 +1,7 @@
 #include "step_planner.h"
 
+#include <cmath>
+
 namespace penstock {
 
 namespace {
@@ -7,6 +9,8 @@ namespace {
 constexpr int kRowsOfTile = 4;      // of the widest kernels; only the speed depends on it
 constexpr int kTasksPerMember = 6;  // of a stage: the last ones to end leave the others idle for that much less
 constexpr int kAttentionTasksPerMember = 8;  // tiles differ more in cost than rows or panels
+constexpr int kEagerMembers = 8;       // have so many tasks each; of larger teams the others have fewer,
+constexpr int kTasksOfFurther = 2;     // since all take them from one counter, one after the other
 constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
 // Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
@@ -16,12 +20,23 @@ constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int kFewestTokens = 12;      // of a step in one strand whose products fetch: products of fewer wait for memory themselves
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
 
+// What decides how many members take part in a step, in nanoseconds; docs/kernels.md, "Many threads", says why. Two always do.
+constexpr double kNsPerByte = 1.0 / 15;          // of weights, for one thread that reads them from memory
+constexpr double kNsPerMultiplyAdd = 1.0 / 200;  // for one thread
+constexpr double kMeetingNs = 100;               // of a stage, for each member that shares it
+constexpr int kFewestMembers = 2;
+
+// Tasks of a stage for so many members.
+int tasks_for(int members, int each) {
+    return each * std::min(members, kEagerMembers) + kTasksOfFurther * std::max(0, members - kEagerMembers);
+}
+
 // Pieces of `count` things, about `wanted` of them.
 int grain_of(int count, int wanted) { return std::max(1, ceil_div(count, wanted)); }
 
 // Rows of a task of row operations: they are faster on four rows than on one, and on runs of eight or sixteen tokens.
 int grain_of_rows(int rows, int members) {
-    const int even = grain_of(rows, kTasksPerMember * members);
+    const int even = grain_of(rows, tasks_for(members, kTasksPerMember));
     if (even >= kRowsTogether) return even / kRowsTogether * kRowsTogether;
     if (even >= kRowsTogether / 2) return kRowsTogether / 2;
     return rows >= 4 * members ? 4 : even;
@@ -30,13 +45,14 @@ int grain_of_rows(int rows, int members) {
 }  // namespace
 
 StepPlanner::StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
-                         int64_t layer_block_bytes, int num_members)
+                         int64_t layer_block_bytes, int team_size)
     : shape_(shape),
       kernels_(kernels),
       program_(program),
       weights_(weights),
-      num_members_(num_members),
-      fetching_(shape, layer_block_bytes) {}
+      team_size_(team_size),
+      fetching_(shape, layer_block_bytes),
+      num_members_(team_size) {}
 
 void StepPlanner::count_last_instruction() {
     const Instruction& instruction = program_.back();
@@ -46,8 +62,8 @@ void StepPlanner::count_last_instruction() {
         const PackedStorage& w = weights_.packed(weight);
         const int64_t cost = int64_t{w.matrix.rows} * w.matrix.cols;
         (is_of_tokens ? costs_.of_token : costs_.of_sample) += cost;
+        (is_of_tokens ? costs_.weight_bytes : costs_.sample_weight_bytes) += w.bytes;
         if (!is_of_tokens) return;
-        costs_.weight_bytes += w.bytes;
         if (!kernels_.reads_bf16(w.matrix) && w.matrix.kind != WeightKind::kU8Row) fetching += cost;
     };
     for (const RowOp& op : instruction.rows) num_states_ += op.kind == RowOpKind::kKeepState;
@@ -73,7 +89,9 @@ void StepPlanner::count_last_instruction() {
 
 const StepPlan& StepPlanner::plan(const StepInput& input) {
     input_ = input;
+    add_up_costs();
     plan_strands();
+    num_members_ = uses_all_members_ ? team_size_ : members_that_pay();
     plan_.tiles.clear();
     plan_.splits.clear();
     plan_.num_partials = 0;
@@ -101,12 +119,20 @@ bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_la
 // each, two would read nearly all of them twice.
 void StepPlanner::plan_strands() {
     plan_.strands.clear();
-    const int most = has_experts_ ? 1 : std::min({num_members_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
-    if (most > 1) add_up_costs();
+    const int most = has_experts_ ? 1 : std::min({team_size_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
     for (int wanted = most; wanted > 1 && plan_.strands.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kTokensOfWideStrand) divide_tokens(wanted);
     }
     if (plan_.strands.empty()) plan_.strands.push_back({0, input_.num_tokens, 0, input_.num_logits});
+}
+
+// The work is divided by the members, and each stage costs every member of its strand the meeting: the sum of both is least where they are
+// equal. Beyond that a step would take longer with every thread that helps.
+int StepPlanner::members_that_pay() const {
+    const auto bytes = static_cast<double>(costs_.weight_bytes * num_strands() + (input_.num_logits > 0 ? costs_.sample_weight_bytes : 0));
+    const double work_ns = bytes * kNsPerByte + static_cast<double>(cost_until_.back()) * kNsPerMultiplyAdd;
+    const double most = std::sqrt(work_ns * num_strands() / (std::max(1, num_own_) * kMeetingNs));
+    return std::min(team_size_, std::max({kFewestMembers, num_strands(), static_cast<int>(std::min<double>(most, team_size_))}));
 }
 
 void StepPlanner::add_up_costs() {
@@ -160,7 +186,8 @@ Team::Strands StepPlanner::strands_of_run() const {
         return !std::binary_search(starts, starts + input_.num_rows + 1, strand.first_token);
     });
     const int stages_of_layer = static_cast<int>(program_.size()) / num_layers();
-    return {num_strands(), stages_of_layer / num_strands(), cuts_row, static_cast<int>(plan_.stages.size()) - num_strands() * num_own_};
+    const int num_joint = static_cast<int>(plan_.stages.size()) - num_strands() * num_own_;
+    return {num_strands(), stages_of_layer / num_strands(), cuts_row, num_joint, num_members_};
 }
 
 // The tiles of a strand's attention, behind those of the ones before.
@@ -271,12 +298,12 @@ Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instructi
     if (instruction.kind == InstructionKind::kAttention) {
         // Pieces of a long tile lie side by side and are dear: each is a task of its own.
         const TileRange& tiles = instruction.attention.of_samples ? strand.sample_tiles : strand.tiles;
-        const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, kAttentionTasksPerMember * members);
+        const int count = tiles.end - tiles.first, grain = tiles.has_splits ? 1 : grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, tiles.first, tiles.end, members};
     }
     if (instruction.kind == InstructionKind::kTextAttention) {
         const int count = (strand.tiles.end - strand.tiles.first) * instruction.text_attention.num_kv_heads;
-        const int grain = grain_of(count, kAttentionTasksPerMember * members);
+        const int grain = grain_of(count, tasks_for(members, kAttentionTasksPerMember));
         return {ceil_div(count, grain), grain, 1, strand.tiles.first, strand.tiles.end, members};
     }
     const bool of_tokens = instruction.domain == Domain::kTokens;
@@ -294,7 +321,7 @@ Stage StepPlanner::plan_stage(const Strand& strand, const Instruction& instructi
 // Which experts the rows will choose is not known yet: a product has as many tasks as share the panels of any of them.
 Stage StepPlanner::plan_experts(const ExpertsOp& op, int first, int end, int members) const {
     const ExpertsLayer& layer = op.layer;
-    const int rows = end - first, pairs = rows * layer.num_chosen, wanted = kTasksPerMember * members;
+    const int rows = end - first, pairs = rows * layer.num_chosen, wanted = tasks_for(members, kTasksPerMember);
     switch (op.part) {
         case ExpertsPart::kScore: {
             const int pieces = rows * ceil_div(layer.num_experts, kExpertsTogether), grain = grain_of(pieces, wanted);
@@ -317,25 +344,35 @@ bool StepPlanner::has_row8(const Instruction& instruction) const {
 }
 
 Stage StepPlanner::plan_product(const Instruction& instruction, int first, int end, int members) const {
-    const int rows = end - first, wanted = kTasksPerMember * members;
+    const int rows = end - first, wanted = tasks_for(members, kTasksPerMember);
     // Whole tiles (a task's last panels would be computed one by one), and rather more tasks than wanted: one task too
     // many for a member is waited for by all.
-    const int weight = instruction.kind == InstructionKind::kGated ? instruction.gated.gate : instruction.linears[0].weight;
-    const int row_blocks = ceil_div(rows, kernels_.task_rows(weights_.matrix(weight).cols)), tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
-    const int block = ceil_div(ceil_div(rows, row_blocks), kRowsOfTile) * kRowsOfTile;  // of equal size, in whole tiles of rows
-    const auto panels_of_task = [&](int panels) {
-        return std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;
-    };
-    const auto tasks_of = [&](int weight, int grain) { return ceil_div(weights_.matrix(weight).panels, grain) * row_blocks; };
-    if (instruction.kind == InstructionKind::kGated) {
-        const int grain = panels_of_task(weights_.matrix(instruction.gated.gate).panels);
-        return {tasks_of(instruction.gated.gate, grain), grain, row_blocks, first, end, members, block};
-    }
-    int panels = 0, tasks = 0;
+    const int tile = has_row8(instruction) ? kernels_.row8_panels : kernels_.tile_panels(rows);
+    const bool is_gated = instruction.kind == InstructionKind::kGated;
+    int panels = is_gated ? weights_.matrix(instruction.gated.gate).panels : 0;
     for (const LinearOp& op : instruction.linears) panels += weights_.matrix(op.weight).panels;
-    const int grain = panels_of_task(panels);
-    for (const LinearOp& op : instruction.linears) tasks += tasks_of(op.weight, grain);
-    return {tasks, grain, row_blocks, first, end, members, block};
+    const int weight = is_gated ? instruction.gated.gate : instruction.linears[0].weight;
+    const int row_blocks = ceil_div(rows, kernels_.task_rows(weights_.matrix(weight).cols));
+    const int grain = std::max(1, panels / std::max(1, wanted / row_blocks) / tile) * tile;
+    int column_tasks = is_gated ? ceil_div(panels, grain) : 0;
+    for (const LinearOp& op : instruction.linears) column_tasks += ceil_div(weights_.matrix(op.weight).panels, grain);
+    const int block = kRowsOfTile * tiles_of_task(ceil_div(ceil_div(rows, row_blocks), kRowsOfTile), column_tasks * row_blocks, members);
+    const int num_blocks = ceil_div(rows, block);
+    return {column_tasks * num_blocks, grain, num_blocks, first, end, members, block};
+}
+
+// Of a block's rows, in tiles: all of them, where there are enough tasks. Where many members share few panels they have fewer rows each,
+// as many as let the last one end first. A panel then is read once for each of the blocks, from a cache that members share. Where weights
+// are widened for all rows of a task, that would be done for each of them.
+int StepPlanner::tiles_of_task(int tiles, int tasks, int members) const {
+    if (members <= kFewestMembers || kernels_.has_tiles) return tiles;
+    const auto time_of = [&](int each) { return ceil_div(tasks * ceil_div(tiles, each), members) * each; };
+    int best = tiles;
+    for (int pieces = 2; pieces <= tiles && tasks * pieces <= tasks_for(members, kTasksPerMember); ++pieces) {
+        const int each = ceil_div(tiles, pieces);
+        if (time_of(each) < time_of(best)) best = each;
+    }
+    return best;
 }
 
 void StepPlanner::plan_stages() {

@@ -84,7 +84,7 @@ class StepPlanner {
   public:
     // `program` and `weights` outlive this, and belong to it: an instruction is added to both.
     StepPlanner(const EngineShape& shape, const KernelTable& kernels, const std::vector<Instruction>& program, const Weights& weights,
-                int64_t layer_block_bytes, int num_members);
+                int64_t layer_block_bytes, int team_size);
 
     // After the program's next instruction.
     void count_last_instruction();
@@ -96,6 +96,10 @@ class StepPlanner {
     const StepPlan& last() const { return plan_; }
 
     Team::Strands strands_of_run() const;
+    // Members of the team that take part in the step.
+    int num_members() const { return num_members_; }
+    // For tests and measurements: from now on all do, whatever it costs them to meet.
+    void use_all_members() { uses_all_members_ = true; }
     // Index of a stage's instruction in the program; the program's size for the draw.
     std::size_t instruction_of(int stage) const;
     bool is_joint(int stage) const { return stage >= num_strands() * num_own_; }
@@ -112,6 +116,7 @@ class StepPlanner {
         int64_t of_token = 0, of_sample = 0;
         int64_t of_position = 0;   // that a token sees
         int64_t weight_bytes = 0;  // that tokens are multiplied with
+        int64_t sample_weight_bytes = 0;
     };
 
     // How many members share a strand.
@@ -121,6 +126,7 @@ class StepPlanner {
     bool layer_fits_cache() const;
 
     void plan_strands();
+    int members_that_pay() const;
     void add_up_costs();
     void divide_tokens(int wanted);
     int end_of_strand(int64_t token) const;
@@ -137,13 +143,15 @@ class StepPlanner {
     Stage plan_stage(const Strand& strand, const Instruction& instruction, int members) const;
     bool has_row8(const Instruction& instruction) const;  // a product in integers alone
     Stage plan_product(const Instruction& instruction, int first, int end, int members) const;
+    int tiles_of_task(int tiles, int tasks, int members) const;
     Stage plan_experts(const ExpertsOp& op, int first, int end, int members) const;
 
     EngineShape shape_;
     const KernelTable& kernels_;
     const std::vector<Instruction>& program_;
     const Weights& weights_;
-    int num_members_;
+    int team_size_;
+    bool uses_all_members_ = false;
     int num_own_ = 0;
     bool has_experts_ = false;
     int num_states_ = 0;
@@ -154,6 +162,7 @@ class StepPlanner {
 
     // State of the step.
     StepInput input_{};
+    int num_members_;
     StepPlan plan_;
     std::vector<int64_t> cost_until_;         // of the step's tokens up to each one
     std::vector<AttentionTile> whole_tiles_;  // of a strand, before long ones are split

@@ -1,10 +1,13 @@
 #include "team.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,7 +28,7 @@ void relax() {
 constexpr int kSpinsBeforeYield = 2000;  // while a task runs elsewhere; after that its thread may need this core to end it
 constexpr int kSpinsBeforeSleep = 4000;  // so that the short gap between two steps of a busy engine costs no wake-up
 
-constexpr uint32_t kMaxTasks = 0xFFFF;
+constexpr uint32_t kMaxTasks = 0xFFFF, kMaxStages = 0xFFFF;
 
 using Clock = std::chrono::steady_clock;
 
@@ -42,25 +45,39 @@ struct Form {
 };
 
 uint64_t make_form(Team::Strands strands, int num_stages) {
-    return static_cast<uint64_t>(num_stages) << 32 | static_cast<uint64_t>(strands.num_joint) << 24 | static_cast<uint64_t>(strands.lag) << 9 |
+    return static_cast<uint64_t>(num_stages) << 48 | static_cast<uint64_t>(strands.members) << 32 |
+           static_cast<uint64_t>(strands.num_joint) << 24 | static_cast<uint64_t>(strands.lag) << 9 |
            static_cast<uint64_t>(strands.ordered) << 8 | static_cast<uint64_t>(strands.count);
 }
 
 Form form_of(uint64_t word) {
-    return {{static_cast<int>(word & 0xFF), static_cast<int>(word >> 9 & 0x7FFF), (word >> 8 & 1) != 0, static_cast<int>(word >> 24 & 0xFF)},
-            static_cast<int>(word >> 32)};
+    return {{static_cast<int>(word & 0xFF), static_cast<int>(word >> 9 & 0x7FFF), (word >> 8 & 1) != 0, static_cast<int>(word >> 24 & 0xFF),
+             static_cast<int>(word >> 32 & 0xFFFF)},
+            static_cast<int>(word >> 48)};
 }
 
 }  // namespace
 
-Team::Team(int size) : size_(size) {
-    if (size < 1) throw std::invalid_argument("a team has at least one thread");
+Team::Team(int size, const std::vector<int>& cpus) : size_(size) {
+    if (size < 1 || size > kMaxSize) throw std::invalid_argument("a team has at least one thread, and at most 65,535");
+    if (!cpus.empty() && static_cast<int>(cpus.size()) < size) throw std::invalid_argument("there are fewer CPUs than threads");
     try {
-        for (int member = 1; member < size; ++member) threads_.emplace_back([this, member] { serve(member); });
+        for (int member = 1; member < size; ++member) start(member, cpus);
     } catch (...) {
         stop();
         throw;
     }
+}
+
+void Team::start(int member, const std::vector<int>& cpus) {
+    threads_.emplace_back([this, member] { serve(member); });
+    if (cpus.empty()) return;
+    const int cpu = cpus[member];
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &own);  // else it is refused below
+    const int error = pthread_setaffinity_np(threads_.back().native_handle(), sizeof(own), &own);
+    if (error != 0) throw std::system_error(error, std::generic_category(), "CPU " + std::to_string(cpu) + " is not to be had");
 }
 
 Team::~Team() { stop(); }
@@ -115,12 +132,13 @@ int64_t Team::run(Account& account, Work& work, const std::vector<int32_t>& num_
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
+    const int num_stages = static_cast<int>(num_tasks.size()), stages_of_strand = (num_stages - strands.num_joint) / strands.count;
+    if (stages_of_strand > static_cast<int>(kMaxStages)) throw std::length_error("a run has too many stages");
     const Turn turn(*this, account);
-    const int num_stages = static_cast<int>(num_tasks.size());
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     work_.store(&work, std::memory_order_relaxed);
-    stages.form.store(make_form(strands, (num_stages - strands.num_joint) / strands.count), std::memory_order_relaxed);
+    stages.form.store(make_form(strands, stages_of_strand), std::memory_order_relaxed);
     for (int i = 0; i < num_stages; ++i) {
         stages.list[i].num_done.store(0, std::memory_order_relaxed);
         stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
@@ -153,7 +171,9 @@ bool Team::take_tasks(Stage& stage, int index, uint32_t epoch, int member) {
 // A member that comes late may find the form of another run. It then takes nothing: all tasks of its own were taken before that one began.
 void Team::run_strands(const Stages& stages, uint32_t epoch, int member) {
     const Form form = form_of(stages.form.load(std::memory_order_relaxed));
-    const int count = form.strands.count, own = member * count / size_;
+    const int members = std::min(form.strands.members, size_);
+    if (member >= members) return;
+    const int count = form.strands.count, own = member * count / members;
     const auto run = [&](int strand, int begin, int end) {
         return run_stages(stages, strand * form.num_stages + begin, strand * form.num_stages + end, epoch, member);
     };

@@ -39,14 +39,16 @@ class Work {
 
 class Team {
   public:
-    // Throws std::invalid_argument for a size below 1, std::system_error if the system gives no more threads.
-    explicit Team(int size);
+    // Throws std::invalid_argument for a size below 1 or above kMaxSize, std::system_error if the system gives no more threads.
+    // `cpus`: member i stays on the i-th of them, but for member 0, which is the caller's thread; empty: the system chooses.
+    explicit Team(int size, const std::vector<int>& cpus = {});
     ~Team();
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
 
+    static constexpr int kMaxSize = 65'535;
     static constexpr int kMaxStrands = 16;  // planning them and passing through their stages takes time: members of larger teams share one
 
     // The strands of a run have as many stages each.
@@ -55,11 +57,12 @@ class Team {
         int lag = 0;           // stages of the first strand that all compute together before those of strand i, times i, begin with theirs
         bool ordered = false;  // whether a stage begins only when the strand before is through with the same one
         int num_joint = 0;     // stages that follow when all strands are done, of all together
+        int members = kMaxSize;  // the first so many take part, at least one for each strand; kMaxSize: all
     };
 
     // Calls work.run_task(s, t, member) once for every stage s and every t in [0, num_tasks[s]), the stages of each strand in order, and
     // returns when all are done. `num_tasks` is [strands, stages] and then [num_joint]. Waits for its turn before, and returns for how long.
-    // The account is one of this team alone. Not reentrant: a task must not call it. At most 65,535 tasks a stage (std::length_error).
+    // The account is one of this team alone. Not reentrant: a task must not call it. At most 65,535 tasks a stage, and stages a strand (std::length_error).
     int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks) { return run(account, work, num_tasks, Strands{}); }
 
@@ -83,12 +86,12 @@ class Team {
 
     // `form` is one word, too, so that whoever reads it has that of a single run:
     //
-    //      63                            32 31    24 23               9   8   7      0
-    //     +--------------------------------+--------+------------------+-----+--------+
-    //     |     stages of each strand      | joint  |       lag        | ord | strands|
-    //     +--------------------------------+--------+------------------+-----+--------+
+    //      63           48 47           32 31    24 23               9   8   7      0
+    //     +---------------+---------------+--------+------------------+-----+--------+
+    //     |    stages     |    members    | joint  |       lag        | ord | strands|
+    //     +---------------+---------------+--------+------------------+-----+--------+
     //
-    // `ord` is the bit of `ordered`; the other fields are those of `Strands`.
+    // `stages` are those of each strand, `ord` is the bit of `ordered`; the other fields are those of `Strands`.
     struct Stages {
         explicit Stages(int count) : size(count), list(std::make_unique<Stage[]>(static_cast<size_t>(count))) {}
         int size;
@@ -111,6 +114,7 @@ class Team {
         int64_t waited_ns_;
     };
 
+    void start(int member, const std::vector<int>& cpus);
     void stop();
     void serve(int member);
     uint32_t wait_for_run(uint32_t seen);

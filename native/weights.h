@@ -18,6 +18,8 @@ namespace penstock {
 
 class Weights {
   public:
+    explicit Weights(MemoryNodes nodes) : arena_(nodes) {}
+
     struct Table {
         SourceFormat format;
         int32_t rows, cols;

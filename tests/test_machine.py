@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from penstock.machine import available_memory_bytes, cpu_name, data_cache_bytes, give_back_free_memory, usable_cpus
+from penstock.machine import (
+    Cores,
+    available_memory_bytes,
+    claim_cpus,
+    cpu_name,
+    data_cache_bytes,
+    find_cores,
+    give_back_free_memory,
+    usable_cpus,
+)
 
 GIB = 1 << 30
 
 
 class FakeMachine:
     def __init__(self, root: Path) -> None:
-        self.proc, self.cgroup = root / "proc", root / "cgroup"
+        self.proc, self.cgroup, self.devices = root / "proc", root / "cgroup", root / "devices"
         self.write("proc/meminfo", f"MemTotal: {32 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
 
     def write(self, name: str, text: str) -> None:
@@ -30,13 +40,25 @@ class FakeMachine:
     def write_cache(self, cpu: int, index: int, kind: str, size: str, users: str, level: int) -> None:
         told = {"type": kind, "size": size, "shared_cpu_list": users, "level": str(level)}
         for name, text in told.items():
-            self.write(f"cpu/cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
+            self.write(f"devices/system/cpu/cpu{cpu}/cache/index{index}/{name}", f"{text}\n")
 
     def caches(self) -> int:
-        return data_cache_bytes(cpus=self.proc.parent / "cpu")
+        return data_cache_bytes(devices=self.devices)
 
     def cpus(self) -> int:
         return usable_cpus(proc=self.proc, cgroup=self.cgroup)
+
+    def cores(self) -> Cores:
+        return find_cores(proc=self.proc, cgroup=self.cgroup, devices=self.devices)
+
+    def add_cpu(self, cpu: int, siblings: str = "", **files: str) -> None:
+        """A CPU with its core's threads (its own alone, if none are named), and other files of its folder."""
+        self.write(f"devices/system/cpu/cpu{cpu}/topology/core_cpus_list", f"{siblings or cpu}\n")
+        for name, text in files.items():
+            self.write(f"devices/system/cpu/cpu{cpu}/{name.replace('__', '/')}", f"{text}\n")
+
+    def allow(self, monkeypatch: pytest.MonkeyPatch, cpus: Iterable[int]) -> None:
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cpus))
 
 
 @pytest.fixture
@@ -107,6 +129,110 @@ def test_cpu_quotas_round_up_and_never_below_one(machine: FakeMachine, monkeypat
     assert machine.cpus() == 8
 
 
+def test_a_machine_that_tells_nothing_has_a_core_for_each_cpu(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.allow(monkeypatch, [0, 2, 3])
+    assert machine.cores() == Cores((0, 2, 3), 3, "3 usable CPUs", ((0, 3),), (), ())
+
+
+@pytest.mark.parametrize("file", ["core_cpus_list", "thread_siblings_list"])
+def test_a_core_with_two_threads_counts_once(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Also where its first one is not allowed, and where the kernel has the older name."""
+    for cpu in range(8):
+        machine.write(f"devices/system/cpu/cpu{cpu}/topology/{file}", f"{cpu % 4},{cpu % 4 + 4}\n")
+    machine.allow(monkeypatch, range(8))
+    assert machine.cores().cpus == (0, 1, 2, 3)
+    assert machine.cores().why == "8 usable CPUs, 4 of which share a core with another one"
+    machine.allow(monkeypatch, [1, 4, 5, 6])
+    assert machine.cores().cpus == (1, 4, 6)
+
+
+def test_intels_efficiency_cores_are_left_out(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a processor with 2 cores of two threads, and 4 efficiency cores; with these alone they compute."""
+    for cpu in range(8):
+        machine.add_cpu(cpu, siblings=f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" if cpu < 4 else "")
+    machine.write("devices/cpu_core/cpus", "0-3\n")
+    machine.write("devices/cpu_atom/cpus", "4-7\n")
+    machine.allow(monkeypatch, range(8))
+    assert machine.cores().cpus == (0, 2)
+    assert machine.cores().why == "8 usable CPUs, 2 of which share a core with another one, 4 of which are efficiency cores"
+    machine.allow(monkeypatch, range(4, 8))
+    assert machine.cores().cpus == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("file", ["cpu_capacity", "cpufreq__cpuinfo_max_freq"])
+def test_cores_that_are_much_slower_are_left_out(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """Those that are a little slower than the processor's best are not; where one does not tell, all count."""
+    for cpu, speed in enumerate(["1024", "870", "1000", "446", "446"]):
+        machine.add_cpu(cpu, **{file: speed})
+    machine.allow(monkeypatch, range(5))
+    assert machine.cores().cpus == (0, 1, 2)
+    machine.allow(monkeypatch, [3, 4])
+    assert machine.cores().cpus == (3, 4)
+    machine.allow(monkeypatch, range(6))
+    assert machine.cores().cpus == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("250000", 2), ("199999", 1), ("40000", 1), ("400000", 4), ("900000", 4)])
+def test_a_quota_of_any_enclosing_group_is_never_exceeded(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, quota: str, expected: int
+) -> None:
+    machine.allow(monkeypatch, range(4))
+    machine.write("proc/self/cgroup", "0::/pod/container\n")
+    machine.write("cgroup/pod/cpu.max", f"{quota} 100000\n")
+    machine.write("cgroup/pod/container/cpu.max", "max 100000\n")
+    assert machine.cores().num_threads == expected
+    assert machine.cores().cpus == (0, 1, 2, 3), "any of them"
+    assert machine.cores().why.endswith(f", and a quota of {int(quota) / 100000:.3g}") == (expected < 4)
+    machine.write("proc/self/cgroup", "4:cpu,cpuacct:/job\n")
+    machine.write("cgroup/cpu/job/cpu.cfs_quota_us", f"{quota}\n")
+    machine.write("cgroup/cpu/job/cpu.cfs_period_us", "100000\n")
+    assert machine.cores().num_threads == expected
+
+
+def add_nodes(machine: FakeMachine) -> None:
+    """Two sockets of eight cores, each with two last-level caches, and a node that has memory alone."""
+    for cpu in range(16):
+        first = cpu // 4 * 4
+        machine.write_cache(cpu, 0, "Data", "48K", str(cpu), 1)
+        machine.write_cache(cpu, 3, "Unified", "32768K", f"{first}-{first + 3}", 3)
+    for node, cpus in enumerate(["0-7", "8-15", ""]):
+        machine.write(f"devices/system/node/node{node}/cpulist", f"{cpus}\n")
+    machine.write("devices/system/node/has_memory", "0-2\n")
+    machine.write("proc/self/status", "Name:\tx\nMems_allowed_list:\t0-2\n")
+
+
+def test_memory_lies_on_the_nodes_of_the_cores(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_nodes(machine)
+    machine.allow(monkeypatch, range(16))
+    cores = machine.cores()
+    assert (cores.nodes, cores.caches, cores.memory_nodes) == (((0, 8), (1, 8)), ((32 << 20, 4),), (0, 1))
+    machine.allow(monkeypatch, range(6))
+    cores = machine.cores()
+    assert (cores.nodes, cores.caches, cores.memory_nodes) == (((0, 6),), ((32 << 20, 2),), ()), "one node needs nothing"
+
+
+@pytest.mark.parametrize(("with_memory", "allowed"), [("0", "0-2"), ("0-2", "1"), ("", "0-2")])
+def test_memory_that_is_not_allowed_on_several_nodes_is_not_spread(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch, with_memory: str, allowed: str
+) -> None:
+    add_nodes(machine)
+    machine.allow(monkeypatch, range(16))
+    machine.write("devices/system/node/has_memory", f"{with_memory}\n")
+    machine.write("proc/self/status", f"Mems_allowed_list:\t{allowed}\n")
+    assert machine.cores().memory_nodes == ()
+
+
+def test_cpus_are_claimed_by_one_server() -> None:
+    """All or none of them; numbers that no machine of a test has."""
+    first = claim_cpus([70001, 70002])
+    with pytest.raises(OSError, match="in use"):
+        claim_cpus([70003, 70002])
+    for claim in [*claim_cpus([70003]), *first]:
+        claim.close()
+    for claim in claim_cpus([70002]):
+        claim.close()
+
+
 def test_the_processor_is_named_where_the_kernel_does(machine: FakeMachine) -> None:
     assert cpu_name(proc=machine.proc) == ""
     machine.write("proc/cpuinfo", "processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
@@ -128,7 +254,7 @@ def test_caches_of_the_own_cpus_count_and_shared_ones_once(machine: FakeMachine,
 def test_caches_that_the_kernel_does_not_tell_hold_nothing(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert machine.caches() == 0
-    machine.write("cpu/cpu0/cache/index0/level", "1\n")  # as some ARM machines do, without a size
+    machine.write("devices/system/cpu/cpu0/cache/index0/level", "1\n")  # as some ARM machines do, without a size
     machine.write_cache(1, 0, "Data", "32K", "", 1)
     assert machine.caches() == 32 << 10
 
@@ -148,6 +274,7 @@ def resident_bytes() -> int:
 def test_this_machine_has_memory_and_a_cpu() -> None:
     assert available_memory_bytes() > 0
     assert usable_cpus() >= 1
+    assert 1 <= find_cores().num_threads <= len(find_cores().cpus)
 
 
 LARGE_BLOCKS = """

@@ -1,8 +1,9 @@
-"""The share of the machine that this process may use: memory, CPUs and their caches, read from Linux for `build`, `penstock
-env` and the probes of a machine's speed; and how it gives freed memory back. Frees nothing that is in use.
+"""The share of the machine that this process may use: memory, CPUs and their caches, the cores that compute; read from Linux for
+`build`, `penstock env` and the probes of a machine's speed. And how it gives freed memory back; frees nothing that is in use.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
-`memory.stat`, `cpu.max`) and its version 1 counterparts; /sys/devices/system/cpu in the kernel's Documentation/ABI.
+`memory.stat`, `cpu.max`) and its version 1 counterparts; https://docs.kernel.org/admin-guide/cputopology.html, and
+Documentation/ABI of the kernel for `cpu_capacity`, `cpu_atom` and `node`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import ctypes
 import math
 import os
 import resource
-from collections.abc import Iterator
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
-_CPUS = Path("/sys/devices/system/cpu")
+_DEVICES = Path("/sys/devices")
+SLOW_SHARE = 0.75
+"""A core with less of the fastest one's speed is an efficiency core: all wait for a task that it has taken."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
 
@@ -34,9 +40,69 @@ def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int
 
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """CPUs that this process may keep busy: its affinity mask, or less if a control group has a quota. At least 1."""
-    quotas = [_cpu_quota_v2(folder) for folder in _own_groups(proc, cgroup, "")]
-    quotas += [_cpu_quota_v1(folder) for folder in _own_groups(proc, cgroup, "cpu")]
-    return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in quotas if quota is not None)]))
+    num_allowed, quota = len(os.sched_getaffinity(0)), _cpu_quota(proc, cgroup)
+    return num_allowed if quota is None else max(1, min(num_allowed, math.ceil(quota)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """The cores on which kernels compute unless a number of threads is set, and where they and their memory are."""
+
+    cpus: tuple[int, ...]
+    """One CPU of each core, in ascending order."""
+    num_threads: int
+    """One for each core, or fewer where a quota allows less."""
+    why: str
+    """The number's reasons in words."""
+    nodes: tuple[tuple[int, int], ...]
+    """Memory nodes (NUMA) with some of these cores, and how many; one where the machine tells of none."""
+    caches: tuple[tuple[int, int], ...]
+    """Last-level caches of these cores: their bytes, and how many there are."""
+    memory_nodes: tuple[int, ...]
+    """Those of the nodes that have memory for this process; empty if there are not several."""
+
+
+def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> Cores:
+    """The cores that the affinity mask allows, each once however many threads it has, without efficiency cores.
+
+    The second thread of a core shares its multipliers, which one thread of a product keeps busy. A quota is rounded down:
+    threads that exceed it are all stopped at once for the rest of the period, and the HTTP loop takes a part of it, too.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    firsts = _first_threads(allowed, devices)
+    cpus = _fast_cpus(firsts, devices)
+    quota = _cpu_quota(proc, cgroup)
+    num_threads = len(cpus) if quota is None else max(1, min(len(cpus), math.floor(quota)))
+    left_out = [
+        (len(allowed) - len(firsts), "share a core with another one"),
+        (len(firsts) - len(cpus), "are efficiency cores"),
+    ]
+    why = f"{len(allowed)} usable CPUs" + "".join(f", {count} of which {what}" for count, what in left_out if count)
+    if num_threads < len(cpus):
+        why += f", and a quota of {quota:.3g}"
+    nodes = _nodes(cpus, devices)
+    with_memory = _with_memory(proc, devices)
+    memory_nodes = tuple(node for node, _ in nodes if node in with_memory)
+    last = {max(found) for cpu in cpus if (found := list(_data_caches(cpu, devices)))}
+    caches = tuple(Counter(num_bytes for *_, num_bytes in last).items())
+    return Cores(tuple(cpus), num_threads, why, nodes, caches, memory_nodes if len(memory_nodes) > 1 else ())
+
+
+def claim_cpus(cpus: Sequence[int]) -> list[socket.socket]:
+    """Keep other servers from pinning threads to these CPUs, until the sockets are closed or the process ends.
+
+    Raises OSError (EADDRINUSE) if one has done so. Servers in network namespaces of their own do not see each other.
+    """
+    claims: list[socket.socket] = []
+    try:
+        for cpu in cpus:
+            claims.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            claims[-1].bind(f"\0penstock-cpu-{cpu}")  # a name of the kernel's: no file stays behind
+    except OSError:
+        for claim in claims:
+            claim.close()
+        raise
+    return claims
 
 
 def cpu_name(*, proc: Path = _PROC) -> str:
@@ -47,17 +113,13 @@ def cpu_name(*, proc: Path = _PROC) -> str:
     return ""
 
 
-def data_cache_bytes(*, cpus: Path = _CPUS) -> int:
+def data_cache_bytes(*, devices: Path = _DEVICES) -> int:
     """Bytes that the caches of this process's CPUs hold together, all levels, one that CPUs share counted once; 0 where the
     kernel does not tell.
     """
-    sizes: dict[tuple[str, ...], int] = {}
-    for cpu in os.sched_getaffinity(0):
-        for folder in (cpus / f"cpu{cpu}" / "cache").glob("index*"):
-            kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
-            if kind != "Instruction" and size.endswith("K"):
-                sizes[kind, level, users or str(cpu)] = int(size.removesuffix("K")) * 1024
-    return sum(sizes.values())
+    return sum(
+        num_bytes for *_, num_bytes in {found for cpu in os.sched_getaffinity(0) for found in _data_caches(cpu, devices)}
+    )
 
 
 def give_back_free_memory() -> None:
@@ -137,6 +199,73 @@ def _reclaimable_bytes(folder: Path, key: str) -> int:
         if name == key:
             return int(value)
     return 0
+
+
+def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
+    """The CPUs, in ascending order, that are the first of their core."""
+    firsts: list[int] = []
+    seen: set[int] = set()
+    for cpu in cpus:
+        topology = devices / f"system/cpu/cpu{cpu}/topology"
+        siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")  # until Linux 5.2
+        if cpu not in seen:
+            firsts.append(cpu)
+        seen.update(_numbers(siblings))
+    return firsts
+
+
+def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
+    """Without efficiency cores: those that Intel's hybrid processors name, else those that are much slower than the fastest."""
+    slow = set(_numbers(_read(devices / "cpu_atom/cpus")))
+    if fast := [cpu for cpu in cpus if cpu not in slow]:
+        cpus = fast
+    for name in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        speeds = {cpu: _read(devices / f"system/cpu/cpu{cpu}" / name).strip() for cpu in cpus}
+        if all(speed.isdecimal() for speed in speeds.values()):
+            least = SLOW_SHARE * max(int(speed) for speed in speeds.values())
+            return [cpu for cpu in cpus if int(speeds[cpu]) >= least]
+    return list(cpus)
+
+
+def _nodes(cpus: Iterable[int], devices: Path) -> tuple[tuple[int, int], ...]:
+    wanted = set(cpus)
+    found = []
+    for folder in (devices / "system/node").glob("node[0-9]*"):
+        if count := len(wanted.intersection(_numbers(_read(folder / "cpulist")))):
+            found.append((int(folder.name.removeprefix("node")), count))
+    return tuple(sorted(found)) or ((0, len(wanted)),)
+
+
+def _with_memory(proc: Path, devices: Path) -> set[int]:
+    """Nodes that have memory, as far as this process may use it."""
+    nodes = set(_numbers(_read(devices / "system/node/has_memory")))
+    for line in _read(proc / "self" / "status").splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            nodes.intersection_update(_numbers(line.partition(":")[2]))
+    return nodes
+
+
+def _data_caches(cpu: int, devices: Path) -> Iterator[tuple[int, str, int]]:
+    """The level of each cache of a CPU but those of instructions, the CPUs that share it, and its bytes."""
+    for folder in (devices / f"system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
+        kind, level, users, size = (_read(folder / name).strip() for name in ("type", "level", "shared_cpu_list", "size"))
+        if kind != "Instruction" and level.isdecimal() and size.endswith("K"):
+            yield int(level), users or str(cpu), int(size.removesuffix("K")) * 1024
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Those of a kernel's list, such as `0-3,8`."""
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal():
+            yield from range(int(first), int(last or first) + 1)
+
+
+def _cpu_quota(proc: Path, cgroup: Path) -> float | None:
+    """CPUs that the tightest of the enclosing control groups allows; None: as many as there are."""
+    quotas = [_cpu_quota_v2(folder) for folder in _own_groups(proc, cgroup, "")]
+    quotas += [_cpu_quota_v1(folder) for folder in _own_groups(proc, cgroup, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _cpu_quota_v2(folder: Path) -> float | None:

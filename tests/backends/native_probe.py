@@ -34,6 +34,7 @@ class Probe:
         variant: str,
         num_threads: int = 2,
         kv_format: KvFormat = KvFormat.INT8,
+        memory_nodes: Sequence[int] = (),
         **shape: int,
     ) -> None:
         sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "num_blocks": 4, "block_size": 16}
@@ -48,6 +49,7 @@ class Probe:
             team=Team(num_threads),
             variant=variant,
             kv_format=kv_format,
+            memory_nodes=memory_nodes,
         )
         self._rows: list[RowOp] = []
         self._inputs = 0

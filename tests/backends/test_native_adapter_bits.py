@@ -120,13 +120,14 @@ class Rows:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "BF16"])
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_a_row_alone_is_the_row_among_others(
     models: Mapping[str, LoadedModel], variant: str, kind: str, num_threads: int
 ) -> None:
     """Among rows without an adapter, of the same one and of nine others, in any order and in chunks."""
     rows = Rows(models[kind], num_threads=num_threads, variant=variant)
+    rows.executor._engine.use_all_members()
     alone = {row: rows.run([row])[row] for row in range(MAX_ROWS)}
     together = rows.run(range(MAX_ROWS))
     assert together == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from backends.native_probe import Probe
-from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team
+from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat, Team, spreading_error
 from penstock.backends.native.executor import KV_FORMATS
 from penstock.types.kv_dtype import KvDtype
 
@@ -220,6 +221,56 @@ def steps_while_pages_move(values: NDArray[np.uint8], num_matrices: int) -> int:
     assert probe.engine.small_page_bytes == 0
     assert np.array_equal(probe.run(tokens), wanted)
     return num_between
+
+
+def settle_all(engine: Engine) -> None:
+    engine.settle()
+    give_up = time.monotonic() + 30
+    while engine.small_page_bytes > 0 and time.monotonic() < give_up:
+        os.sched_yield()
+    assert engine.small_page_bytes == 0
+
+
+def spread_ranges() -> int:
+    """Ranges of this process's memory whose pages the system spreads over nodes."""
+    return sum(" interleave" in line for line in Path("/proc/self/numa_maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("has_small_pages", [False, True])
+def test_weights_and_kv_lie_on_the_nodes_that_are_named(has_small_pages: bool) -> None:
+    """On this machine's first node, which every machine has; a page that becomes huge is on a node as the one before."""
+    if not Path("/proc/self/numa_maps").exists() or spreading_error([0]) != 0:
+        pytest.skip("this system spreads no memory over nodes")
+    values = np.full((4096, 1024), 1, np.uint8)
+    before = spread_ranges()
+    plain, spread = (Probe(4096, 512, variant="", memory_nodes=nodes) for nodes in ([], [0]))
+    for probe in (plain, spread):
+        if has_small_pages:
+            probe.engine.use_small_pages()
+        out = probe.buffer(512)
+        probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(SourceFormat.BF16, 4096, 512, values), value=1.0)
+        probe.finish(out)
+        settle_all(probe.engine)
+        assert (spread_ranges() >= before + 2) == (probe is spread), "the weights and the KV cache"
+    assert np.array_equal(plain.run([0, 4095]), spread.run([0, 4095]))
+
+
+def test_where_the_system_spreads_no_memory_the_engine_works_as_without() -> None:
+    """A node that is not there stands for a container that may not choose."""
+    assert spreading_error([]) == 0
+    if spreading_error([63]) == 0:
+        pytest.skip("this machine has so many nodes")
+    values = np.full((16, 1024), 1, np.uint8)
+    found = []
+    for nodes in ([], [63]):
+        probe = Probe(16, 512, variant="", memory_nodes=nodes)
+        out = probe.buffer(512)
+        probe.row(RowOpKind.EMBED, out=out, weight=probe.engine.add_matrix(SourceFormat.BF16, 16, 512, values), value=1.0)
+        probe.finish(out)
+        found.append(probe.run([3, 15]))
+    assert np.array_equal(*found)
+    with pytest.raises(ValueError, match="one of 0 to 63"):
+        spreading_error([64])
 
 
 def test_weights_that_come_after_the_last_are_refused() -> None:

@@ -184,8 +184,9 @@ def test_a_row_is_the_same_to_the_bit_whatever_rows_come_with_it(variant: str, n
     alone = layer.native(variant, num_threads=1)
     expected = np.concatenate([layer.run(alone, [i]) for i in range(MAX_TOKENS)])
     rng = np.random.default_rng(5)
-    for num_threads in (1, 2, 5):
+    for num_threads in (1, 2, 5, 32):
         engine = layer.native(variant, num_threads)
+        engine.use_all_members()
         for num in (2, 5, 17, 64, MAX_TOKENS):
             ids = rng.permutation(MAX_TOKENS)[:num]
             assert np.array_equal(layer.run(engine, ids.tolist()), expected[ids])

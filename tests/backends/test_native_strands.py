@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from native_variants import ONE_OF_EACH
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
-from penstock.backends.native._native import emulated_variants
+from penstock.backends.native._native import emulated_variants, usable_variants
 from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
@@ -25,6 +26,7 @@ from tiny_models import TinyLlama, write_gguf
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 32
 MAX_ROWS = 48
+MAX_STEP_TOKENS = 512
 VOCAB_SIZE = 264
 
 Answers = dict[str, tuple[int, float]]
@@ -40,34 +42,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 class Steps:
     """An executor, and a step of given shapes at a time: what `context_len` tells is computed before."""
 
-    def __init__(self, model: LoadedModel, num_threads: int, *, variant: str = "") -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_threads: int,
+        *,
+        all_take_part: bool = False,
+        max_rows: int = MAX_ROWS,
+        blocks_per_row: int = BLOCKS_PER_ROW,
+        variant: str = "",
+    ) -> None:
+        """`all_take_part`: every thread, also where a step of a small model has work for a few."""
+        self._blocks_per_row = blocks_per_row
         self.executor = NativeExecutor(
             model,
             architectures.describe(model.spec),
-            num_blocks=1 + MAX_ROWS * BLOCKS_PER_ROW,
+            num_blocks=1 + max_rows * blocks_per_row,
             block_size=BLOCK_SIZE,
-            max_rows=MAX_ROWS,
-            max_step_tokens=512,
-            max_model_len=BLOCKS_PER_ROW * BLOCK_SIZE,
+            max_rows=max_rows,
+            max_step_tokens=MAX_STEP_TOKENS,
+            max_model_len=blocks_per_row * BLOCK_SIZE,
             num_threads=num_threads,
             variant=variant,
             poison=True,
         )
+        if all_take_part:
+            self.executor._engine.use_all_members()
         self._ids: Iterator[int] = itertools.count()
 
     def run(self, *shapes: tuple[int, int]) -> Answers:
         """One step of rows of (context_len, query_len), after steps that compute what they see."""
         names = [f"{next(self._ids)}" for _ in shapes]
         for i, (name, (context_len, query_len)) in enumerate(zip(names, shapes, strict=True)):
-            first = 1 + i * BLOCKS_PER_ROW
+            first = 1 + i * self._blocks_per_row
             blocks = tuple(range(first, first + -(-(context_len + query_len) // BLOCK_SIZE)))
             tokens = tuple(10 + (7 * i + 3 * t + t * t // 11) % 250 for t in range(context_len + query_len))
             sampling = SamplingParams(temperature=0.0, logprobs=0)
             admit = AdmitRow(name, tokens, len(tokens), blocks, 0, sampling)
-            self._step([admit], [RowPlan(name, 0, context_len, (), False)] if context_len else [])
+            self._step([admit], [])
+            for begin in range(0, context_len, MAX_STEP_TOKENS):
+                self._step([], [RowPlan(name, begin, min(MAX_STEP_TOKENS, context_len - begin), (), False)])
         rows = [RowPlan(name, context, query, (), True) for name, (context, query) in zip(names, shapes, strict=True)]
         answers = self._step([], rows)
-        self.num_strands = self.executor.num_strands
+        self.num_strands, self.num_members = self.executor.num_strands, self.executor.num_members
         self._step([], [], names)
         return {str(i): answers[name] for i, name in enumerate(names)}
 
@@ -186,3 +203,85 @@ def test_a_row_with_recurrent_state_is_not_cut(tmp_path: Path) -> None:
                 assert steps.num_strands == 1 or len(shapes) > 1
                 assert steps.num_strands > 1 or num_threads == 1 or name != "decodes"
         steps.executor.close()
+
+
+MANY_THREADS = [3, 4, 7, 8, 16, 32, 64] if "PENSTOCK_ALL_THREADS" in os.environ else [3, 64]
+"""On whatever cores there are: what the threads compute must not depend on who gets a core when. All take half a minute."""
+WIDE_SHAPES = {
+    "1 row": [(40, 1)],
+    "2 rows": [(40, 1), (130, 1)],
+    "8 rows": DECODES[:8],
+    "32 rows": [*DECODES, (3, 1)],
+    "a short prompt": [(0, 7)],
+    "a prompt": [(0, 330)],
+    "a full step": [(0, 512)],
+    "prompts beside rows": [*DECODES[:9], (30, 201), (0, 64), *DECODES[10:14]],
+}
+LONG_SHAPES = {
+    "a row after much": [(2001, 1)],  # whose attention is split into segments of 256
+    "tokens after much": [(1500, 37)],
+    "rows after much and little": [(2001, 1), (9, 1), (1200, 3)],
+}
+LONG = {"max_rows": 3, "blocks_per_row": 128}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Two layers of many panels, so that there are tasks for many threads."""
+    shape = TinyLlama(
+        num_layers=2, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, max_model_len=4096
+    )
+    return load_gguf(write_gguf(tmp_path_factory.mktemp("wide") / "wide.gguf", shape, matrix_type="Q4_0"))
+
+
+@pytest.fixture(scope="module")
+def alone(wide: LoadedModel) -> dict[str, Answers]:
+    """The answers of one thread."""
+    steps, long_steps = Steps(wide, 1), Steps(wide, 1, **LONG)
+    answers = {name: steps.run(*shapes) for name, shapes in WIDE_SHAPES.items()}
+    return answers | {name: long_steps.run(*shapes) for name, shapes in LONG_SHAPES.items()}
+
+
+@pytest.mark.parametrize("num_threads", MANY_THREADS)
+def test_many_threads_answer_as_one_does(wide: LoadedModel, alone: dict[str, Answers], num_threads: int) -> None:
+    """Whether all take part, which brings the most trouble, or as many as pay."""
+    for all_take_part in (True, False):
+        for cases, room in ((WIDE_SHAPES, {}), (LONG_SHAPES, LONG)):
+            steps = Steps(wide, num_threads, all_take_part=all_take_part, **room)
+            for name, shapes in cases.items():
+                assert steps.run(*shapes) == alone[name], (name, all_take_part)
+                assert num_threads == steps.num_members or not all_take_part
+                assert max(2, steps.num_strands) <= steps.num_members <= num_threads
+            steps.executor.close()
+
+
+PLANS = [
+    # step, threads; threads that take part, strands, tasks from one attention to the next
+    ("1 row", 1, 1, 1, [3, 1, 6, 1, 6, 1, 6, 1, 8, 1]),
+    ("8 rows", 1, 1, 1, [8, 2, 6, 2, 7, 2, 6, 2, 8, 2]),
+    ("32 rows", 1, 1, 1, [8, 8, 6, 8, 7, 8, 6, 8, 8, 8]),
+    ("a full step", 1, 1, 1, [8, 7, 6, 7, 6, 7, 6, 7, 18, 7]),
+    ("1 row", 2, 2, 1, [3, 1, 12, 1, 12, 1, 12, 1, 14, 1]),
+    ("8 rows", 2, 2, 1, [12, 2, 12, 2, 16, 2, 12, 2, 20, 2]),
+    ("32 rows", 2, 2, 2, [8, 4, 6, 4, 7, 4, 6, 4, 8, 4]),
+    ("a full step", 2, 2, 2, [8, 7, 4, 7, 4, 7, 4, 7, 12, 7]),
+    # Beyond two: products of few panels are divided by rows as well, and of what is computed quickly a few threads do all.
+    ("8 rows", 8, 8, 1, [24, 8, 24, 8, 32, 8, 24, 8, 40, 8]),
+    ("1 row", 64, 12, 1, [3, 1, 36, 1, 96, 1, 36, 1, 60, 1]),
+    ("a full step", 64, 64, 16, [9, 12, 12, 12, 32, 12, 12, 12, 20, 12]),
+]
+
+
+@pytest.mark.skipif("avx512" not in usable_variants(), reason="each instruction set has its own tiles")
+@pytest.mark.parametrize(("name", "num_threads", "members", "strands", "tasks"), PLANS)
+def test_a_layer_is_divided_as_it_was_measured(
+    wide: LoadedModel, name: str, num_threads: int, members: int, strands: int, tasks: list[int]
+) -> None:
+    """With one thread and with two, another plan is worth another measurement (`benchmarks/step.py`)."""
+    steps = Steps(wide, num_threads, variant="avx512")
+    steps.run(*WIDE_SHAPES[name])
+    own = [stage for stage in steps.executor.stages if stage.strand == 0]
+    first, after = (i for i, stage in enumerate(own) if stage.instruction == "attention")
+    assert [stage.num_tasks for stage in own[first:after]] == tasks
+    assert (steps.num_members, steps.num_strands) == (members, strands)
+    steps.executor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -96,6 +97,29 @@ def test_a_team_outlives_the_engines_that_are_closed_before_others(models: list[
     wanted = second.forward_logits([3, 4, 5])
     first.close()
     assert np.array_equal(second.forward_logits([3, 4, 5]), wanted)
+
+
+def cpus_of_threads() -> dict[str, set[int]]:
+    """By thread of this process: the CPUs on which it may run."""
+    return {task.name: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_threads_stay_on_their_cpus_but_for_the_callers() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    before = cpus_of_threads()
+    team = Team(len(cpus), cpus)
+    after = cpus_of_threads()
+    assert team.num_threads == len(cpus)
+    assert sorted(map(sorted, (on for name, on in after.items() if name not in before))) == [[cpu] for cpu in cpus[1:]]
+    assert {name: after[name] for name in before} == before
+
+
+def test_threads_on_cpus_that_are_not_there_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="CPU 1023 is not to be had"):
+        Team(2, [0, 1023])
+    with pytest.raises(ValueError, match="fewer CPUs than threads"):
+        Team(3, [0, 1])
+    assert Team(2).num_threads == 2
 
 
 def test_a_team_without_threads_is_refused() -> None:

@@ -275,8 +275,9 @@ def test_where_the_second_text_begins_matters() -> None:
 def test_a_texts_bits_are_the_same_alone_and_beside_others(ending: str) -> None:
     case = encoder(ending)
     alone = [answers(Steps(case.native(num_threads=1)).run([text]))[0].tobytes() for text in PAIRS]
-    for num_threads in (1, 2, 3):
+    for num_threads in (1, 2, 3, 32):
         steps = Steps(case.native(num_threads=num_threads))
+        steps.executor._engine.use_all_members()
         for picked in ([0, 1], [2, 3, 4, 5, 6, 7], [7], [6, 0], [1, 0, 1, 0, 2, 2, 5], list(range(8))):
             together = answers(steps.run([PAIRS[i] for i in picked], num_padding=len(picked) % 2))
             assert [answer.tobytes() for answer in together] == [alone[i] for i in picked]

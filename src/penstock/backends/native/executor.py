@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from penstock.backends.native._native import (
     Team,
 )
 from penstock.backends.native.lowering import lower
+from penstock.machine import find_cores
 from penstock.models.adapter import AdapterFactors, AdapterPacker
 from penstock.models.program import Program, States
 from penstock.models.weights import LoadedModel
@@ -36,17 +37,32 @@ KV_FORMATS = {KvDtype.INT8: KvFormat.INT8, KvDtype.BF16: KvFormat.INT16}
 TIME_PARTS = ("rows", "linear", "attention", "sampling")
 
 
+class Stage(NamedTuple):
+    """One instruction of a step: what of it threads share, task by task (docs/kernels.md, "Strands")."""
+
+    strand: int
+    """-1: all strands together."""
+    instruction: str
+    num_tasks: int
+    grain: int
+    """Rows, panels or tiles of a task."""
+    row_blocks: int
+    num_members: int
+    """Threads that share its tasks."""
+
+
 class NativeExecutor:
     """C++ kernels on the CPU. See `engine.ports.Executor` for the contract.
 
     Executors that are given the same `team` share its threads: their steps take turns, each as its `account` (by default one of
-    its own). Without a team the executor makes one of `num_threads`, where 0 is one per usable core. `variant` forces an
+    its own). Without a team the executor makes one of `num_threads`; 0: as many as suit the machine. `variant` forces an
     instruction set (`penstock env` lists them). Raises `ModelError` for what the backend can't compute, MemoryError if there is
     no room, ValueError for a capacity that the kernels can't work with (`block_size` must be a multiple of 16, but for texts).
     `poison` is for tests: what is stale of KV and buffers becomes NaN. `on_packed` is told of weights as `lower` does it. If
     `expert_file` is given, the descriptor of an empty file, experts lie there, and OSError is raised for what the disk refuses.
     `rounds_floats`: weights that are floats become int8 (`lower`), by default those of a program that reads texts; else bf16.
-    Rows may have adapters of a rank up to `max_adapter_rank`; without, no instruction knows of them.
+    Rows may have adapters of a rank up to `max_adapter_rank`; without, no instruction knows of them. Weights and KV cache are
+    spread over `memory_nodes`, if there are any.
     """
 
     def __init__(
@@ -69,6 +85,7 @@ class NativeExecutor:
         expert_file: int | None = None,
         rounds_floats: bool | None = None,
         max_adapter_rank: int = 0,
+        memory_nodes: Sequence[int] = (),
     ) -> None:
         state, is_one_pass = program.state, program.is_one_pass
         sizes = (num_blocks, block_size, max_rows, max_step_tokens, max_model_len)
@@ -93,7 +110,7 @@ class NativeExecutor:
             block_size=block_size,
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
-            team=team or Team(num_threads or len(os.sched_getaffinity(0))),
+            team=team or Team(num_threads or find_cores().num_threads),
             variant=variant,
             kv_format=KV_FORMATS[kv_dtype],
             num_states=state.num_layers if state else 0,
@@ -101,6 +118,7 @@ class NativeExecutor:
             state_width=state.width if state else 0,
             account=account,
             max_scored=max_scored,
+            memory_nodes=memory_nodes,
         )
         if expert_file is not None:
             self._engine.keep_partly_read_in(expert_file)
@@ -177,9 +195,19 @@ class NativeExecutor:
         return int(self._engine.num_threads)
 
     @property
+    def num_members(self) -> int:
+        """Threads that took part in the last step: fewer than there are where more would cost more than they bring."""
+        return int(self._engine.num_members)
+
+    @property
     def num_strands(self) -> int:
         """In how many groups the last step's tokens went through the layers: docs/kernels.md, "Strands"; 0 before the first."""
         return int(self._engine.num_strands)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """How the last step was divided: the stages of each strand in order, then those of all together."""
+        return [Stage(*stage) for stage in self._engine.stages]
 
     def fetched_blocks(self, strand: int, layer: int) -> list[int]:
         """The blocks that a strand's products were to fetch for one layer's attention in the last step, in order.
