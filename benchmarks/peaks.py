@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -116,7 +115,7 @@ def context(num_threads: int, variant: str, *, cpu_time: bool = False) -> dict[s
 
 
 def usable_threads() -> int:
-    return len(os.sched_getaffinity(0))
+    return machine.find_cores().num_threads
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""The share of the machine that this process may use: memory, CPUs and their caches, the cores that compute; read from Linux for
-`build`, `penstock env` and the probes of a machine's speed. And how it gives freed memory back; frees nothing that is in use.
+"""The share of the machine that this process may use: memory, CPUs and their caches, the cores that compute; read from Linux
+for `build`, `penstock env` and the probes of a machine's speed. And how it gives freed memory back; frees nothing in use.
 
 Formats: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html (`memory.max`, `memory.high`, `memory.current`,
 `memory.stat`, `cpu.max`) and its version 1 counterparts; https://docs.kernel.org/admin-guide/cputopology.html, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     assert result.returncode == 0, result.stderr
     facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
     assert facts["penstock"] == __version__
+    assert re.fullmatch(r"\d+ by default: \d+ usable CPUs?.*", facts["threads"])
+    assert re.match(r"node \d+ with \d+ core", facts["nodes"])
     assert "portable" in facts["kernels"]
     assert "not usable: " in facts["gpu"] or "compute capability" in facts["gpu"]
     assert "numpy" in facts["libraries"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +15,7 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerC
 from penstock.deploy import device
 from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import build_policies
+from penstock.machine import Cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -104,7 +107,10 @@ def test_without_the_extra_there_is_a_line_of_it_where_there_is_a_gpu(
     assert "torch is not installed (install it in Penstock" in record.getMessage()
 
 
-@pytest.mark.parametrize("config", [BackendConfig(device="cpu"), BackendConfig(backend="native"), BackendConfig(threads=2)])
+@pytest.mark.parametrize(
+    "config",
+    [BackendConfig(device="cpu"), BackendConfig(backend="native"), BackendConfig(threads=2), BackendConfig(pin_threads=True)],
+)
 def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> None:
         raise AssertionError("the GPU was looked for")
@@ -119,6 +125,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
     ("given", "words"),
     [
         (lambda: settle("cuda", threads=2), "--threads, or set --device cpu"),
+        (lambda: settle("cuda", pin_threads=True), "--pin-threads, or set --device cpu"),
         (
             lambda: settle("cuda", kv=KvConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30)),
             "both say how large",
@@ -239,11 +246,48 @@ def test_block_sizes_are_those_of_the_kernels(backend: str, size: int, is_taken:
 
 
 def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.device.usable_cpus", lambda: 6)
+    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: SimpleNamespace(num_threads=6))
     assert device.num_threads(BackendConfig()) == 6
     assert device.num_threads(BackendConfig(threads=2)) == 2
     assert device.words(BackendConfig(backend=Backend.NATIVE)).endswith("kernels, 6 threads")
     assert device.words(BackendConfig(backend=Backend.NATIVE, threads=1)).endswith("kernels, 1 thread")
+
+
+TWO_NODES = Cores((0, 1, 2, 3), 4, "", ((0, 2), (1, 2)), ((32 << 20, 2),), (0, 1))
+
+
+def test_pinned_threads_have_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: TWO_NODES)
+    assert device.pinned_cpus(BackendConfig()) == ()
+    assert device.pinned_cpus(BackendConfig(pin_threads=True)) == (0, 1, 2, 3)
+    with pytest.raises(ConfigError, match=r"of the 4 cores that this server may use 3 would be taken.*--pin-threads"):
+        device.pinned_cpus(BackendConfig(pin_threads=True, threads=3))
+
+
+def test_memory_is_spread_over_the_nodes_unless_the_system_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The two nodes are made up: this machine need not have them."""
+    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: TWO_NODES)
+    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: 0)
+    assert device.memory_nodes() == (0, 1)
+    told = "node 0 with 2 cores, node 1 with 2 cores, 2 last-level caches of 32 MiB; weights and KV cache are "
+    assert device.memory_facts() == told + "spread over all"
+    assert not caplog.records
+    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errno.EPERM)
+    assert device.memory_nodes() == ()
+    why = (
+        "not spread: Operation not permitted; start Penstock by `numactl --interleave=all`, or give the container CAP_SYS_NICE"
+    )
+    assert device.memory_facts() == told + why
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Operation not permitted" in caplog.text
+
+
+def test_one_node_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: Cores((0,), 1, "", ((0, 1),), (), ()))
+    assert device.memory_nodes() == ()
+    assert device.memory_facts() == "node 0 with 1 core"
 
 
 def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:

@@ -69,7 +69,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
     """The machines of --hardware, each once. Raises ConfigError for a name that is in no table.
 
-    `num_threads`: those that compute on this machine; None: as many as it has CPUs.
+    `num_threads`: those that compute on this machine; None: as many as suit it.
     """
     from penstock.lab.hardware import find
 
@@ -90,9 +90,9 @@ def all_hardware(table: Path | None) -> dict[str, Hardware]:
 def _this_machine(num_threads: int | None) -> Hardware:
     from penstock.backends.native import probe_peaks
     from penstock.lab.hardware import this_machine
-    from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+    from penstock.machine import available_memory_bytes, cpu_name, find_cores
 
-    num_threads = num_threads or usable_cpus()
+    num_threads = num_threads or find_cores().num_threads
     peaks = probe_peaks(num_threads)
     return this_machine(
         name=f"{cpu_name() or 'a processor'}, {num_threads} threads, {peaks.variant}",

@@ -27,14 +27,17 @@ def env(cache: str | None) -> None:
 def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
-    from penstock.machine import available_memory_bytes, cpu_name, usable_cpus
+    from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
     from penstock.types.errors import counted
 
     yield "penstock", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
+    cores = find_cores()
+    yield "threads", f"{cores.num_threads} by default: {cores.why}"
     yield "memory", f"{format_size(available_memory_bytes())} available"
+    yield "nodes", _nodes()
     yield "kernels", _kernels()
     yield "gpu", gpu_facts()
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
@@ -52,6 +55,16 @@ def _kernels() -> str:
         return f"not usable: {error}"
     without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
     return f"{info['variant']}; usable: {', '.join(info['variants'])}{without}"
+
+
+def _nodes() -> str:
+    """The memory nodes, and whether weights are spread over several, which only the native module can tell."""
+    from penstock.deploy.device import memory_facts
+
+    try:
+        return memory_facts()
+    except ImportError as error:
+        return f"not known: {error}"
 
 
 def _requirements(*, extra: str = "") -> list[tuple[str, str | None]]:

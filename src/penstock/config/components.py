@@ -399,7 +399,15 @@ class BackendConfig(Component):
         default_doc="the device's: native on the CPU, cuda on a GPU",
     )
     threads: int | None = count(
-        None, "Threads that compute on the CPU.", minimum=1, maximum=1024, default_doc="the CPUs this process may use"
+        None,
+        "Threads that compute on the CPU.",
+        minimum=1,
+        maximum=1024,
+        default_doc="a core each, without efficiency cores and within a container's quota; `penstock env` tells",
+    )
+    pin_threads: bool = flag(
+        False,
+        "Each thread stays on a core of its own: for a server that has its cores to itself, with a thread for each.",
     )
     weight_dtype: str | None = choice(
         None,

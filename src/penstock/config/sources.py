@@ -31,7 +31,7 @@ _OTHERS = ("PENSTOCK_CONFIG", "PENSTOCK_DEBUG")
 MODELS = "models"
 """Key of the tables of a file that set what one of several models has for itself."""
 _OF_EACH_MODEL = (ModelConfig, KvConfig, LoraConfig, SchedulerConfig, AdmissionConfig, BackendConfig, SharingConfig)
-_OF_ALL_MODELS = ("cache", "threads", "models_dir", "memory")
+_OF_ALL_MODELS = ("cache", "threads", "pin_threads", "models_dir", "memory")
 
 
 def model_settings() -> tuple[Setting, ...]:

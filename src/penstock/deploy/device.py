@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from penstock.backends import cuda
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device
 from penstock.config.units import format_size
-from penstock.machine import usable_cpus
+from penstock.machine import find_cores
 from penstock.types.errors import ConfigError, counted
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ShortConvSpec
@@ -85,6 +85,8 @@ def _cpu_setting(config: Config) -> str | None:
     """A setting that only the CPU has, in words; None if there is none."""
     if config.backend.threads is not None:
         return "--threads is a setting of the CPU"
+    if config.backend.pin_threads:
+        return "--pin-threads is a setting of the CPU"
     return "--experts-on-disk is a setting of the CPU" if config.model.experts_on_disk else None
 
 
@@ -104,6 +106,11 @@ def _check_gpu_settings(config: Config) -> None:
         raise ConfigError(
             "threads is how many compute on the CPU, and a GPU is to be used.",
             remedy="Leave out --threads, or set --device cpu.",
+        )
+    if config.backend.pin_threads:
+        raise ConfigError(
+            "pin_threads is of those that compute on the CPU, and a GPU is to be used.",
+            remedy="Leave out --pin-threads, or set --device cpu.",
         )
     if config.model.experts_on_disk:
         raise ConfigError(
@@ -192,8 +199,50 @@ def step_timeout_s(backend: BackendConfig) -> float | None:
 
 
 def num_threads(backend: BackendConfig) -> int:
-    """Threads that compute: as many as were asked for, or as there are CPUs."""
-    return backend.threads or usable_cpus()
+    """Threads that compute: as many as were asked for, or as suit the machine."""
+    return backend.threads or find_cores().num_threads
+
+
+def pinned_cpus(backend: BackendConfig) -> tuple[int, ...]:
+    """The CPUs to which threads are pinned, one for each; empty: to none. Raises ConfigError for fewer threads than cores.
+
+    A process that has fewer threads than cores can't know which of them others take: in containers with a quota all would
+    take the first ones.
+    """
+    if not backend.pin_threads:
+        return ()
+    cpus, count = find_cores().cpus, num_threads(backend)
+    if count != len(cpus):
+        raise ConfigError(
+            f"pin_threads is set, and of the {counted(len(cpus), 'core')} that this server may use {count} would be taken: "
+            "which of them others take is not known.",
+            remedy="Give the server as many cores as threads (taskset, or a container's cpuset), or leave out --pin-threads.",
+        )
+    return cpus
+
+
+def memory_nodes() -> tuple[int, ...]:
+    """The memory nodes over which weights and KV cache are spread; empty if there is one, or if the system refuses."""
+    from penstock.backends import native
+
+    nodes = find_cores().memory_nodes
+    if (refusal := native.spreading_refusal(nodes)) is None:
+        return nodes
+    _log.warning("memory is not spread over the nodes of this machine: %s", refusal)
+    return ()
+
+
+def memory_facts() -> str:
+    """The machine's memory nodes and last-level caches in words, and whether weights are spread over the nodes."""
+    from penstock.backends import native
+
+    cores = find_cores()
+    told = ", ".join(f"node {node} with {counted(num, 'core')}" for node, num in cores.nodes)
+    told += "".join(f", {counted(num, 'last-level cache')} of {format_size(size)}" for size, num in cores.caches)
+    if not cores.memory_nodes:
+        return told
+    refusal = native.spreading_refusal(cores.memory_nodes)
+    return f"{told}; weights and KV cache are {'spread over all' if refusal is None else f'not spread: {refusal}'}"
 
 
 def check_block_size(config: Config) -> None:

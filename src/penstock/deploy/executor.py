@@ -6,16 +6,25 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from penstock.config import AttentionKernels, Backend, Config
 from penstock.config.units import format_size
-from penstock.deploy.device import is_on_gpu, kv_dtype, kv_window, max_rows, max_step_tokens, num_threads
+from penstock.deploy.device import (
+    is_on_gpu,
+    kv_dtype,
+    kv_window,
+    max_rows,
+    max_step_tokens,
+    memory_nodes,
+    num_threads,
+    pinned_cpus,
+)
 from penstock.deploy.encoders import block_size_of
 from penstock.deploy.experts import disk_bytes, expert_file
 from penstock.deploy.sizing import AdapterRoom, KvPlan, check_adapter_room, plan_gpu_kv, plan_kv
@@ -47,12 +56,13 @@ CAPTURE_SECONDS = 10.0
 """Time for graphs at a start. The rest are captured when a step needs them."""
 
 _logger = logging.getLogger(__name__)
+SeatOf: TypeAlias = "Callable[[int, Sequence[int]], tuple[Team, Account]]"
 
 
-def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: Callable[[int], tuple[Team, Account]]) -> Executor:
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: SeatOf) -> Executor:
     """The backend of a settled config, with the model's weights in it.
 
-    `seat_of` gives the native backend its team of so many threads, and the account for its turns there.
+    `seat_of` gives the native backend its team of so many threads, pinned to such CPUs, and the account for its turns there.
     """
     if is_on_gpu(config):
         return _make_as_measured(config, model, kv)
@@ -60,8 +70,8 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: Call
         return _make(config, model, kv.max_model_len, kv.num_blocks)
     with loading_bar(model) as on_packed, expert_file(config, model) as file:
         dtype = config.backend.weight_dtype
-        team, account = seat_of(num_threads(config.backend))
-        extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file}
+        team, account = seat_of(num_threads(config.backend), pinned_cpus(config.backend))
+        extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file, "memory_nodes": memory_nodes()}
         rounds_floats = None if dtype is None else dtype == "int8"
         return _make(config, model, kv.max_model_len, kv.num_blocks, rounds_floats=rounds_floats, **extras)
 

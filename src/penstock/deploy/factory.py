@@ -27,6 +27,7 @@ from penstock.deploy import device
 from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.encoders import plan_encoder
 from penstock.deploy.executor import (
+    SeatOf,
     build_executor,
     check_adapters,
     check_weight_dtype,
@@ -49,7 +50,6 @@ from penstock.types.request import ARM_A, ARM_B
 if TYPE_CHECKING:
     from penstock.admission.tenants import Tenants
     from penstock.backends.cuda.executor import CudaExecutor
-    from penstock.backends.native._native import Account, Team
     from penstock.backends.native.executor import NativeExecutor
     from penstock.backends.reference.executor import ReferenceExecutor
     from penstock.deploy.adapters import Adapters
@@ -374,7 +374,7 @@ def _start(
             return running
 
 
-def _team(config: Config, resources: Resources, name: str) -> Callable[[int], tuple[Team, Account]]:
+def _team(config: Config, resources: Resources, name: str) -> SeatOf:
     """The function that gives a native executor of the model its threads."""
     return partial(resources.team, name, share=config.sharing.machine_share)
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
-from penstock.machine import available_memory_bytes
+from penstock.machine import available_memory_bytes, claim_cpus
 from penstock.types.errors import ConfigError, NotEnoughMemory
 
 if TYPE_CHECKING:
+    import socket
+
     from penstock.backends.native._native import Account, Team
 
 _log = logging.getLogger(__name__)
@@ -175,21 +177,26 @@ class Resources:
         self.num_models = num_models
         self._team: Team | None = None
         """The team for executors that are made from now on."""
+        self._claims: list[socket.socket] = []
+        """The claims that keep other servers from the CPUs to which threads are pinned."""
         self._seats: dict[str, tuple[Team, Account]] = {}
         """The team of each model's last executor, and the account on which the model has its turns there."""
         self._lock = threading.Lock()
 
-    def team(self, name: str, num_threads: int, share: float = 1.0) -> tuple[Team, Account]:
+    def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
         """The team that the native executors of all models share, made when the first one asks, and the model's account there.
 
-        Models that all want the machine have time on it in the ratio of their `share`s. Executors of a model have one account.
-        Raises ConfigError if the team has another number of threads, or if the share is none.
+        Its threads stay on `cpus`, one on each; empty: on any. Models that all want the machine have time on it in the ratio of
+        their `share`s. Executors of a model have one account. Raises ConfigError if the team has another number of threads, if
+        another server has pinned its own to one of the CPUs, or if the share is none.
         """
         from penstock.backends.native._native import Account, Team
 
         with self._lock:
             if self._team is None:
-                self._team = Team(num_threads)
+                if not self._claims:  # a team after one that is stuck has the same CPUs
+                    self._claims = _claimed(cpus)
+                self._team = Team(num_threads, cpus)
             if self._team.num_threads != num_threads:
                 raise ConfigError(
                     f"threads is {num_threads}, and the models of this deployment share {self._team.num_threads} threads.",
@@ -225,3 +232,14 @@ class Resources:
             seat = self._seats.pop(name, None)
             if seat is not None and seat[0] is self._team:
                 self._team = None
+
+
+def _claimed(cpus: Sequence[int]) -> list[socket.socket]:
+    try:
+        return claim_cpus(cpus)
+    except OSError as error:
+        raise ConfigError(
+            f"pin_threads is set, and another server has pinned its threads to one of the CPUs {', '.join(map(str, cpus))}: "
+            f"{error.strerror}.",
+            remedy="Give each server CPUs of its own (taskset, or a container's cpuset), or leave out --pin-threads.",
+        ) from None

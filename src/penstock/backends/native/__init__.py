@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -33,6 +35,17 @@ def info() -> KernelInfo:
 
     variants = _native.usable_variants()
     return {"variants": variants, "variant": variants[0], "why_no_tiles": _native.why_no_tiles()}
+
+
+def spreading_refusal(nodes: Sequence[int]) -> str | None:
+    """Why the system does not spread memory over these nodes (NUMA), with the remedy; None if it does."""
+    from penstock.backends.native import _native
+
+    error = _native.spreading_error(nodes)
+    if error == 0:
+        return None
+    remedy = "start Penstock by `numactl --interleave=all`, or give the container CAP_SYS_NICE"
+    return f"{os.strerror(error)}; {remedy}"
 
 
 PROBE_S = 0.01
