@@ -86,7 +86,7 @@ def measure_product(product: Product, kind: WeightKind, args: argparse.Namespace
         cpu_time=args.cpu_time,
     )
     meter = PeakMeter(args.threads, args.variant, cpu_time=args.cpu_time)
-    peak = "bf16_tiles" if args.variant == "amx" and not kind.by_row else "int8" if kind.is_quantised else "bf16"
+    peak = "bf16_tiles" if args.variant.startswith("amx") and not kind.by_row else "int8" if kind.is_quantised else "bf16"
     times = fastest_s(engine.run, args.rows, meter, peak, args.seconds)
     shares = [
         f"{100 * product_work(product, kind, rows).share(times[rows], meter, peak):.0f}" if rows in times else ""

@@ -51,7 +51,11 @@ std::string ask_for_tiles() {
 
 std::string why_no_tiles() {
 #if defined(PENSTOCK_HAVE_X86)
+#if defined(PENSTOCK_HAVE_AMX)
     static const std::string why = processor_has_tiles() ? ask_for_tiles() : "";
+#else
+    static const std::string why = processor_has_tiles() ? "this build has no kernels for them (its assembler knew none)" : "";
+#endif
     return why;
 #else
     return "";
@@ -61,7 +65,9 @@ std::string why_no_tiles() {
 std::vector<std::string> usable_variants() {
     std::vector<std::string> names;
 #if defined(PENSTOCK_HAVE_X86)
+#if defined(PENSTOCK_HAVE_AMX)
     if (has_avx512() && processor_has_tiles() && why_no_tiles().empty()) names.push_back("amx");
+#endif
     if (has_avx512()) names.push_back("avx512");
     if (has_avx2()) names.push_back("avx2");
 #endif
@@ -89,7 +95,9 @@ const KernelTable& choose_variant(const std::string& name) {
             continue;
         }
 #if defined(PENSTOCK_HAVE_X86)
+#if defined(PENSTOCK_HAVE_AMX)
         if (one == "amx") return amx::kernel_table();
+#endif
         if (one == "avx512") return avx512::kernel_table();
         if (one == "avx2") return avx2::kernel_table();
 #endif

@@ -95,7 +95,12 @@ void Engine::check_form(int weight, int activation) const {
 
 void Engine::add_instruction(Instruction instruction) {
     for (const LinearOp& op : instruction.linears) check_form(op.weight, op.activation);
-    if (instruction.kind == InstructionKind::kGated) check_form(instruction.gated.gate, instruction.gated.activation);
+    if (instruction.kind == InstructionKind::kGated) {
+        const GatedOp& op = instruction.gated;
+        check_form(op.gate, op.activation);
+        check_form(op.up, op.activation);
+        if (weights_.matrix(op.gate).kind == WeightKind::kU8Row) throw std::invalid_argument("a product with a gate lacks weights with a scale for each row");
+    }
     if (instruction.kind == InstructionKind::kExperts) check_form(instruction.experts.layer.inner, instruction.experts.layer.input);
     for (const RowOp& op : instruction.rows) {
         if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows - op.n);

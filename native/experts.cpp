@@ -38,7 +38,7 @@ void copy_row(const Activation& out, int64_t to, const Activation& x, int64_t fr
     const auto copy = [&](auto* target, const auto* source, int64_t count) {
         std::memcpy(target + to * count, source + from * count, static_cast<size_t>(count) * sizeof(*target));
     };
-    if (x.bf16) return copy(out.bf16, x.bf16, (x.cols + 1) / 2 * 2);
+    if (x.bf16) return copy(out.bf16, x.bf16, x.bf16_stride);
     const int64_t groups = x.cols / kGroup;
     copy(out.q, x.q, x.cols);
     copy(out.exponent, x.exponent, groups);

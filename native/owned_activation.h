@@ -37,7 +37,9 @@ struct OwnedActivation {
             allocate(view.outlier, rows * view.outliers_per_row);
             allocate(view.outlier_rest, rows * view.outliers_per_row);
         } else {
-            allocate(view.bf16, rows * ((cols + 1) / 2) * 2);
+            // Rows that are a multiple of 1 KiB apart share few sets of the first-level cache, and a tile reads 16 of them at once.
+            view.bf16_stride = (cols + 1) / 2 * 2 + (cols % 512 == 0 ? kGroup : 0);
+            allocate(view.bf16, rows * view.bf16_stride);
         }
     }
 

@@ -13,9 +13,9 @@ constexpr int kEagerMembers = 8;       // have so many tasks each; of larger tea
 constexpr int kTasksOfFurther = 2;     // since all take them from one counter, one after the other
 constexpr int kTextQueries = 256;  // of a tile in a text: its keys and values are rounded for each tile and head. Bits depend on it
 
-// Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share; else
-// so many that reading counts for little. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
-constexpr int kTokensOfStrand = 8, kTokensOfWideStrand = 96;
+// Each strand reads all weights. It has as many tokens on average as make up for that if they come from a cache that threads share
+// (`strand_tokens`); else so many that reading counts for little. Strands that begin over the length of a layer need the cache to hold that layer, however many they are.
+constexpr int kTokensOfWideStrand = 96;
 constexpr int64_t kCachedLayerBytes = 8 << 20;
 constexpr int kFewestTokens = 12;      // of a step in one strand whose products fetch: products of fewer wait for memory themselves
 constexpr int64_t kAttentionCost = 4;  // a multiply-add of attention takes that many times as long as one of a product
@@ -119,7 +119,7 @@ bool StepPlanner::layer_fits_cache() const { return costs_.weight_bytes / num_la
 // each, two would read nearly all of them twice.
 void StepPlanner::plan_strands() {
     plan_.strands.clear();
-    const int most = has_experts_ ? 1 : std::min({team_size_, Team::kMaxStrands, input_.num_tokens / kTokensOfStrand});
+    const int most = has_experts_ ? 1 : std::min({team_size_, Team::kMaxStrands, input_.num_tokens / kernels_.strand_tokens});
     for (int wanted = most; wanted > 1 && plan_.strands.empty(); --wanted) {
         if (layer_fits_cache() || input_.num_tokens / wanted >= kTokensOfWideStrand) divide_tokens(wanted);
     }

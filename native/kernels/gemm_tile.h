@@ -209,7 +209,7 @@ template <int kRows>
 PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t row0, vf (&acc)[kRows]) {
     constexpr int kParts = 4;
     const int pairs = (a.cols + 1) / 2;
-    const uint16_t* x = a.bf16 + row0 * 2 * pairs;
+    const uint16_t* x = a.bf16 + row0 * a.bf16_stride;
     vf part[kRows][kParts];
     for (int r = 0; r < kRows; ++r) {
         for (int p = 0; p < kParts; ++p) part[r][p] = set1(0.0f);
@@ -217,7 +217,7 @@ PENSTOCK_INLINE void bf16_tile(const Panel& panel, const Activation& a, int64_t 
     const auto multiply = [&](int k, int p) {
         const vb weights = load64(panel.quants + static_cast<int64_t>(k) * 64);
         for (int r = 0; r < kRows; ++r) {
-            part[r][p] = dot2_bf16(part[r][p], weights, x + static_cast<int64_t>(r) * 2 * pairs + 2 * k);
+            part[r][p] = dot2_bf16(part[r][p], weights, x + r * a.bf16_stride + 2 * k);
         }
     };
     int k = 0;

@@ -23,13 +23,13 @@ constexpr int kBlockCols = kTileRowBytes / 2;   // columns of a tile operation: 
 static_assert(kBlockCols == kGroup);
 constexpr int kBlockValues = kBlockCols * kPanel;  // weights of a panel in one
 constexpr int kPieceBlocks = 9;                 // at most: two panels of them and the next two take 36 KiB
-constexpr int kRowsTogether = 256;              // whose sums of two panels wait in the scratch
-constexpr int kRowBytes = 1 << 20;              // of their inputs, which stay in the second-level cache: half of what a core of Xeon has
-constexpr int kAheadBytes = 2048;               // of a panel's weights, which come from memory if rows are few
-constexpr int kMostRowTiles = kRowsTogether / kMostTileRows;
+constexpr int kMostRows = 256;                  // whose sums of two panels wait in the scratch
+constexpr int kInputBytes = 1 << 20;            // of these rows, which stay in the second-level cache: half of what a core of Xeon has
+constexpr int kAheadBlocks = 8;                 // of a panel's weights, which come from memory if rows are few
+constexpr int kMostRowTiles = kMostRows / kMostTileRows;
 
-// Truncated to bf16 a number loses 1/370 of itself on average. Weights are made larger by as much beforehand: rounding to nearest would
-// take two more operations for each, a quarter of what widening costs.
+// Truncated to bf16 a number loses 1/370 of itself on average. Weights are made larger by as much beforehand: rounding to nearest would take
+// two more operations for every eight.
 constexpr float kTruncation = 1.0f + 1.0f / 370.0f;
 
 // Some columns of one or two panels.
@@ -58,13 +58,20 @@ PENSTOCK_INLINE void widen_pair(uint16_t* to, __m512i lanes, __m512 factor, __m5
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi32(even, 16), 0xEA));
 }
 
+// Block `block` of a panel of weights that are bf16.
+PENSTOCK_INLINE const uint16_t* bf16_weights(const PackedMatrix& w, int panel, int block) {
+    return reinterpret_cast<const uint16_t*>(w.quants) + (int64_t{panel} * (w.cols / kBlockCols) + block) * kBlockValues;
+}
+
 // Block `block` of a panel, a group of its columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2].
 PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, uint16_t* to) {
     const int groups = w.cols / kGroup;
     const int64_t at = int64_t{panel} * groups + block;
     const bool nibbles = w.kind == WeightKind::kU4Affine || w.kind == WeightKind::kU4Symmetric, table = w.kind == WeightKind::kU4Table;
-    const uint8_t* const quants = w.quants + at * (nibbles || table ? kBlockValues / 2 : kBlockValues);
-    for (int i = 0; i < 4; ++i) prefetch(quants + kAheadBytes + 64 * i);
+    const int bytes = nibbles || table ? kBlockValues / 2 : kBlockValues;
+    const uint8_t* const quants = w.quants + at * bytes;
+    for (int i = 0; i < bytes; i += 64) prefetch(quants + kAheadBlocks * bytes + i);
+    prefetch(w.scales + (at + kAheadBlocks) * kPanel);
     // Without its last two bits, so that 24 d and 384 d below are exact and a weight of zero stays zero.
     const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(w.scales + at * kPanel).v, _mm512_set1_ps(kTruncation)));
     const __m512 d = _mm512_castsi512_ps(_mm512_and_si512(grown, _mm512_set1_epi32(~3)));
@@ -99,21 +106,27 @@ PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, ui
     }
 }
 
-// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others: in `steps` steps.
+// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others: in `steps` steps. Those that are
+// bf16 in memory are fetched into the cache.
 class Widener {
   public:
     PENSTOCK_MEMBER void begin(const Piece& piece, uint16_t* scratch, int steps) {
         piece_ = &piece;
         to_ = scratch;
         done_ = 0;
-        all_ = piece.w->kind == WeightKind::kBf16 ? 0 : piece.num_panels * (piece.end_block - piece.first_block);
+        all_ = piece.num_panels * (piece.end_block - piece.first_block);
         per_step_ = (all_ + steps - 1) / steps;
     }
     PENSTOCK_MEMBER void step() {
         const int blocks = piece_->end_block - piece_->first_block, end = done_ + per_step_ < all_ ? done_ + per_step_ : all_;
         for (; done_ < end; ++done_) {
-            const int block = done_ % blocks;
-            widen_block(*piece_->w, piece_->panel + done_ / blocks, piece_->first_block + block, to_ + done_ * kBlockValues);
+            const int panel = piece_->panel + done_ / blocks, block = piece_->first_block + done_ % blocks;
+            if (piece_->w->kind == WeightKind::kBf16) {
+                const uint16_t* const weights = bf16_weights(*piece_->w, panel, block);
+                for (int i = 0; i < kBlockValues; i += 2 * kPanel) prefetch(weights + i);
+            } else {
+                widen_block(*piece_->w, panel, block, to_ + done_ * kBlockValues);
+            }
         }
     }
 
@@ -159,9 +172,9 @@ PENSTOCK_INLINE void multiply(Tiles& tiles, const Activation& a, const RowTiles&
     } else {
         for_sums([&]<int kSum>(float* at) PENSTOCK_LAMBDA { tiles.template load<kSum>(at, kSumStride); });
     }
-    const int64_t stride = 2 * int64_t{a.cols};
-    const uint16_t* first = a.bf16 + int64_t{rows.begin(tile)} * a.cols + piece.first_block * kBlockCols;
-    const uint16_t* second = kTiles > 1 ? a.bf16 + int64_t{rows.begin(tile + 1)} * a.cols + piece.first_block * kBlockCols : nullptr;
+    const int64_t stride = 2 * a.bf16_stride;
+    const uint16_t* first = a.bf16 + rows.begin(tile) * a.bf16_stride + piece.first_block * kBlockCols;
+    const uint16_t* second = kTiles > 1 ? a.bf16 + rows.begin(tile + 1) * a.bf16_stride + piece.first_block * kBlockCols : nullptr;
     for (int block = piece.first_block; block < piece.end_block; ++block, weights += kBlockValues) {
         tiles.template load<4>(first, stride);
         tiles.template load<6>(weights, kTileRowBytes);
@@ -230,7 +243,7 @@ class Pieces {
     int blocks_, pieces_, size_, panel_, at_ = 0, matrix_ = 0;
 };
 
-// Rows [row0, row1), at most kRowsTogether.
+// Rows [row0, row1), at most kMostRows.
 void multiply_rows(const PackedMatrix* first, const PackedMatrix* second, const ActivationKind* kind, const Activation& a, int row0, int row1,
                    PanelRange range, const Epilogue& e) {
     alignas(64) uint16_t scratch[2][2 * kPieceBlocks * kBlockValues];
@@ -254,8 +267,7 @@ void multiply_rows(const PackedMatrix* first, const PackedMatrix* second, const 
         const PackedMatrix& w = *now.w;
         const int blocks = w.cols / kBlockCols;
         const bool is_wide = w.kind == WeightKind::kBf16;
-        const auto* const wide = reinterpret_cast<const uint16_t*>(w.quants) + (int64_t{now.panel} * blocks + now.first_block) * kBlockValues;
-        const uint16_t* const weights = is_wide ? wide : scratch[turn];
+        const uint16_t* const weights = is_wide ? bf16_weights(w, now.panel, now.first_block) : scratch[turn];
         const int64_t panel_stride = int64_t{is_wide ? blocks : now.end_block - now.first_block} * kBlockValues;
         for (int tile = 0; tile < rows.count; tile += 2) {
             const bool has_two = tile + 1 < rows.count;
@@ -279,8 +291,8 @@ void multiply_rows(const PackedMatrix* first, const PackedMatrix* second, const 
 
 PENSTOCK_INLINE void for_rows(const PackedMatrix* first, const PackedMatrix* second, const ActivationKind* kind, const Activation& a, int row0,
                               int row1, PanelRange range, const Epilogue& e) {
-    for (int row = row0; row < row1; row += kRowsTogether) {
-        multiply_rows(first, second, kind, a, row, row1 - row < kRowsTogether ? row1 : row + kRowsTogether, range, e);
+    for (int row = row0; row < row1; row += kMostRows) {
+        multiply_rows(first, second, kind, a, row, row1 - row < kMostRows ? row1 : row + kMostRows, range, e);
     }
 }
 
@@ -289,8 +301,8 @@ PENSTOCK_INLINE void for_rows(const PackedMatrix* first, const PackedMatrix* sec
 int tile_panels(int) { return 2; }
 
 int task_rows(int cols) {
-    const int rows = kRowBytes / (2 * cols) / (2 * kMostTileRows) * (2 * kMostTileRows);
-    return rows < 2 * kMostTileRows ? 2 * kMostTileRows : rows < kRowsTogether ? rows : kRowsTogether;
+    const int rows = kInputBytes / (2 * cols) / (2 * kMostTileRows) * (2 * kMostTileRows);
+    return rows < 2 * kMostTileRows ? 2 * kMostTileRows : rows < kMostRows ? rows : kMostRows;
 }
 
 void gemm(const PackedMatrix& w, const Activation& a, int row0, int row1, PanelRange range, const Epilogue& e, const UpcomingKv& upcoming) {

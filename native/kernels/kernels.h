@@ -64,7 +64,8 @@ struct Activation {
     uint16_t* sum = nullptr;          // [rows, cols / 32, padded to an even number]: bf16 of 2^e * sum of q + rests
     int32_t* outlier = nullptr;       // [rows, outliers_per_row]: their columns, ascending, then kNoColumn
     float* outlier_rest = nullptr;    // [rows, outliers_per_row]: x - q * 2^e
-    uint16_t* bf16 = nullptr;         // [rows, padded to an even number of cols]
+    uint16_t* bf16 = nullptr;         // [rows, bf16_stride]: cols, and a zero if their number is odd
+    int64_t bf16_stride = 0;
     float* row_scale = nullptr;       // [rows]
     int32_t* row_zero = nullptr;      // [rows]: within [-128, 127]
     int32_t* row_start = nullptr;     // [rows]: -128 * sum of q
@@ -282,6 +283,9 @@ struct KernelTable {
 
     // Of variants with tiles: quantised weights multiply rows in bf16, and no groups of integers.
     bool has_tiles = false;
+    // A strand (step_planner.h) pays from so many tokens on, if its weights come from a cache that threads share: what each strand does
+    // with them again, whatever its tokens, is to read them, and with tiles to widen them.
+    int32_t strand_tokens = 8;
     // c [16][16] += a b, of `k` rows of b, 64 bytes each: one operation on tiles of which a and c have `rows` rows; null without tiles
     void (*tile_product)(TileProduct kind, int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) = nullptr;
 

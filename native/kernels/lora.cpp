@@ -82,8 +82,7 @@ PENSTOCK_INLINE void shrink_quantised(const PanelOfA& panel, const Activation& x
 
 template <int kRows>
 PENSTOCK_INLINE void shrink_bf16(const PanelOfA& panel, const Activation& x, int64_t row0, float* h, int ld) {
-    const int padded = (x.cols + 1) & ~1;
-    const uint16_t* const values = x.bf16 + row0 * padded;
+    const uint16_t* const values = x.bf16 + row0 * x.bf16_stride;
     vf acc[kRows];
     for (int r = 0; r < kRows; ++r) acc[r] = set1(0.0f);
     for (int unit = 0, first = 0; first < x.cols; ++unit) {
@@ -91,7 +90,7 @@ PENSTOCK_INLINE void shrink_bf16(const PanelOfA& panel, const Activation& x, int
         for (int i = 0; i < cols; i += 4) {
             const vb weights = load64(panel.units[unit] + i / 4 * kChunk);
             for (int r = 0; r < kRows; ++r) {
-                const uint16_t* const four = values + int64_t{r} * padded + first + i;
+                const uint16_t* const four = values + r * x.bf16_stride + first + i;
                 uint16_t some[4] = {};
                 if (cols - i < 4) memcpy(some, four, sizeof(uint16_t) * static_cast<size_t>(cols - i));  // the next row's are behind them
                 acc[r] = dot2_bf16(acc[r], weights, set1_eight(cols - i < 4 ? some : four));

@@ -63,14 +63,13 @@ void layer_norm(float* out, const float* x, const float* weight, const float* bi
 }
 
 void to_bf16_row(const Activation& a, int64_t row, const float* x) {
-    const int padded = (a.cols + 1) & ~1;
-    uint16_t* out = a.bf16 + row * padded;
+    uint16_t* out = a.bf16 + row * a.bf16_stride;
     for_lanes(a.cols, [&](int i, int count) PENSTOCK_LAMBDA {
         alignas(64) uint16_t t[kLanes];
         store_bf16(t, load_some(x + i, count));
         memcpy(out + i, t, static_cast<size_t>(count) * sizeof(uint16_t));
     });
-    if (padded > a.cols) out[a.cols] = 0;
+    if (a.cols % 2) out[a.cols] = 0;
 }
 
 // All heads of some columns before the next: their angles stay in registers.

@@ -138,7 +138,8 @@ def test_a_row_alone_is_the_row_among_others(
     for bare in (lambda _: True, lambda row: row % 3 == 0):  # only the likeliest logit is kept of some rows
         found = rows.run(range(MAX_ROWS), bare=bare)
         assert {row: token for row, (token, _) in found.items()} == tokens
-    assert (rows.executor.num_strands > 1) == (num_threads > 1)
+    has_strands = num_threads > 1 and not variant.startswith("amx")  # with tiles they have 128 tokens or more
+    assert (rows.executor.num_strands > 1) == has_strands
     rows.executor.close()
 
 

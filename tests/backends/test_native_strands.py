@@ -115,11 +115,14 @@ def test_an_answer_does_not_tell_of_strands(model: LoadedModel, variant: str, na
     expected = alone.run(*SHAPES[name])
     assert alone.num_strands == 1
     assert len({token for token, _ in expected.values()}) > 1 or len(expected) == 1, "rows must not all be alike"
+    num_tokens = sum(query_len for _, query_len in SHAPES[name])
+    pays = num_tokens >= 2 * 128 or not variant.startswith("amx")  # tiles widen all weights again for each strand
     for num_threads in (2, 3, 5):
         steps = Steps(model, num_threads, variant=variant)
         for _ in range(5 if variant in emulated_variants() else 20):
             assert steps.run(*SHAPES[name]) == expected
-            assert 1 < steps.num_strands <= num_threads
+            assert pays == (steps.num_strands > 1)
+            assert steps.num_strands <= num_threads
         steps.executor.close()
 
 

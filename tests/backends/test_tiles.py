@@ -24,7 +24,6 @@ from penstock.backends.native._native import (
     emulated_variants,
     tile_product,
     usable_variants,
-    why_no_tiles,
 )
 from penstock.backends.native.lowering import ACTIVATION_KINDS, SOURCE_FORMATS
 from penstock.models.formats import WeightFormat
@@ -286,11 +285,6 @@ def test_a_variant_that_is_not_there_is_refused_with_those_that_are() -> None:
             Probe(1, 16, variant=name)
 
 
-def test_there_is_no_reason_against_tiles_that_are_used() -> None:
-    """Nor where the processor has none."""
-    assert why_no_tiles() == "" or "amx" not in usable_variants()
-
-
 # Products
 
 
@@ -365,6 +359,16 @@ def test_a_row_has_the_same_bits_whatever_rows_come_with_it(variant: str, fmt: W
             begin = 7 * num % (301 - num)
             found = product.run(range(begin, begin + num))
             assert np.array_equal(found, together[begin : begin + num]), (channels, cols, num)
+
+
+@with_hardware
+@pytest.mark.parametrize("fmt", KIND_OF, ids=KIND_OF.values())
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_products_of_the_hardware_have_the_bits_of_the_emulation(fmt: WeightFormat, epilogue: str) -> None:
+    for channels, cols, rows in ((77, 608, 300), (48, 1536, 33), (16, 32, 1)):
+        x = bf16(normal(np.random.default_rng(cols), rows, cols))
+        found, expected = (Product(x, fmt, channels, v, **EPILOGUES[epilogue]).run(range(rows)) for v in ("amx", EMULATED))
+        assert np.array_equal(found, expected)
 
 
 @with_tiles
