@@ -378,15 +378,20 @@ def test_what_grammars_take_of_the_host_is_told():
 
 
 class Slow(HashMatcher):
-    """A mask takes longer than a step."""
+    """A mask takes longer than a step, but for the first, which comes with the grammar."""
 
-    def __init__(self, clock: VirtualClock, seed: int = 0) -> None:
-        super().__init__(MODEL.vocab_size, seed=seed)
+    def __init__(self, clock: VirtualClock, seed: int = 0, mask_ns: int = 5 * STEP_NS, **fields) -> None:
+        super().__init__(MODEL.vocab_size, seed=seed, **fields)
+        self.made_at = [0]
+        """Numbers of tokens after which a mask was made."""
         self._clock = clock
+        self._mask_ns = mask_ns
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        self._clock.advance(5 * STEP_NS)
-        super().accept(token_ids)
+    def mask(self) -> bytes:
+        if self.made_at[-1] != len(self.token_ids):
+            self.made_at.append(len(self.token_ids))
+            self._clock.advance(self._mask_ns)
+        return super().mask()
 
 
 def beside(depth: int) -> tuple[Driver, list[Request], Counts]:
@@ -510,7 +515,6 @@ def test_one_that_takes_over_a_debt_computes_its_prompt_and_its_first_token():
     while "first" not in driver.core.sitting_out():
         driver.turn()
     driver.turn(Abort("first"), Add(make_request("next", [9] * 60, max_tokens=2, matcher=Slow(driver.clock, 2), tenant="a")))
-    assert "next" in driver.core.sitting_out()
     for _ in range(6):  # four chunks of the prompt
         driver.turn()
     assert len(driver.outcomes["next"].token_ids) == 1
@@ -520,3 +524,91 @@ def test_one_that_takes_over_a_debt_computes_its_prompt_and_its_first_token():
     while driver.core.has_work:
         driver.turn()
     assert len(driver.outcomes["next"].token_ids) == 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_clients_that_leave_after_their_first_token_get_no_masks_that_nobody_pays_for(depth):
+    driver, streams, _ = beside(depth)
+    matchers: list[Slow] = []
+    driver.turn(*map(Add, streams))
+    while len(driver.plans) < 250:
+        name = f"leaves{len(matchers)}"
+        matchers.append(Slow(driver.clock, len(matchers)))
+        driver.turn(Add(make_request(name, 5, max_tokens=300, matcher=matchers[-1])))
+        while name not in driver.outcomes:
+            driver.turn()
+        driver.turn(Abort(name))
+        driver.core.check()
+    num_masks = sum(len(matcher.made_at) - 1 for matcher in matchers)
+    hidden_ns = (depth - 1) * num_masks * STEP_NS
+    assert len(matchers) > 50
+    assert num_masks > 1
+    assert num_masks * 5 * STEP_NS - hidden_ns < 0.15 * len(driver.plans) * STEP_NS
+
+
+def test_clients_that_wait_together_and_leave_after_their_first_token_owe_what_those_before_them_left():
+    driver, streams, _ = beside(1)
+    matchers = [Slow(driver.clock, seed, mask_ns=100 * STEP_NS) for seed in range(20)]
+    requests = [make_request(f"leaves{seed}", 5, max_tokens=300, matcher=matcher) for seed, matcher in enumerate(matchers)]
+    driver.turn(*map(Add, [*streams, *requests]))
+    for request in requests:
+        while request.request_id not in driver.outcomes:
+            driver.turn()
+        driver.turn(Abort(request.request_id))
+    assert sum(len(matcher.made_at) - 1 for matcher in matchers) == 1
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_fails_after_it_sat_out_ends_its_answer_before_another_token(depth):
+    """It was not told its token meanwhile. Then nobody else is left, so that it has a row at once."""
+    driver, streams, _ = beside(depth)
+    owes = make_request("owes", 5, max_tokens=300, matcher=Slow(driver.clock, 1, mask_ns=500 * STEP_NS), tenant="a")
+    driver.turn(*map(Add, [*streams, owes]))
+    while "owes" not in driver.core.sitting_out():
+        driver.turn()
+    fails = make_request("fails", 5, max_tokens=300, matcher=Slow(driver.clock, 2, fails_after=1), tenant="a")
+    driver.turn(Abort("owes"), Add(fails))
+    for _ in range(9):
+        driver.turn()
+    assert len(driver.outcomes["fails"].token_ids) == 1
+    driver.turn(*[Abort(stream.request_id) for stream in streams])
+    while driver.core.has_work:
+        driver.turn()
+    assert driver.outcomes["fails"].finish_reason is FinishReason.ERROR
+    assert len(driver.outcomes["fails"].token_ids) == 1
+    driver.core.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_mask_by_which_the_only_grammar_failed_is_owed(depth):
+    class Fails(Slow):
+        def mask(self) -> bytes:
+            mask = super().mask()
+            if len(self.token_ids) == 1:
+                raise RuntimeError("of a library")
+            return mask
+
+    driver, streams, _ = beside(depth)
+    driver.turn(*map(Add, streams))
+    fails = make_request("fails", 5, max_tokens=300, matcher=Fails(driver.clock, 1, mask_ns=50 * STEP_NS))
+    driver.turn(Add(fails))
+    while "fails" not in driver.outcomes or driver.outcomes["fails"].finish_reason is None:
+        driver.turn()
+    matcher = Slow(driver.clock, 2)
+    driver.turn(Add(make_request("next", 5, max_tokens=300, matcher=matcher)))
+    while "next" not in driver.outcomes:
+        driver.turn()
+    assert "next" in driver.core.sitting_out()
+    assert matcher.made_at == [0]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 20))
+def test_no_mask_is_made_after_the_last_token(max_tokens):
+    """It may be one that was forced."""
+    driver, _, _ = beside(1)
+    matcher = Slow(driver.clock, 1, num_forced=7)
+    driver.turn(Add(make_request("a", 3, max_tokens=max_tokens, matcher=matcher)))
+    while driver.core.has_work:
+        driver.turn()
+    assert len(driver.outcomes["a"].token_ids) == max_tokens
+    assert max(matcher.made_at) < max_tokens

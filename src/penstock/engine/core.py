@@ -1,14 +1,14 @@
 """The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops, waits or sleeps,
 and reads a clock only to know how long masks take.
 
-    core.apply(commands, now)        add, abort, stop, drain; deadlines; their events
+    core.apply(commands, now)        add, abort, stop, drain; deadlines; who can't follow a grammar any further; their events
     plan = core.begin(now)           the next step, or None
     core.take_adapter_drops()        adapters to drop before it, or without it
     core.take_block_copies()         copies to make after that
     core.take_adapter_placements()   adapters to place after that
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens, and what answers may go on with that follow a grammar
-    core.settle_grammars(now, ...)   who can't follow a grammar any further, and who sits out for its masks
+    core.settle_grammars(...)        who sits out for its masks
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
@@ -21,8 +21,9 @@ in which they began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from penstock.clock import Clock
@@ -108,7 +109,8 @@ class EngineCore:
         return self.scheduler.num_waiting
 
     def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
-        """Obey commands in order, then end what is past its deadline, or waits for an adapter in vain.
+        """Obey commands in order, then end what can't follow its grammar any further, is past its deadline, or waits for an
+        adapter in vain.
 
         Returns the finish events of all that ended by it.
         Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
@@ -125,6 +127,8 @@ class EngineCore:
                 case Drain():
                     detail = "The model is being unloaded, or the server is shutting down."
                     self._closed = Rejected(RejectReason.DRAINING, detail)
+        for request_id, detail, because in self._following.take_failed():
+            events += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=because)
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
         refused = self.scheduler.refused(now_ns)
@@ -192,43 +196,36 @@ class EngineCore:
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
         """Let the grammar of each answer make up its mind what may come next, and let the answers have the tokens that these
         force at once. Returns how long that took, or 0 without a clock."""
+        scheduler, following = self.scheduler, self._following
         began_ns = 0 if clock is None else clock.now_ns()
+        following.catch_up(clock)
         for idx, event in enumerate(outcome.events):
-            if event.finish_reason is None and event.request_id in self._following:
-                forced = self._following.follow(event, self.scheduler.max_forced(event.request_id), clock)
-                if forced:
-                    outcome.events[idx] = self.scheduler.force(event, forced, outcome)
+            if event.finish_reason is None and event.request_id in following:
+                outcome.events[idx] = following.follow(
+                    event, scheduler.max_forced(event.request_id), partial(scheduler.force, outcome=outcome), clock
+                )
         return 0 if clock is None else clock.now_ns() - began_ns
 
     @property
     def has_grammars(self) -> bool:
-        """True while the answer of a request that has not ended follows one."""
+        """True while the answer of a request that has not ended follows one, or the last one's time is not settled."""
         return bool(self._following)
 
     def awaits_masks(self, plan: StepPlan) -> bool:
         """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor waits for `masks`."""
         return self._following.is_in(plan)
 
-    def masks(self, plan: StepPlan) -> dict[str, bytes]:
+    def masks(self, plan: StepPlan, clock: Clock | None = None) -> dict[str, bytes]:
         """The tokens that rows with a grammar may sample in a step, by request id. All steps before it must be finished.
 
-        Requests that have ended have none.
+        Requests that have ended, or can't follow their grammars any further, have none: `apply` ends these before the step is
+        committed. `clock`: as that of `finish`.
         """
-        return self._following.masks(plan)
+        return self._following.masks(plan, clock)
 
-    def settle_grammars(self, now_ns: int, *, is_beside: bool) -> list[TokenEvent]:
-        """End the requests whose grammar can't be followed any further, and find out who sits out.
-
-        Returns the finish events, with ERROR. After each `finish`, before the next step is planned. `is_beside`: a step is in
-        flight.
-        """
-        failed: list[TokenEvent] = []
-        for request_id, detail, reason in self._following.take_failed():
-            failed += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=reason)
-        if failed:
-            self.snapshot = self._take_snapshot()
+    def settle_grammars(self, *, is_beside: bool) -> None:
+        """Find out who sits out. After each `finish`, before the next step is planned. `is_beside`: a step is in flight."""
         self._following.settle(self._last_step_ns, self.scheduler.running, is_beside=is_beside)
-        return failed
 
     def sitting_out(self) -> Collection[str]:
         """Ids of requests that have no row in the next step, as their masks took long, if that has rows of others."""
@@ -400,73 +397,125 @@ class Following:
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._tenants: dict[str, str] = {}
+        self._new: set[str] = set()
+        """Ids of requests that no step has let sample. They owe nothing yet: many may wait, and debts are left meanwhile."""
+        self._put_off: dict[str, Sequence[int]] = {}
+        """Tokens by request id that its matcher was not told, as the request sat out: no mask is made that nobody may need."""
         self._failed: dict[str, tuple[str, str]] = {}
         """Causes by request id, until they are taken."""
         self._made: list[MadeMask] = []
         """Until `settle` charges them."""
         self._accounts = MaskAccounts()
-        self.sitting_out: Collection[str] = self._accounts.sitting_out
-        """Changes with every `settle`."""
 
     def __bool__(self) -> bool:
-        return bool(self._matchers)
+        """Whether `settle` has something to do."""
+        return bool(self._matchers or self._made)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._matchers
+
+    @property
+    def sitting_out(self) -> Collection[str]:
+        """Those that owe too much, and those that have no mask yet since they did."""
+        return self._accounts.sitting_out | self._put_off.keys() if self._put_off else self._accounts.sitting_out
 
     def add(self, request: Request) -> None:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
         if request.matcher is not None:
             self._matchers[request.request_id] = request.matcher
             self._tenants[request.request_id] = request.tenant
-            self._accounts.begin(request.request_id, request.tenant)
+            self._new.add(request.request_id)
 
     def remove(self, request: Request) -> None:
         """It has ended."""
         if self._matchers.pop(request.request_id, None) is not None:
             del self._tenants[request.request_id]
+            self._new.discard(request.request_id)
+            self._put_off.pop(request.request_id, None)
+            self._failed.pop(request.request_id, None)
             self._accounts.end(request.request_id)
-            if not self._matchers:  # `settle` does not come any more
-                self._made.clear()
-                self._failed.clear()
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether one of them samples in a step."""
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
-    def masks(self, plan: StepPlan) -> dict[str, bytes]:
-        """Masks of the requests that sample in a step, have not ended, and may not have any token."""
+    def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
+        """Masks of the requests that sample in a step, have neither ended nor failed, and may not have any token."""
         matchers = self._matchers
         names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
-        return {name: mask for name in names if (mask := matchers[name].mask()) is not None}
+        for name in names:
+            if name in self._new:
+                self._new.remove(name)
+                self._accounts.begin(name, self._tenants[name])
+            if name in self._put_off:  # nobody else has something to compute, or it computes again what it lost
+                self._tell(name, clock)
+        return {name: mask for name in names if name not in self._failed and (mask := matchers[name].mask()) is not None}
 
-    def follow(self, event: TokenEvent, max_forced: int, clock: Clock | None) -> Sequence[int]:
-        """Tell the matcher of a request what was sampled, and let it make its next mask.
-
-        Returns the tokens that have to follow, `max_forced` at most.
+    def follow(
+        self,
+        event: TokenEvent,
+        max_forced: int,
+        force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
+        clock: Clock | None,
+    ) -> TokenEvent:
+        """Tell the matcher of a request what was sampled, append the tokens that have to follow, `max_forced` at most, and let
+        it make the next mask if the request goes on. Later, if it sits out. Returns the event with all tokens.
         """
-        request_id, began = event.request_id, _times(clock)
-        matcher, forced = self._matchers[request_id], list[int]()
-        try:
-            matcher.accept(event.token_ids)
-            while len(forced) < max_forced and (token_ids := matcher.forced()):
-                for token_id in token_ids[: max_forced - len(forced)]:
-                    forced.append(token_id)
-                    matcher.accept((token_id,))
-            matcher.mask()
-        except BaseException as error:
-            self._fail(request_id, error)
-        ended = _times(clock)
-        self._made.append(MadeMask(request_id, self._tenants[request_id], ended[0] - began[0], ended[1] - began[1]))
-        return forced
+        request_id = event.request_id
+        if request_id in self._accounts.sitting_out:
+            self._put_off[request_id] = event.token_ids
+            return event
+        began = _times(clock)
+        if forced := self._accept(request_id, event.token_ids, max_forced):
+            event = force(event, forced)
+        if event.finish_reason is None:
+            self._make_mask(request_id)
+        self._note(request_id, began, clock)
+        return event
+
+    def catch_up(self, clock: Clock | None) -> None:
+        """Make the masks of requests that sit out no longer."""
+        for request_id in [name for name in self._put_off if name not in self._accounts.sitting_out]:
+            self._tell(request_id, clock)
 
     def take_failed(self) -> list[tuple[str, str, str]]:
         """Requests whose grammar can't be followed any further, with the cause in words, and as a `RejectReason` value if the
         grammar itself is it."""
-        if not self._failed:
-            return []
-        failed, self._failed = self._failed, {}
-        return [(request_id, *causes) for request_id, causes in failed.items() if request_id in self._matchers]
+        failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
+        self._failed.clear()
+        return failed
+
+    def _tell(self, request_id: str, clock: Clock | None) -> None:
+        """Tell a matcher the tokens that were put off. Tokens that are forced come one by one."""
+        began = _times(clock)
+        self._accept(request_id, self._put_off.pop(request_id), 0)
+        self._make_mask(request_id)
+        self._note(request_id, began, clock)
+
+    def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: int) -> list[int]:
+        """Tokens are the answer's next. Returns those that have to follow, which are accepted, too."""
+        matcher, forced = self._matchers[request_id], list[int]()
+        try:
+            matcher.accept(token_ids)
+            while len(forced) < max_forced and (next_ids := matcher.forced()):
+                for token_id in next_ids[: max_forced - len(forced)]:
+                    forced.append(token_id)
+                    matcher.accept((token_id,))
+        except BaseException as error:
+            self._fail(request_id, error)
+        return forced
+
+    def _make_mask(self, request_id: str) -> None:
+        if request_id not in self._failed:
+            try:
+                self._matchers[request_id].mask()
+            except BaseException as error:
+                self._fail(request_id, error)
+
+    def _note(self, request_id: str, began: tuple[int, int], clock: Clock | None) -> None:
+        """A grammar has worked since then."""
+        ended = _times(clock)
+        self._made.append(MadeMask(request_id, self._tenants[request_id], ended[0] - began[0], ended[1] - began[1]))
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""

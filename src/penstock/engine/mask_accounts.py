@@ -9,13 +9,17 @@ out: it keeps its place and its blocks, and has no row until a tenth of the step
     for all debts         a tenth of the step less the own parts that were used, but a quarter of that tenth at least
 
 A debt that all running requests have is none: nobody would gain if some sat out whose masks cost as much as those of others.
-Requests that sit out do not count as rows, else own parts would shrink with the steps, and more and more would sit out.
+Requests that sit out do not count as rows, else own parts would shrink with the steps, and more and more would sit out. The
+limit of debts counts them as rows, else it would grow as others sit out.
 
-So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are. Tenants
-share equally what pays debts, and so do the requests of each; what one does not need is the others'. A request that sits out
-makes no more masks, so every request goes on. The debt of a request that ends passes to the next one of its tenant, else a
-client could leave before it pays, and come again. If it took over a debt itself, the larger of that and its own passes, so that
-the debts of many never become those of one. The time that nobody needs pays debts of requests that ended, too.
+So masks that take longer than the own parts of their rows take a tenth of the steps in all, however many there are, but for
+what each request may owe, and one mask more. Tenants share equally what pays debts, and so do the requests of each; what one
+does not need is the others'. A request that sits out makes no more masks, so every request goes on.
+
+The debt of a request that ends passes to the next one of its tenant, so that short requests one after another owe what a long
+one would: else a client could leave before it pays, and come again. The next one that owes too much sits out from its first
+token, without a mask, so a debt that passes on is not larger than what a request may owe and its last mask. The time that
+nobody needs pays debts of requests that ended, too.
 
 A mask is charged the time that it took on the wall, as the others waited for it, but at most twice its CPU time: the thread may
 wait for others in the process meanwhile, and no grammar is the cause.
@@ -68,8 +72,8 @@ class MaskAccounts:
         """Those that owe too much. Changes with every `settle`."""
         self._tenants: dict[str, str] = {}
         """Those of requests with debts."""
-        self._taken_ns: dict[str, int] = {}
-        """Debts that requests took over when they came."""
+        self._lent_ns = 0
+        """The largest debt with which a request does not sit out, after the last step."""
         self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
         """Tenants and debts of requests that ended."""
         self._saved_ns = 0
@@ -80,18 +84,18 @@ class MaskAccounts:
         """All masks that were made beside it."""
 
     def begin(self, request_id: str, tenant: str) -> None:
-        """A request comes, and takes over a debt of its tenant, if one was left."""
+        """A request samples its first token, and takes over a debt of its tenant, if one was left."""
         left = next((entry for entry in self._left if entry[0] == tenant), None)
         if left is not None:
             self._left.remove(left)
-            self.debts_ns[request_id] = self._taken_ns[request_id] = left[1]
-            self._tenants[request_id] = tenant
+            self.debts_ns[request_id], self._tenants[request_id] = left[1], tenant
+            if left[1] > self._lent_ns:
+                self.sitting_out.add(request_id)
 
     def end(self, request_id: str) -> None:
         """A request ends."""
         if request_id in self.debts_ns:
-            debt_ns, tenant, taken_ns = self.debts_ns[request_id], self._tenants[request_id], self._taken_ns.get(request_id, 0)
-            self._left.append((tenant, min(debt_ns, max(taken_ns, debt_ns - taken_ns))))
+            self._left.append((self._tenants[request_id], self.debts_ns[request_id]))
             self._drop(request_id)
 
     def settle(
@@ -112,7 +116,8 @@ class MaskAccounts:
         self._step_ns, self._last_ns = step_ns, total_ns
         cost_ns = max(0, total_ns - hidden_ns)
         num_rows = sum([name not in self.sitting_out for name in running])
-        own_ns = step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
+        own_ns = _own_ns(step_ns, num_rows)
+        self._lent_ns = LENT_STEPS * _own_ns(step_ns, len(running))
         used_ns = 0
         for mask, charge_ns in zip(made, charges_ns, strict=True) if cost_ns else ():
             name = mask.request_id
@@ -127,7 +132,7 @@ class MaskAccounts:
         tenth_ns = step_ns // STEP_SHARE
         self._saved_ns = min(step_ns, self._saved_ns + max(tenth_ns - used_ns, tenth_ns // LEAST_SHARE, 1))
         if self.debts_ns:
-            self._settle_debts(running, LENT_STEPS * own_ns)
+            self._settle_debts(running)
         while self._left and self._saved_ns:
             tenant, debt_ns = self._left.popleft()
             paid_ns = min(debt_ns, self._saved_ns)
@@ -140,22 +145,21 @@ class MaskAccounts:
         self.debts_ns.clear()
         self.sitting_out.clear()
         self._tenants.clear()
-        self._taken_ns.clear()
 
-    def _settle_debts(self, running: Collection[str], lent_ns: int) -> None:
+    def _settle_debts(self, running: Collection[str]) -> None:
         all_owe_ns = min([self.debts_ns.get(name, 0) for name in running], default=0)
         for request_id in running if all_owe_ns else ():
             self._reduce(request_id, all_owe_ns)
-        self._pay(lent_ns)
+        self._pay()
         self.sitting_out.clear()
-        self.sitting_out.update([request_id for request_id, debt_ns in self.debts_ns.items() if debt_ns > lent_ns])
+        self.sitting_out.update([request_id for request_id, debt_ns in self.debts_ns.items() if debt_ns > self._lent_ns])
 
-    def _pay(self, lent_ns: int) -> None:
-        """Pay the parts of debts that are above `lent_ns`."""
+    def _pay(self) -> None:
+        """Pay the parts of debts for which requests sit out."""
         by_tenant: dict[str, dict[str, int]] = {}
         for request_id, debt_ns in self.debts_ns.items():
-            if debt_ns > lent_ns:
-                by_tenant.setdefault(self._tenants[request_id], {})[request_id] = debt_ns - lent_ns
+            if debt_ns > self._lent_ns:
+                by_tenant.setdefault(self._tenants[request_id], {})[request_id] = debt_ns - self._lent_ns
         parts_ns = equal_parts(self._saved_ns, {tenant: sum(debts.values()) for tenant, debts in by_tenant.items()})
         for tenant, debts in by_tenant.items():
             for request_id, paid_ns in equal_parts(parts_ns[tenant], debts).items():
@@ -169,8 +173,12 @@ class MaskAccounts:
 
     def _drop(self, request_id: str) -> None:
         del self.debts_ns[request_id], self._tenants[request_id]
-        self._taken_ns.pop(request_id, None)
         self.sitting_out.discard(request_id)
+
+
+def _own_ns(step_ns: int, num_rows: int) -> int:
+    """The part of a step that each of its rows has for its own masks."""
+    return step_ns // max(STEP_SHARE, ROW_SHARE * num_rows)
 
 
 def equal_parts(amount: int, wanted: Mapping[_Key, int]) -> dict[_Key, int]:

@@ -193,12 +193,12 @@ class Stepper:
         if self._awaits_masks:
             flight = self._flights[0]
             assert flight.ticket is not None, "it was submitted"
-            self._executor.restrict(flight.ticket, self._core.masks(flight.plan))
+            self._executor.restrict(flight.ticket, self._core.masks(flight.plan, self._clock))
             flight.awaits_masks = False
 
     def _settle_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
         """Send masks before there is text: a device at the end of its layers waits for them."""
-        events += self._core.settle_grammars(now_ns, is_beside=bool(self._flights))
+        self._core.settle_grammars(is_beside=bool(self._flights))
         try:
             self._restrict()
         except ExecutorFailure:
