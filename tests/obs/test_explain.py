@@ -184,14 +184,14 @@ def test_time_for_its_grammar_is_told_apart_from_intake() -> None:
 
 
 class SlowMatcher(HashMatcher):
-    """A token takes three steps."""
+    """A token takes eight steps."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.driver.executor.model.vocab_size)
         self._clock = bench.driver.clock
 
     def accept(self, token_ids) -> None:
-        self._clock.advance(3 * MS)
+        self._clock.advance(8 * MS)
         super().accept(token_ids)
 
 
@@ -205,8 +205,8 @@ def test_steps_that_it_sat_out_for_its_masks_are_told() -> None:
     bench.run()
     told, other = bench.told("b"), bench.told("a")
     assert (told.num_generated_tokens, told.num_decode_steps) == (3, 2)
-    assert told.num_sat_out_steps == 28  # until the other had ended: each mask takes thirty tenths of a step
-    assert told.sat_out_ns == told.decode_ns - 2 * MS - 3 * MS  # its own steps, and the mask between them
+    assert told.num_sat_out_steps == 28  # until the other had ended: each mask takes eighty tenths of a step
+    assert told.sat_out_ns == told.decode_ns - 2 * MS - 8 * MS  # its own steps, and the mask between them
     assert told.longest_gap.gap_ns == told.sat_out_ns + 1 * MS
     assert gap_cause(told.longest_gap) == "it sat out, as a mask of its grammar took long"
     assert f"It sat out 28 steps ({told.sat_out_ns // MS} ms): its masks took long" in summary(told)
