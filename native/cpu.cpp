@@ -34,6 +34,7 @@ bool processor_has_tiles() {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll;
 }
 
+#if defined(PENSTOCK_HAVE_AMX)
 // Linux keeps the 8 KiB of a thread's tiles only for processes that ask (Documentation/arch/x86/xstate.rst). Empty if it does.
 std::string ask_for_tiles() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -44,6 +45,7 @@ std::string ask_for_tiles() {
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
     return std::string("the system refuses them (arch_prctl: ") + std::strerror(errno) + ")";
 }
+#endif
 
 #endif
 

@@ -64,7 +64,7 @@ KernelTable make_table() {
     table.attention_scratch_floats = attention_scratch_floats;
     table.probe_arithmetic = probe_tiles;
     table.has_tiles = true;
-    table.strand_tokens = 128;  // a quarter of whose products is widening, if vectors and tiles don't overlap
+    table.strand_tokens = 128;  // a third of whose products is widening, if vectors and tiles don't overlap
     table.tile_product = tile_product;
     return table;
 }
