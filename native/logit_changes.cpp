@@ -1,6 +1,7 @@
 #include "logit_changes.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 
@@ -9,6 +10,11 @@ namespace {
 
 constexpr int32_t kInPrompt = 1 << 30;  // flag in SamplerScratch::counts, above any count of output tokens
 constexpr float kLargest = std::numeric_limits<float>::max();
+constexpr auto kBits = [] {  // those of a word, the lowest first
+    std::array<uint32_t, 32> bits{};
+    for (int i = 0; i < 32; ++i) bits[i] = uint32_t{1} << i;
+    return bits;
+}();
 
 class Vocabulary {
    public:
@@ -99,15 +105,15 @@ bool restricts(const RowSampling& row) { return row.restricts_ids || !row.banned
 
 void apply_mask(float* logits, int count, int first_id, const uint32_t* mask) {
     for (int begin = 0; begin < count;) {
-        const int bit = (first_id + begin) % 32, end = std::min(begin + 32 - bit, count);
+        const int bit = (first_id + begin) % 32, size = std::min(32 - bit, count - begin);
         const uint32_t word = mask[(first_id + begin) / 32];
-        if (word == 0) {
-            std::fill(logits + begin, logits + end, kNever);
-        } else if (word != ~uint32_t{0}) {
-            for (int i = begin; i < end; ++i)
-                if (!(word >> (bit + i - begin) & 1)) logits[i] = kNever;
+        float* const part = logits + begin;
+        if (size < 32) {
+            for (int i = 0; i < size; ++i) part[i] = word >> (bit + i) & 1 ? part[i] : kNever;
+        } else if (word != ~uint32_t{0}) {  // every logit is written, so that compilers find vectors: branches cost 20 times as much
+            for (int i = 0; i < 32; ++i) part[i] = word & kBits[i] ? part[i] : kNever;
         }
-        begin = end;
+        begin += size;
     }
 }
 
