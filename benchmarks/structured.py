@@ -3,9 +3,10 @@
     python benchmarks/structured.py
     python benchmarks/structured.py --repeat 7 --max-tokens 128
 
-N greedy answers of `--max-tokens` each at a time, without HTTP and a prefix cache. No grammar is complete before that, so
-all answers are equally long. `ratio` is tokens per second with the grammar over those without, of neighbouring runs: the median
-and the range. Needs the default model in the cache (`penstock pull`). The last line printed is one JSON object.
+N streams, each of which asks for its next greedy answer of `--max-tokens` when it has one, without HTTP and a prefix cache. No
+grammar is complete before that, so all answers are equally long. The table has tokens per second with the grammar over those
+without, of neighbouring runs: the median and the range. Needs the default model in the cache (`penstock pull`). The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ GRAMMARS: Mapping[str, StructuredOutputsParams] = {
 TOPICS = ("users of a shop", "members of a choir", "authors of a paper", "players of a team", "guests of a hotel", "pupils")
 
 
-def tokens_per_s(llm: LLM, num_answers: int, max_tokens: int, grammar: StructuredOutputsParams | None) -> float:
+ANSWERS_OF_A_STREAM = 4
+
+
+def tokens_per_s(llm: LLM, num_streams: int, max_tokens: int, grammar: StructuredOutputsParams | None) -> float:
+    """Of a model that computes for so many requests at once."""
+    num_answers = num_streams * ANSWERS_OF_A_STREAM
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=grammar is None, structured_outputs=grammar)
     prompts = [f"A list of {TOPICS[number % len(TOPICS)]}, number {number}, as JSON:\n" for number in range(num_answers)]
     began = time.perf_counter()
@@ -58,15 +64,15 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--answers", type=int, nargs="+", default=[32, 8, 1])
+    parser.add_argument("--streams", type=int, nargs="+", default=[32, 8, 1])
     args = parser.parse_args()
-    ratios: dict[str, dict[int, list[float]]] = {name: {num: [] for num in args.answers} for name in GRAMMARS}
-    with LLM(args.model, prefix_caching=False) as llm:
-        for grammar in (None, *GRAMMARS.values()):
-            tokens_per_s(llm, max(args.answers), args.max_tokens, grammar)
-        for _ in range(args.repeat):
-            for name, grammar in GRAMMARS.items():
-                for num in args.answers:
+    ratios: dict[str, dict[int, list[float]]] = {name: {num: [] for num in args.streams} for name in GRAMMARS}
+    for num in args.streams:
+        with LLM(args.model, prefix_caching=False, max_num_seqs=num) as llm:
+            for grammar in (None, *GRAMMARS.values()):
+                tokens_per_s(llm, num, args.max_tokens, grammar)
+            for _ in range(args.repeat):
+                for name, grammar in GRAMMARS.items():
                     plain = tokens_per_s(llm, num, args.max_tokens, None)
                     ratios[name][num].append(tokens_per_s(llm, num, args.max_tokens, grammar) / plain)
     rows = [
@@ -74,7 +80,7 @@ def main() -> None:
         for name, per_num in ratios.items()
     ]
     print(origin(args.model, f"{usable_threads()} threads"))
-    print(table(("grammar", *args.answers), rows))
+    print(table(("grammar", *args.streams), rows))
     print(json.dumps({"benchmark": "structured", "model": args.model, "ratios": ratios, **context(usable_threads(), "")}))
 
 
