@@ -199,11 +199,7 @@ class EngineCore:
         scheduler, following = self.scheduler, self._following
         began_ns = 0 if clock is None else clock.now_ns()
         following.catch_up(clock)
-        for idx, event in enumerate(outcome.events):
-            if event.finish_reason is None and event.request_id in following:
-                outcome.events[idx] = following.follow(
-                    event, scheduler.max_forced(event.request_id), partial(scheduler.force, outcome=outcome), clock
-                )
+        following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return 0 if clock is None else clock.now_ns() - began_ns
 
     @property
@@ -453,25 +449,30 @@ class Following:
 
     def follow(
         self,
-        event: TokenEvent,
-        max_forced: int,
+        events: list[TokenEvent],
+        max_forced: Callable[[str], int],
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
-    ) -> TokenEvent:
-        """Tell the matcher of a request what was sampled, append the tokens that have to follow, `max_forced` at most, and let
-        it make the next mask if the request goes on. Later, if it sits out. Returns the event with all tokens.
+    ) -> None:
+        """Tell matchers what a step sampled, and let those of requests that go on make the next masks; later, if they sit out.
+
+        Tokens that have to follow are appended, `max_forced(request_id)` at most, by `force`, whose event takes the place of
+        the one before.
         """
-        request_id = event.request_id
-        if request_id in self._accounts.sitting_out:
-            self._put_off[request_id] = event.token_ids
-            return event
-        began = _times(clock)
-        if forced := self._accept(request_id, event.token_ids, max_forced):
-            event = force(event, forced)
-        if event.finish_reason is None:
-            self._make_mask(request_id)
-        self._note(request_id, began, clock)
-        return event
+        matchers, sitting_out, began = self._matchers, self._accounts.sitting_out, None
+        for idx, event in enumerate(events):
+            request_id = event.request_id
+            if event.finish_reason is not None or request_id not in matchers:
+                continue
+            if request_id in sitting_out:
+                self._put_off[request_id] = event.token_ids
+                continue
+            began = began or _times(clock)
+            if forced := self._accept(request_id, event.token_ids, max_forced):
+                event = events[idx] = force(event, forced)
+            if event.finish_reason is None:
+                self._make_mask(request_id)
+            began = self._note(request_id, began, clock)
 
     def catch_up(self, clock: Clock | None) -> None:
         """Make the masks of requests that sit out no longer."""
@@ -488,19 +489,22 @@ class Following:
     def _tell(self, request_id: str, clock: Clock | None) -> None:
         """Tell a matcher the tokens that were put off. Tokens that are forced come one by one."""
         began = _times(clock)
-        self._accept(request_id, self._put_off.pop(request_id), 0)
+        self._accept(request_id, self._put_off.pop(request_id), _none_forced)
         self._make_mask(request_id)
         self._note(request_id, began, clock)
 
-    def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: int) -> list[int]:
+    def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
         """Tokens are the answer's next. Returns those that have to follow, which are accepted, too."""
         matcher, forced = self._matchers[request_id], list[int]()
         try:
             matcher.accept(token_ids)
-            while len(forced) < max_forced and (next_ids := matcher.forced()):
-                for token_id in next_ids[: max_forced - len(forced)]:
-                    forced.append(token_id)
-                    matcher.accept((token_id,))
+            if next_ids := matcher.forced():
+                most = max_forced(request_id)
+                while next_ids and len(forced) < most:
+                    for token_id in next_ids[: most - len(forced)]:
+                        forced.append(token_id)
+                        matcher.accept((token_id,))
+                    next_ids = matcher.forced()
         except BaseException as error:
             self._fail(request_id, error)
         return forced
@@ -512,10 +516,11 @@ class Following:
             except BaseException as error:
                 self._fail(request_id, error)
 
-    def _note(self, request_id: str, began: tuple[int, int], clock: Clock | None) -> None:
-        """A grammar has worked since then."""
+    def _note(self, request_id: str, began: tuple[int, int], clock: Clock | None) -> tuple[int, int]:
+        """A grammar has worked since then. Returns the present."""
         ended = _times(clock)
         self._made.append(MadeMask(request_id, self._tenants[request_id], ended[0] - began[0], ended[1] - began[1]))
+        return ended
 
     def _fail(self, request_id: str, error: BaseException) -> None:
         """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""
@@ -534,6 +539,10 @@ class Following:
         else:
             self._accounts.forgive()
         self._made.clear()
+
+
+def _none_forced(_request_id: str) -> int:
+    return 0
 
 
 def _times(clock: Clock | None) -> tuple[int, int]:
