@@ -552,6 +552,8 @@ void bind_engine(nb::module_& m) {
                  return std::make_tuple(t.rows_ns, t.linear_ns, t.attention_ns, t.sampling_ns);
              },
              "(rows, linear, attention, sampling) nanoseconds of the last step: the mean over the threads that took part. For the rest of it they waited.")
+        .def_prop_ro("is_in_step", &Engine::is_in_step, "Whether a step was begun and has not ended.")
+        .def("abandon_step", &Engine::abandon_step, nb::call_guard<nb::gil_scoped_release>(), "End such a step; its tokens have no meaning.")
         .def_prop_ro("waited_ns", &Engine::waited_ns, "For how long the last step waited for its turn on the team.")
         .def_prop_ro("variant", [](const Engine& self) { return std::string(self.variant()); })
         .def_prop_ro("num_threads", &Engine::num_threads)

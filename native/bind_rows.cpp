@@ -95,7 +95,7 @@ class NamedRows {
         }
     }
 
-    void restrict(const nb::dict& masks) {
+    void restrict(Engine& engine, const nb::dict& masks) {
         size_t num_found = 0;
         for (size_t i = 0; i < sampled_.size(); ++i) {
             PyObject* mask = PyDict_GetItemWithError(masks.ptr(), sampled_[i].ptr());
@@ -115,16 +115,27 @@ class NamedRows {
             });
         }
         if (num_found != masks.size()) throw std::invalid_argument("a mask is of a row that does not sample");
+        engine.admit_masks();
+    }
+
+    // Begins a step, whose masks `restrict` brings before `run` ends it.
+    void begin(Engine& engine) {
+        require_fit(engine);
+        table_.expect_masks();
+        nb::gil_scoped_release release;
+        engine.begin_step(table_.input());
     }
 
     nb::tuple run(Engine& engine) {
-        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
-        if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
-        const StepInput input = table_.input();
         nb::dict tokens;
         nb::list failed;
-        if (input.num_tokens == 0) return nb::make_tuple(tokens, failed);
-        {
+        if (engine.is_in_step()) {
+            nb::gil_scoped_release release;
+            engine.finish_step();
+        } else {
+            require_fit(engine);
+            const StepInput input = table_.input();
+            if (input.num_tokens == 0) return nb::make_tuple(tokens, failed);
             nb::gil_scoped_release release;
             engine.run_step(input);
         }
@@ -211,6 +222,11 @@ class NamedRows {
         return sampling.is_none() || sampling.attr("prompt_logprobs").is_none() ? -1 : to_int(row.attr("num_scored"));
     }
 
+    void require_fit(const Engine& engine) const {
+        if (!table_.fits(engine.shape())) throw std::invalid_argument("the engine has not the shape of these rows");
+        if (engine.logits_width() != engine.shape().vocab_size) throw std::invalid_argument("the logits are not of the vocabulary");
+    }
+
     int slot_of(nb::handle name) {
         PyObject* slot = PyDict_GetItemWithError(slots_.ptr(), name.ptr());
         if (slot == nullptr) {
@@ -256,7 +272,8 @@ void bind_rows(nb::module_& m) {
         .def("release", &NamedRows::release, "request_id"_a)
         .def("admit", &NamedRows::admit, "row"_a, "Takes in an `AdmitRow`; returns its slot.")
         .def("plan", &NamedRows::plan, "rows"_a, "Describes a step of `RowPlan`s, after its releases and admits.")
-        .def("restrict", &NamedRows::restrict, "masks"_a,
+        .def("begin", &NamedRows::begin, "engine"_a, "Begin a step of those rows, whose masks come later.")
+        .def("restrict", &NamedRows::restrict, "engine"_a, "masks"_a,
              "What rows of the planned step may sample: {request id: bytes}, a bit for each token; for that step alone.")
         .def("run", &NamedRows::run, "engine"_a,
              "Computes the planned step, without the GIL. ({request id: (token,)}, [request ids without a usable logit]).")

@@ -171,7 +171,23 @@ void Engine::settle() {
     weights_.settle();
 }
 
+Engine::~Engine() { abandon_step(); }  // others compute with what is freed here
+
+void Engine::abandon_step() {
+    if (!is_in_step_) return;
+    admit_masks();
+    team_->finish();
+    is_in_step_ = false;
+}
+
 void Engine::run_step(const StepInput& input) {
+    start(input, false);
+    finish_step();
+}
+
+void Engine::begin_step(const StepInput& input) { start(input, true); }
+
+void Engine::start(const StepInput& input, bool awaits_masks) {
     input_ = input;
     int64_t last_slot = 0;
     for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
@@ -188,10 +204,16 @@ void Engine::run_step(const StepInput& input) {
         product = &plan.stages[num_strands() * planner_.num_own()];
         panels = weights_.matrix(program_.back().linears[0].weight).panels;
     }
-    logits_.begin_step(input, logits_buffer_ < 0 ? nullptr : buffers_[logits_buffer_].data(), logits_width(), product, panels);
-    const int64_t began_ns = now_ns(), began = ticks();
-    waited_ns_ = team_->run(*account_, *this, plan.num_tasks, planner_.strands_of_run());
-    ns_per_tick_ = static_cast<double>(now_ns() - began_ns) / static_cast<double>(std::max<int64_t>(1, ticks() - began));
+    logits_.begin_step(input, logits_buffer_ < 0 ? nullptr : buffers_[logits_buffer_].data(), logits_width(), product, panels, awaits_masks);
+    began_ns_ = now_ns(), began_ticks_ = ticks();
+    waited_ns_ = team_->begin(*account_, *this, plan.num_tasks, planner_.strands_of_run());
+    is_in_step_ = true;
+}
+
+void Engine::finish_step() {
+    team_->finish();
+    is_in_step_ = false;
+    ns_per_tick_ = static_cast<double>(now_ns() - began_ns_) / static_cast<double>(std::max<int64_t>(1, ticks() - began_ticks_));
     logits_.end_step();
 }
 

@@ -36,6 +36,9 @@ class Engine final : private Work {
     // Throws std::invalid_argument for a shape that the kernels can't compute, std::bad_alloc without memory.
     // It takes turns on the team as `account`; null: as one of its own.
     Engine(const EngineShape& shape, std::shared_ptr<Team> team, std::shared_ptr<Account> account, const std::string& variant);
+    ~Engine();
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
 
     Weights& weights() { return weights_; }
     const KernelTable& kernels() const { return kernels_; }
@@ -72,6 +75,14 @@ class Engine final : private Work {
     void set_sampling(int slot, RowSampling sampling) { logits_.set_sampling(slot, std::move(sampling)); }
     // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
     void run_step(const StepInput& input);
+    // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. `admit_masks` must follow,
+    // once what `input` points to has them, and then `finish_step`; both on the thread that began it.
+    void begin_step(const StepInput& input);
+    void admit_masks() { logits_.admit_masks(); }
+    void finish_step();
+    bool is_in_step() const { return is_in_step_; }
+    // Ends a step that was begun, if there is one; its tokens have no meaning.
+    void abandon_step();
     const std::vector<SampleResult>& samples() const { return logits_.samples(); }
     const float* logits() const { return buffers_[logits_buffer_].data(); }
     // The answer to the text of a sample of the last step; points into a buffer.
@@ -117,6 +128,8 @@ class Engine final : private Work {
     };
 
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_logits() : shape_.max_step_tokens; }
+
+    void start(const StepInput& input, bool awaits_masks);
 
     // Called by the team.
     void run_task(int index, int task, int member) override;
@@ -166,6 +179,8 @@ class Engine final : private Work {
         int64_t since = 0, rows = 0, linear = 0, attention = 0, sampling = 0;  // in ticks
     };
     std::vector<MemberTimes> member_times_;
+    bool is_in_step_ = false;
+    int64_t began_ns_ = 0, began_ticks_ = 0;
     double ns_per_tick_ = 0.0;
     int64_t waited_ns_ = 0;
     std::vector<int32_t> pieces_done_;  // of each split tile, through std::atomic_ref

@@ -26,7 +26,8 @@ void Logits::expect_product(float scale, float cap) {
     for (Floats& scratch : scratch_) scratch.resize(kernels_.task_rows(1) * size_t{kTogether});
 }
 
-void Logits::begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels) {
+void Logits::begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels, bool awaits_masks) {
+    awaits_masks_.store(awaits_masks, std::memory_order_relaxed);
     input_ = input;
     logits_ = logits;
     width_ = width;
@@ -39,6 +40,17 @@ void Logits::begin_step(const StepInput& input, float* logits, int64_t width, co
     }
     best_stride_ = ceil_div(panels, product->grain) * ceil_div(product->grain, kPanelsTogether);
     best_.assign(int64_t{input.num_logits} * best_stride_, BestLogit{});
+}
+
+void Logits::admit_masks() {
+    awaits_masks_.store(false, std::memory_order_release);
+    awaits_masks_.notify_all();
+}
+
+// The mask of a row, once it is there.
+const uint32_t* Logits::mask_of(int row) const {
+    awaits_masks_.wait(true, std::memory_order_acquire);
+    return input_.mask_of(row);
 }
 
 void Logits::end_step() const {
@@ -73,7 +85,7 @@ void Logits::multiply(const PackedMatrix& w, const Activation& x, Epilogue epilo
         for (int row = first; row < last; ++row) {
             float* const logits = scratch + (row - first) * kTogether;
             if (wants_best_[row]) {
-                if (const uint32_t* mask = input_.mask_of(row)) apply_mask(logits, count, id, mask);
+                if (const uint32_t* mask = mask_of(row)) apply_mask(logits, count, id, mask);
                 look_at(logits, count, id, best_[int64_t{row} * best_stride_ + piece]);
             } else {
                 std::memcpy(logits_ + row * width_ + id, logits, count * sizeof(float));
@@ -103,7 +115,7 @@ void Logits::draw(int row, int member) {
         if (const int32_t target = input_.target_of(row); target >= 0) {
             return score_token(logits_ + row * width_, shape_.vocab_size, target, sampling_[slot].num_prompt_logprobs, scratch, samples_[row]);
         }
-        sample_row(logits_ + row * width_, shape_.vocab_size, sampling_[slot], input_.mask_of(row),
+        sample_row(logits_ + row * width_, shape_.vocab_size, sampling_[slot], mask_of(row),
                    input_.tokens + slot * input_.tokens_stride, input_.num_tokens_of_slot[slot], input_.num_prompt_of_slot[slot], scratch,
                    samples_[row]);
     } catch (const std::bad_alloc&) {  // must not leave the task; `end_step` tells it

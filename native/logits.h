@@ -27,8 +27,10 @@ class Logits {
     void expect_product(float scale, float cap);
 
     // `logits` [num_logits, width] are where rows are kept that need them. `product` is the stage of the product, and `panels` those of its
-    // matrix; null if another instruction makes the logits.
-    void begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels);
+    // matrix; null if another instruction makes the logits. `awaits_masks`: whoever needs a mask waits until `admit_masks`.
+    void begin_step(const StepInput& input, float* logits, int64_t width, const Stage* product, int panels, bool awaits_masks);
+    // The masks that the input points to are those of the step.
+    void admit_masks();
     // A task of the product. `epilogue` is that of an ordinary product into the logits. Null adapters: none changes it.
     void multiply(const PackedMatrix& w, const Activation& x, Epilogue epilogue, const Stage& stage, int task, int member,
                   const Adapters* adapters, int site);
@@ -43,6 +45,7 @@ class Logits {
     // What a product's results, [rows, ld], become before anybody looks at them.
     void change(float* logits, int64_t ld, int num_rows, int count) const;
     int32_t best_of_row(int row) const;
+    const uint32_t* mask_of(int row) const;
 
     EngineShape shape_;
     const KernelTable& kernels_;
@@ -59,6 +62,7 @@ class Logits {
     std::vector<BestLogit> best_;      // [num_logits, best_stride_], of their pieces
     int best_stride_ = 0;
     std::vector<SampleResult> samples_;
+    std::atomic<bool> awaits_masks_{false};
     std::atomic<bool> lacks_memory_{false};
 };
 

@@ -160,12 +160,14 @@ void RowTable::score(int slot, int64_t context_len, int64_t end) {
     }
 }
 
+void RowTable::expect_masks() {
+    masks_.assign(logit_tokens_.size(), nullptr);
+    mask_bits_.resize(static_cast<size_t>(num_samples()) * static_cast<size_t>(mask_words()));
+}
+
 void RowTable::restrict(int sample, const uint32_t* mask) {
     require(sample >= 0 && sample < num_samples(), "does not sample");
-    if (masks_.empty()) {
-        masks_.resize(logit_tokens_.size());
-        mask_bits_.resize(static_cast<size_t>(num_samples()) * static_cast<size_t>(mask_words()));
-    }
+    require(!masks_.empty(), "has a mask that nobody expects");
     uint32_t* bits = mask_bits_.data() + int64_t{sample} * mask_words();
     std::copy(mask, mask + mask_words(), bits);
     masks_[static_cast<size_t>(logit_of(sample))] = bits;

@@ -40,7 +40,9 @@ class RowTable {
     // A step is described row by row, and then read. Each call of `add_row` takes the row's next `query_len` tokens.
     void begin_step();
     void add_row(int slot, int64_t context_len, int64_t query_len, const std::vector<int32_t>& new_blocks, bool samples);
-    // The tokens that the i-th row that samples may sample: a bit for each token of the vocabulary, [mask_words()].
+    // Makes room for masks, which `input` then points to. `restrict` may follow when others read them no sooner.
+    void expect_masks();
+    // After that: the tokens that the i-th row that samples may sample, a bit for each token of the vocabulary, [mask_words()].
     void restrict(int sample, const uint32_t* mask);
     bool is_one_pass() const { return shape_.is_one_pass; }
     int mask_words() const { return (shape_.vocab_size + 31) / 32; }

@@ -129,12 +129,18 @@ Team::Stages& Team::reserve(int num_stages) {
 }
 
 int64_t Team::run(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
+    const int64_t waited_ns = begin(account, work, num_tasks, strands);
+    finish();
+    return waited_ns;
+}
+
+int64_t Team::begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
     const int num_stages = static_cast<int>(num_tasks.size()), stages_of_strand = (num_stages - strands.num_joint) / strands.count;
     if (stages_of_strand > static_cast<int>(kMaxStages)) throw std::length_error("a run has too many stages");
-    const Turn turn(*this, account);
+    auto turn = std::make_unique<Turn>(*this, account);
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     work_.store(&work, std::memory_order_relaxed);
@@ -147,8 +153,13 @@ int64_t Team::run(Account& account, Work& work, const std::vector<int32_t>& num_
     // sleeps through the run.
     epoch_.store(epoch, std::memory_order_seq_cst);
     if (size_ > 1) epoch_.notify_all();
-    run_strands(stages, epoch, 0);
-    return turn.waited_ns();
+    turn_ = std::move(turn);
+    return turn_->waited_ns();
+}
+
+void Team::finish() {
+    const std::unique_ptr<Turn> turn = std::move(turn_);  // given up at the end
+    run_strands(*stages_.load(std::memory_order_relaxed), epoch_.load(std::memory_order_relaxed), 0);
 }
 
 // Whether the run goes on: false if another has begun.

@@ -66,6 +66,11 @@ class Team {
     int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     int64_t run(Account& account, Work& work, const std::vector<int32_t>& num_tasks) { return run(account, work, num_tasks, Strands{}); }
 
+    // The two halves of `run`: the other members begin, and go on until the caller takes part, too. Who begins has to finish; the turn is
+    // the caller's meanwhile.
+    int64_t begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
+    void finish();
+
     // Whether another account had or wanted a turn within so many nanoseconds.
     bool is_contested(const Account& account, int64_t window_ns);
 
@@ -131,6 +136,7 @@ class Team {
     std::mutex turns_mutex_;
     std::condition_variable turns_changed_;
     Turns turns_;
+    std::unique_ptr<Turn> turn_;  // of the run that was begun and not finished, whose caller alone touches it
     std::vector<std::unique_ptr<Stages>> storage_;  // all that ever were: a late member may still look at an old one
     std::vector<std::thread> threads_;
 };

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -181,12 +183,27 @@ def test_masked_rows_get_the_largest_of_what_they_are_allowed(num_threads: int) 
     allowed[::4] = True
     logits = logits_of(engine, MAX_ROWS)
     expected = greedy(np.where(allowed, logits, -np.inf))
-    rows.restrict(masks)
+    rows.begin(engine)
+    time.sleep(0.05)  # the other threads come to the end of the layers, and wait
+    assert engine.is_in_step
+    rows.restrict(engine, masks)
     tokens, failed = rows.run(engine)
+    assert not engine.is_in_step
     assert [tokens.get(str(row), (-1,)) for row in range(MAX_ROWS)] == [(token,) for token in expected]
     assert failed == [str(row) for row, token in enumerate(expected) if token < 0]
     assert {"7", "9"} <= set(failed)  # nothing is allowed; the only token has no number
     assert len(set(expected)) > 30
+
+
+def test_a_mask_is_brought_to_a_step_that_was_begun() -> None:
+    engine = open_engine(*make_weights(), num_threads=1)
+    rows = RowTable(
+        num_blocks=2, block_size=16, max_rows=1, max_step_tokens=1, max_model_len=16, vocab_size=VOCAB_SIZE, window=0
+    )
+    rows.admit(AdmitRow("a", (3,), 1, (1,), 0, SamplingParams()))
+    rows.plan((RowPlan("a", 0, 1, (), True),))
+    with pytest.raises(ValueError, match="'a' has a mask that nobody expects"):
+        rows.restrict(engine, {"a": packed(np.ones(VOCAB_SIZE, np.bool_))})
 
 
 def packed(allowed: NDArray[np.bool_]) -> bytes:

@@ -17,6 +17,8 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.models import architectures
 from penstock.models.gguf import load_gguf
 from penstock.models.weights import LoadedModel
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan, Ticket
+from penstock.types.sampling import SamplingParams
 from tiny_models import TinyLlama, write_gguf
 
 NUM_STEPS = 150
@@ -95,6 +97,38 @@ def test_engines_of_one_team_have_its_threads_and_no_others(models: list[LoadedM
 def test_a_team_outlives_the_engines_that_are_closed_before_others(models: list[LoadedModel], team: Team) -> None:
     first, second = (open_executor(model, team) for model in models)
     wanted = second.forward_logits([3, 4, 5])
+    first.close()
+    assert np.array_equal(second.forward_logits([3, 4, 5]), wanted)
+
+
+def awaiting_masks(executor: NativeExecutor) -> Ticket:
+    """A step of one row that follows a grammar."""
+    sampling = SamplingParams(temperature=0.0, follows_grammar=True)
+    admits = (AdmitRow("a", (3, 4, 5), 3, (1,), 0, sampling),)
+    return executor.submit(StepPlan(0, 0, admits, (RowPlan("a", 0, 3, (), True),), ()))
+
+
+def only(token_id: int, vocab_size: int) -> bytes:
+    return (1 << token_id).to_bytes((vocab_size + 31) // 32 * 4, "little")
+
+
+def test_a_step_that_was_begun_has_the_team_until_it_is_collected(models: list[LoadedModel], team: Team) -> None:
+    first, second = (open_executor(model, team) for model in models)
+    wanted = second.forward_logits([3, 4, 5])
+    ticket = awaiting_masks(first)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(second.forward_logits, [3, 4, 5])
+        with pytest.raises(TimeoutError):
+            other.result(timeout=0.1)
+        first.restrict(ticket, {"a": only(7, models[0].spec.vocab_size)})
+        assert first.collect(ticket).token_ids == {"a": (7,)}
+        assert np.array_equal(other.result(timeout=10), wanted)
+
+
+def test_an_executor_is_closed_while_its_step_waits_for_masks(models: list[LoadedModel], team: Team) -> None:
+    first, second = (open_executor(model, team) for model in models)
+    wanted = second.forward_logits([3, 4, 5])
+    awaiting_masks(first)
     first.close()
     assert np.array_equal(second.forward_logits([3, 4, 5]), wanted)
 

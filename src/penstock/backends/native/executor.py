@@ -160,6 +160,8 @@ class NativeExecutor:
         """The step in flight has such a row that samples."""
         self._flight: int | None = None
         """The id of the step that was submitted and not collected."""
+        self._start_ns = 0
+        """When it was."""
         self._poison = poison
         for block_id in range(1, num_blocks) if poison else ():
             self._engine.poison_block(block_id)
@@ -292,7 +294,9 @@ class NativeExecutor:
         )
         if self._poison:
             self._forget_stale(plan)
-        self._flight = plan.step_id
+        self._flight, self._start_ns = plan.step_id, time.monotonic_ns()
+        if self._awaits_masks:
+            rows.begin(self._engine)
         return Ticket(plan.step_id)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
@@ -301,7 +305,7 @@ class NativeExecutor:
         for request_id in masks:
             if request_id not in self._with_grammar:
                 raise ValueError(f"request {request_id!r} follows no grammar")
-        self._rows.restrict(dict(masks))
+        self._rows.restrict(self._engine, dict(masks))
         self._awaits_masks = False
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -311,7 +315,7 @@ class NativeExecutor:
             raise ValueError(f"step {ticket.step_id} waits for masks")
         self._flight = None
         engine, rows = self._engine, self._rows
-        start_ns = time.monotonic_ns()
+        start_ns = self._start_ns if engine.is_in_step else time.monotonic_ns()
         if self._capacity.is_one_pass:
             states, failed = rows.read(engine)
             failures = dict.fromkeys(failed, NO_USABLE_STATE)
@@ -397,6 +401,8 @@ class NativeExecutor:
     def close(self) -> None:
         """Ends the kernel threads and frees weights and KV. Idempotent; nothing else may be called after it."""
         self._flight = None
+        if self._opened is not None:
+            self._opened.abandon_step()
         self._opened = self._opened_rows = None
 
 
