@@ -3,7 +3,7 @@
     python benchmarks/structured.py
     python benchmarks/structured.py --repeat 7 --max-tokens 128
 
-N streams, each of which asks for its next greedy answer of `--max-tokens` when it has one, without HTTP and a prefix cache. No
+N streams run at a time, and each asks for its next greedy answer of `--max-tokens` when it has one, without HTTP. No
 grammar is complete before that, so all answers are equally long. The table has tokens per second with the grammar over those
 without, of neighbouring runs: the median and the range. Needs the default model in the cache (`penstock pull`). The last line
 printed is one JSON object.
@@ -47,7 +47,7 @@ ANSWERS_OF_A_STREAM = 4
 
 
 def tokens_per_s(llm: LLM, num_streams: int, max_tokens: int, grammar: StructuredOutputsParams | None) -> float:
-    """Of a model that computes for so many requests at once."""
+    """The model computes for so many requests at once."""
     num_answers = num_streams * ANSWERS_OF_A_STREAM
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=grammar is None, structured_outputs=grammar)
     prompts = [f"A list of {TOPICS[number % len(TOPICS)]}, number {number}, as JSON:\n" for number in range(num_answers)]

@@ -372,7 +372,7 @@ def test_what_grammars_take_of_the_host_is_told():
     rig.run(make_request("b", 3, max_tokens=1))
     assert told == [
         {"schedule", "commit", "grammar", "output"},
-        {"schedule", "commit", "output"},
+        {"schedule", "commit", "grammar", "output"},
         {"schedule", "commit", "output"},
     ]
 
@@ -439,7 +439,9 @@ def test_all_whose_masks_take_long_wait_for_nobody():
     driver.turn(*map(Add, both))
     while driver.core.has_work:
         driver.turn()
-    assert not any(stats.counts.sat_out for stats in counts.steps)
+    assert not any(
+        stats.counts.sat_out for stats in counts.steps[3:]
+    )  # before, the first had a mask that took long, and the second none
 
 
 US = 1_000

@@ -181,6 +181,16 @@ def test_masks_beside_a_step_cost_what_they_take_longer():
     assert first_ns - accounts.debts_ns["slow"] <= STEP_NS // 10
 
 
+def test_masks_that_were_not_made_beside_a_step_after_all_cost_it_nothing():
+    """Those of the first step, which nothing was in flight before."""
+    accounts = MaskAccounts()
+    accounts.settle([], (), PLAIN, STEP_NS, is_beside=True)
+    accounts.settle([made("slow", "", 60 * MS)], ["slow"], PLAIN, STEP_NS, is_beside=True)
+    owed_ns = accounts.debts_ns["slow"]
+    accounts.settle([], ["slow"], PLAIN, STEP_NS, is_beside=True)
+    assert 0 < owed_ns - accounts.debts_ns["slow"] <= STEP_NS // 10
+
+
 def test_a_mask_is_charged_what_others_waited_up_to_twice_its_work():
     assert made("a", "", 5).charge_ns == 5
     assert MadeMask("a", "", wall_ns=8, busy_ns=5).charge_ns == 8  # others had the core

@@ -194,11 +194,12 @@ class EngineCore:
         return outcome.events
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Let the grammar of each answer make up its mind what may come next, and let the answers have the tokens that these
-        force at once. Returns how long that took, or 0 without a clock."""
+        """Tell grammars what was sampled, and let answers have the tokens that these force at once.
+
+        Returns how long that took, or 0 without a clock.
+        """
         scheduler, following = self.scheduler, self._following
         began_ns = 0 if clock is None else clock.now_ns()
-        following.catch_up(clock)
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
         return 0 if clock is None else clock.now_ns() - began_ns
 
@@ -396,24 +397,26 @@ class Following:
         self._new: set[str] = set()
         """Ids of requests that no step has let sample. They owe nothing yet: many may wait, and debts are left meanwhile."""
         self._put_off: dict[str, Sequence[int]] = {}
-        """Tokens by request id that its matcher was not told, as the request sat out: no mask is made that nobody may need."""
+        """Tokens by request id that its matcher was not told, as the request sat out: no work is done that nobody may need."""
         self._failed: dict[str, tuple[str, str]] = {}
         """Causes by request id, until they are taken."""
-        self._made: list[MadeMask] = []
-        """Until `settle` charges them."""
+        self._took: dict[str, tuple[str, int, int]] = {}
+        """Tenant, time on the wall and CPU time by request id, of what grammars did since `settle`."""
+        self._masks_ns = 0
+        """How long all masks of the last step took."""
         self._accounts = MaskAccounts()
 
     def __bool__(self) -> bool:
         """Whether `settle` has something to do."""
-        return bool(self._matchers or self._made)
+        return bool(self._matchers or self._took)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._matchers
 
     @property
     def sitting_out(self) -> Collection[str]:
-        """Those that owe too much, and those that have no mask yet since they did."""
-        return self._accounts.sitting_out | self._put_off.keys() if self._put_off else self._accounts.sitting_out
+        """Those that owe too much."""
+        return self._accounts.sitting_out
 
     def add(self, request: Request) -> None:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
@@ -437,15 +440,21 @@ class Following:
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
         """Masks of the requests that sample in a step, have neither ended nor failed, and may not have any token."""
-        matchers = self._matchers
-        names = [row.request_id for row in plan.rows if row.samples and row.request_id in matchers]
-        for name in names:
-            if name in self._new:
-                self._new.remove(name)
-                self._accounts.begin(name, self._tenants[name])
-            if name in self._put_off:  # nobody else has something to compute, or it computes again what it lost
-                self._tell(name, clock)
-        return {name: mask for name in names if name not in self._failed and (mask := matchers[name].mask()) is not None}
+        masks = dict[str, bytes]()
+        begin_ns, _ = began = _times(clock)
+        for row in plan.rows:
+            name = row.request_id
+            if row.samples and name in self._matchers and name not in self._failed:
+                if name in self._new:
+                    self._new.remove(name)
+                    self._accounts.begin(name, self._tenants[name])
+                if name in self._put_off:
+                    self._accept(name, self._put_off.pop(name), _none_forced)
+                if (mask := self._make_mask(name)) is not None:
+                    masks[name] = mask
+                began = self._note(name, began, clock)
+        self._masks_ns = began[0] - begin_ns
+        return masks
 
     def follow(
         self,
@@ -454,30 +463,22 @@ class Following:
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
     ) -> None:
-        """Tell matchers what a step sampled, and let those of requests that go on make the next masks; later, if they sit out.
+        """Tell matchers what a step sampled; later, if a request sits out.
 
         Tokens that have to follow are appended, `max_forced(request_id)` at most, by `force`, whose event takes the place of
         the one before.
         """
-        matchers, sitting_out, began = self._matchers, self._accounts.sitting_out, None
+        began = _times(clock)
         for idx, event in enumerate(events):
             request_id = event.request_id
-            if event.finish_reason is not None or request_id not in matchers:
+            if event.finish_reason is not None or request_id not in self._matchers:
                 continue
-            if request_id in sitting_out:
+            if request_id in self._accounts.sitting_out:
                 self._put_off[request_id] = event.token_ids
                 continue
-            began = began or _times(clock)
             if forced := self._accept(request_id, event.token_ids, max_forced):
-                event = events[idx] = force(event, forced)
-            if event.finish_reason is None:
-                self._make_mask(request_id)
+                events[idx] = force(event, forced)
             began = self._note(request_id, began, clock)
-
-    def catch_up(self, clock: Clock | None) -> None:
-        """Make the masks of requests that sit out no longer."""
-        for request_id in [name for name in self._put_off if name not in self._accounts.sitting_out]:
-            self._tell(request_id, clock)
 
     def take_failed(self) -> list[tuple[str, str, str]]:
         """Requests whose grammar can't be followed any further, with the cause in words, and as a `RejectReason` value if the
@@ -485,13 +486,6 @@ class Following:
         failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
         self._failed.clear()
         return failed
-
-    def _tell(self, request_id: str, clock: Clock | None) -> None:
-        """Tell a matcher the tokens that were put off. Tokens that are forced come one by one."""
-        began = _times(clock)
-        self._accept(request_id, self._put_off.pop(request_id), _none_forced)
-        self._make_mask(request_id)
-        self._note(request_id, began, clock)
 
     def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
         """Tokens are the answer's next. Returns those that have to follow, which are accepted, too."""
@@ -509,17 +503,20 @@ class Following:
             self._fail(request_id, error)
         return forced
 
-    def _make_mask(self, request_id: str) -> None:
-        if request_id not in self._failed:
-            try:
-                self._matchers[request_id].mask()
-            except BaseException as error:
-                self._fail(request_id, error)
+    def _make_mask(self, request_id: str) -> bytes | None:
+        if request_id in self._failed:
+            return None
+        try:
+            return self._matchers[request_id].mask()
+        except BaseException as error:
+            self._fail(request_id, error)
+            return None
 
     def _note(self, request_id: str, began: tuple[int, int], clock: Clock | None) -> tuple[int, int]:
         """A grammar has worked since then. Returns the present."""
         ended = _times(clock)
-        self._made.append(MadeMask(request_id, self._tenants[request_id], ended[0] - began[0], ended[1] - began[1]))
+        tenant, wall_ns, busy_ns = self._took.get(request_id) or (self._tenants[request_id], 0, 0)
+        self._took[request_id] = tenant, wall_ns + ended[0] - began[0], busy_ns + ended[1] - began[1]
         return ended
 
     def _fail(self, request_id: str, error: BaseException) -> None:
@@ -533,12 +530,15 @@ class Following:
             self._failed[request_id] = BROKEN, ""
 
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
-        """Charge what the last masks took, after a step of this duration, and find out who sits out."""
+        """Charge what grammars took, after a step of this duration, and find out who sits out."""
         if len(running) > 1:
-            self._accounts.settle(self._made, self._matchers, running, step_ns, is_beside=is_beside)
+            made = [MadeMask(request_id, *took) for request_id, took in self._took.items()]
+            step_ns -= 0 if is_beside else self._masks_ns  # at most: threads of the executor may have begun without them
+            self._accounts.settle(made, self._matchers, running, step_ns, is_beside=is_beside)
         else:
             self._accounts.forgive()
-        self._made.clear()
+        self._took.clear()
+        self._masks_ns = 0
 
 
 def _none_forced(_request_id: str) -> int:

@@ -23,7 +23,8 @@ nobody needs pays debts of requests that ended, too.
 
 A mask is charged the time that it took on the wall, as the others waited for it, but at most twice its CPU time: the thread may
 wait for others in the process meanwhile, and no grammar is the cause.
-Masks that are made while the device computes cost others only the time by which they take longer than the step.
+Masks that are made while a device computes cost others only the time by which they take longer than the step. Where the
+executor's threads share the cores with the host, masks take one of these threads from the step, and are charged in full.
 """
 
 from __future__ import annotations
@@ -111,8 +112,7 @@ class MaskAccounts:
         total_ns = sum(charges_ns)
         hidden_ns = 0
         if is_beside:  # the step was as long as its layers, or as the masks that were made beside it
-            step_ns -= max(0, self._last_ns - self._step_ns)
-            hidden_ns = step_ns
+            hidden_ns = step_ns = max(min(step_ns, self._step_ns), step_ns - max(0, self._last_ns - self._step_ns))
         self._step_ns, self._last_ns = step_ns, total_ns
         cost_ns = max(0, total_ns - hidden_ns)
         num_rows = sum([name not in self.sitting_out for name in running])

@@ -11,12 +11,14 @@ is the same in all of them. It takes the commands that have come and the time; i
              copies      of blocks: the next arrival may be written to either block of a copy
              adapters    placed: one may get a block that was the source of a copy
              submit      the step takes off
-             masks       for the rows that follow a grammar, once the step before was collected
+             masks       of the rows that follow a grammar, once the step before was collected: layers are computed meanwhile
+             tell        the events of the step before, if they had to wait for these masks
     finish   collect     wait for the oldest step in flight
              aborts      apply those that came during the step, before its tokens are shown
              commit      the core takes over the tokens, and grammars follow them
              grammars    the step that waits for masks gets them
-             tell        the events of the step go to the driver
+             tell        the events of the step go to the driver. If answers follow grammars and nothing is in flight, the next
+                         step and its masks come first: what the driver does would delay them
 
 A turn begins a step if there is one to begin. It finishes one if as many are in flight as the executor takes, or if none began.
 So with a depth of 1 each turn finishes the step that it began, and with a depth of 2 the step of the turn before:
@@ -57,6 +59,8 @@ class Flight:
     """The step has rows that follow a grammar, and the executor has not been told what they may sample."""
     ticket: Ticket | None = None
     """None while the step is being submitted."""
+    masks_ns: int = 0
+    """How long its masks took, if nothing was in flight before it."""
 
 
 class Stepper:
@@ -92,6 +96,10 @@ class Stepper:
         self._depth = executor.depth
         self._flights: deque[Flight] = deque()
         self._finishing: Flight | None = None
+        self._untold: tuple[list[TokenEvent], int] = [], 0
+        """Events of the last step, and their instant, until they are told."""
+        self._output_ns = 0
+        """How long it took to tell events since the last turn was."""
         """The step that is being collected and told."""
 
     @property
@@ -124,11 +132,18 @@ class Stepper:
 
     def begin(self, commands: Sequence[Command] = ()) -> StepPlan | None:
         """The first half of a turn. Returns the plan of the step that was submitted, if there was one to begin."""
+        try:
+            return self._begin(commands)
+        finally:
+            self._tell_untold()
+
+    def _begin(self, commands: Sequence[Command]) -> StepPlan | None:
         core, transfers = self._core, self._transfers
         if transfers is not None:
             transfers.arrive()
         now_ns = self._clock.now_ns()
         if events := core.apply(commands, now_ns):
+            self._tell_untold()
             self._tell(events, now_ns)
         plan = core.begin(now_ns)
         if transfers is not None:
@@ -140,7 +155,9 @@ class Stepper:
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
+        submitted_ns = self._clock.now_ns()
         self._restrict()
+        flight.masks_ns = self._clock.now_ns() - submitted_ns
         return plan
 
     def _prepare_blocks(self) -> None:
@@ -162,15 +179,20 @@ class Stepper:
         now_ns = clock.now_ns()
         events = core.apply(self._poll_aborts(), now_ns)
         events += core.finish(flight.plan, result, now_ns, clock)
-        told_ns = clock.now_ns()
-        parts_ns = {"schedule": flight.schedule_ns, "commit": told_ns - now_ns - core.followed_ns}
+        committed_ns = clock.now_ns()
+        parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
+        self._untold = events, now_ns
         if core.has_grammars or self._awaits_masks:
-            self._settle_grammars(events, now_ns)
-            committed_ns, told_ns = told_ns, clock.now_ns()
-            parts_ns["grammar"] = told_ns - committed_ns + core.followed_ns
-        if events:
-            self._tell(events, now_ns)
-        parts_ns["output"] = clock.now_ns() - told_ns
+            try:
+                self._restrict()  # before there is text: a device at the end of its layers waits for masks
+            except ExecutorFailure:
+                self._tell_untold()  # it is of the step before, which went well
+                raise
+            core.settle_grammars(is_beside=bool(self._flights))
+            parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns
+        if self._flights or not core.has_grammars:
+            self._tell_untold()
+        parts_ns["output"], self._output_ns = self._output_ns, 0
         self._turn_observer.on_turn(parts_ns)
         self._finishing = None
         return flight.plan
@@ -189,21 +211,19 @@ class Stepper:
         """Whether a step waits for masks, and all steps before it were collected."""
         return len(self._flights) == 1 and self._flights[0].awaits_masks
 
+    def _tell_untold(self) -> None:
+        (events, now_ns), self._untold = self._untold, ([], 0)
+        if events:
+            began_ns = self._clock.now_ns()
+            self._tell(events, now_ns)
+            self._output_ns += self._clock.now_ns() - began_ns
+
     def _restrict(self) -> None:
         if self._awaits_masks:
             flight = self._flights[0]
             assert flight.ticket is not None, "it was submitted"
             self._executor.restrict(flight.ticket, self._core.masks(flight.plan, self._clock))
             flight.awaits_masks = False
-
-    def _settle_grammars(self, events: list[TokenEvent], now_ns: int) -> None:
-        """Send masks before there is text: a device at the end of its layers waits for them."""
-        self._core.settle_grammars(is_beside=bool(self._flights))
-        try:
-            self._restrict()
-        except ExecutorFailure:
-            self._tell(events, now_ns)  # they are of the step before, which went well
-            raise
 
 
 def _tell_nobody(_events: list[TokenEvent], _now_ns: int) -> None:
