@@ -109,7 +109,13 @@ def test_without_the_extra_there_is_a_line_of_it_where_there_is_a_gpu(
 
 @pytest.mark.parametrize(
     "config",
-    [BackendConfig(device="cpu"), BackendConfig(backend="native"), BackendConfig(threads=2), BackendConfig(pin_threads=True)],
+    [
+        BackendConfig(device="cpu"),
+        BackendConfig(backend="native"),
+        BackendConfig(threads=2),
+        BackendConfig(pin_threads=True),
+        BackendConfig(kernels="avx2"),
+    ],
 )
 def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> None:
@@ -126,6 +132,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
     [
         (lambda: settle("cuda", threads=2), "--threads, or set --device cpu"),
         (lambda: settle("cuda", pin_threads=True), "--pin-threads, or set --device cpu"),
+        (lambda: settle("cuda", kernels="avx2"), "--kernels, or set --device cpu"),
         (
             lambda: settle("cuda", kv=KvConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30)),
             "both say how large",
@@ -315,3 +322,29 @@ def test_a_gpu_without_packages_is_told_what_it_lacks(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cuda, "find_gpu", lambda: GPU)
     monkeypatch.setattr(cuda, "_installed_version", lambda name: None)
     assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install '.[cuda]'` in the source folder"
+
+
+@pytest.mark.parametrize("setting", [{"threads": 2}, {"pin_threads": True}, {"kernels": "portable"}], ids=str)
+def test_the_reference_backend_has_no_threads_and_no_kernels_to_set(setting):
+    with pytest.raises(ConfigError, match="computes with NumPy") as raised:
+        settle("cpu", "reference", **setting)
+    assert raised.value.remedy == f"Leave out --{next(iter(setting)).replace('_', '-')}."
+
+
+def test_kernels_that_the_machine_cannot_run_are_refused_with_those_that_it_can(monkeypatch):
+    info = {"variants": ["avx2", "portable"], "variant": "avx2", "why_no_tiles": "the system refuses them"}
+    monkeypatch.setattr("penstock.backends.native.info", lambda: info)
+    assert settle("cpu", kernels="portable").backend.kernels == "portable"
+    with pytest.raises(ConfigError, match=r"can't run the amx kernels \(the system refuses them\)") as raised:
+        settle("cpu", kernels="amx")
+    assert raised.value.remedy == "Set --kernels to one of avx2, portable, or leave it out."
+    with pytest.raises(ConfigError, match=r"can't run the avx512 kernels\. "):
+        settle("cpu", kernels="avx512")
+
+
+def test_the_log_says_which_kernels_and_why_not_tiles(monkeypatch):
+    info = {"variants": ["avx512"], "variant": "avx512", "why_no_tiles": "the system refuses them"}
+    monkeypatch.setattr("penstock.backends.native.info", lambda: info)
+    refused = "avx512 kernels, 2 threads, without the processor's tiles (AMX): the system refuses them"
+    assert device.words(BackendConfig(backend="native", threads=2)) == refused
+    assert device.words(BackendConfig(backend="native", threads=1, kernels="avx2")) == "avx2 kernels, 1 thread"

@@ -409,6 +409,12 @@ class BackendConfig(Component):
         False,
         "Each thread stays on a core of its own: for a server that has its cores to itself, with a thread for each.",
     )
+    kernels: str | None = choice(
+        None,
+        "Instruction set of the kernels on the CPU. amx: Intel's tiles.",
+        choices=("amx", "avx512", "avx2", "portable"),
+        default_doc="the best that the machine has; `penstock env` tells",
+    )
     weight_dtype: str | None = choice(
         None,
         "The type of weights that are floats, but of embeddings and logits. fp8: of a GPU. int8, bf16: on the CPU, of models "

@@ -78,6 +78,7 @@ def settled(config: Config) -> Config:
     else:
         _check_cpu_settings(config, cause)
         chosen = replace(config.backend, device=Device.CPU.value, backend=backend or Backend.NATIVE.value)
+        _check_kernels(chosen)
     return replace(config, backend=chosen)
 
 
@@ -87,6 +88,8 @@ def _cpu_setting(config: Config) -> str | None:
         return "--threads is a setting of the CPU"
     if config.backend.pin_threads:
         return "--pin-threads is a setting of the CPU"
+    if config.backend.kernels is not None:
+        return "--kernels is a setting of the CPU"
     return "--experts-on-disk is a setting of the CPU" if config.model.experts_on_disk else None
 
 
@@ -111,6 +114,10 @@ def _check_gpu_settings(config: Config) -> None:
         raise ConfigError(
             "pin_threads is of those that compute on the CPU, and a GPU is to be used.",
             remedy="Leave out --pin-threads, or set --device cpu.",
+        )
+    if config.backend.kernels is not None:
+        raise ConfigError(
+            "kernels are those of the CPU, and a GPU is to be used.", remedy="Leave out --kernels, or set --device cpu."
         )
     if config.model.experts_on_disk:
         raise ConfigError(
@@ -164,6 +171,27 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
     ):
         if is_given:
             raise ConfigError(f"{flag} has no meaning on the CPU: {why}. No GPU is used: {cause}.", remedy=f"Leave out {flag}.")
+
+
+def _check_kernels(backend: BackendConfig) -> None:
+    """Refuse kernels that the machine or the backend does not have. Raises ConfigError."""
+    if backend.backend == Backend.REFERENCE:
+        flags = {"--threads": backend.threads is not None, "--pin-threads": backend.pin_threads, "--kernels": backend.kernels}
+        for flag in [flag for flag, is_given in flags.items() if is_given]:
+            raise ConfigError(
+                f"{flag} has no meaning with the reference backend: it computes with NumPy.", remedy=f"Leave out {flag}."
+            )
+    if backend.kernels is None:
+        return
+    from penstock.backends import native
+
+    usable = native.info()
+    if backend.kernels not in usable["variants"]:
+        why = f" ({usable['why_no_tiles']})" if backend.kernels == "amx" and usable["why_no_tiles"] else ""
+        raise ConfigError(
+            f"This machine can't run the {backend.kernels} kernels{why}.",
+            remedy=f"Set --kernels to one of {', '.join(usable['variants'])}, or leave it out.",
+        )
 
 
 def is_on_gpu(config: Config) -> bool:
@@ -303,7 +331,9 @@ def words(backend: BackendConfig) -> str:
         return _gpu_name(cuda.find_gpu()) + modes
     from penstock.backends import native
 
-    return f"{native.info()['variant']} kernels, {counted(num_threads(backend), 'thread')}"
+    why = native.info()["why_no_tiles"] if backend.kernels is None else ""
+    without = f", without the processor's tiles (AMX): {why}" if why else ""
+    return f"{backend.kernels or native.info()['variant']} kernels, {counted(num_threads(backend), 'thread')}{without}"
 
 
 def gpu_facts() -> str:

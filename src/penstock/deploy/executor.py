@@ -72,8 +72,8 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: Seat
         dtype = config.backend.weight_dtype
         team, account = seat_of(num_threads(config.backend), pinned_cpus(config.backend))
         extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file, "memory_nodes": memory_nodes()}
-        rounds_floats = None if dtype is None else dtype == "int8"
-        return _make(config, model, kv.max_model_len, kv.num_blocks, rounds_floats=rounds_floats, **extras)
+        extras |= {"rounds_floats": None if dtype is None else dtype == "int8", "variant": config.backend.kernels or ""}
+        return _make(config, model, kv.max_model_len, kv.num_blocks, **extras)
 
 
 @contextmanager
