@@ -614,3 +614,23 @@ def test_no_mask_is_made_after_the_last_token(max_tokens):
         driver.turn()
     assert len(driver.outcomes["a"].token_ids) == max_tokens
     assert max(matcher.made_at) < max_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_masks_of_answers_that_end_in_the_step_of_their_masks_are_owed(depth, num_streams):
+    """The second token of each is its last, so it has ended when its mask is charged."""
+    driver, streams, _ = beside(depth)
+    matchers: list[Slow] = []
+    driver.turn(*map(Add, streams[:num_streams]))
+    while len(driver.plans) < 250:
+        name = f"short{len(matchers)}"
+        matchers.append(Slow(driver.clock, len(matchers)))
+        driver.turn(Add(make_request(name, 5, max_tokens=2, matcher=matchers[-1])))
+        while driver.core.num_running > num_streams or name not in driver.outcomes:
+            driver.turn()
+        driver.core.check()
+    num_masks = sum(len(matcher.made_at) - 1 for matcher in matchers)
+    hidden_ns = (depth - 1) * num_masks * STEP_NS
+    assert num_masks > 1
+    assert num_masks * 5 * STEP_NS - hidden_ns < 0.2 * len(driver.plans) * STEP_NS

@@ -432,7 +432,8 @@ class Following:
             self._new.discard(request.request_id)
             self._put_off.pop(request.request_id, None)
             self._failed.pop(request.request_id, None)
-            self._accounts.end(request.request_id)
+            if request.request_id not in self._took:  # else `settle` ends it, with one debt: the next one takes over one
+                self._accounts.end(request.request_id)
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether one of them samples in a step."""
@@ -531,7 +532,7 @@ class Following:
 
     def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
         """Charge what grammars took, after a step of this duration, and find out who sits out."""
-        if len(running) > 1:
+        if len(running) + sum([name not in running for name in self._took]) > 1:  # an end does not undo that others waited
             made = [MadeMask(request_id, *took) for request_id, took in self._took.items()]
             step_ns -= 0 if is_beside else self._masks_ns  # at most: threads of the executor may have begun without them
             self._accounts.settle(made, self._matchers, running, step_ns, is_beside=is_beside)

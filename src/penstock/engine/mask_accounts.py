@@ -94,7 +94,7 @@ class MaskAccounts:
                 self.sitting_out.add(request_id)
 
     def end(self, request_id: str) -> None:
-        """A request ends."""
+        """A request ends, and all its masks were charged."""
         if request_id in self.debts_ns:
             self._left.append((self._tenants[request_id], self.debts_ns[request_id]))
             self._drop(request_id)
@@ -102,11 +102,11 @@ class MaskAccounts:
     def settle(
         self, made: Sequence[MadeMask], live: Container[str], running: Collection[str], step_ns: int, *, is_beside: bool
     ) -> None:
-        """After a step, and the masks for the next: charge them, pay debts, and find out who sits out.
+        """After a step, charge masks, pay debts, and find out who sits out.
 
-        `live`: ids of requests that go on; others have ended by their masks, which may have been the slowest. `running`: of
-        all that wait for these masks if they do not sit out. `step_ns`: duration of the step. `is_beside`: the device computes
-        the next step meanwhile.
+        `made`: for this step, or, if the device computes the next one meanwhile (`is_beside`), for that. `live`: ids of
+        requests that go on; others end here. `running`: of all that wait for these masks if they do not sit out. `step_ns`:
+        duration of the step.
         """
         charges_ns = [mask.charge_ns for mask in made]
         total_ns = sum(charges_ns)
@@ -125,10 +125,11 @@ class MaskAccounts:
             used_ns += min(owed_ns, own_ns)
             if owed_ns > own_ns:
                 self.debts_ns[name], self._tenants[name] = owed_ns - own_ns, mask.tenant
-                if name not in live:
-                    self.end(name)
             elif name in self.debts_ns:
                 self._drop(name)
+        for mask in made:
+            if mask.request_id not in live:
+                self.end(mask.request_id)
         tenth_ns = step_ns // STEP_SHARE
         self._saved_ns = min(step_ns, self._saved_ns + max(tenth_ns - used_ns, tenth_ns // LEAST_SHARE, 1))
         if self.debts_ns:
