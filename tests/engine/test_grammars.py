@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from threading import Event, Thread
 
 import pytest
 
 from penstock.clock import VirtualClock
+from penstock.engine.books import Abandoned
 from penstock.engine.core import BROKEN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
@@ -239,6 +242,41 @@ def test_tokens_are_told_although_the_device_fails_when_it_gets_the_masks_of_the
         rig.run(*requests)
     assert rig.tokens_of("a") == expected(requests[0], grammar()).token_ids[:2]
     assert rig.end_of("b").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("where", ["submit", "restrict"])
+def test_tokens_are_told_although_the_engine_is_abandoned_in_the_next_step(where):
+    class Hangs(Journal):
+        def hang(self, now: str, step_id: int) -> None:
+            if (now, step_id) == (where, 1):
+                entered.set()
+                left.wait(10)
+
+        def submit(self, plan):
+            self.hang("submit", plan.step_id)
+            return super().submit(plan)
+
+        def restrict(self, ticket, masks) -> None:
+            self.hang("restrict", ticket.step_id)
+            super().restrict(ticket, masks)
+
+    def turns() -> None:
+        with suppress(Abandoned):
+            while rig.engine.turn():
+                pass
+
+    entered, left = Event(), Event()
+    rig = Rig(1, Hangs())
+    rig.engine.submit(make_request("a", 3, max_tokens=4, matcher=grammar()), make_request("ends", 3, max_tokens=1))
+    thread = Thread(target=turns)
+    thread.start()
+    assert entered.wait(10)
+    assert rig.engine.abandon()
+    assert rig.end_of("ends").finish_reason is FinishReason.LENGTH
+    assert [chunk.finish_reason for chunk in rig.of("a")] == [None, FinishReason.ERROR]
+    left.set()
+    thread.join()
+    assert len(rig.chunks) == 3
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -96,11 +96,11 @@ class Stepper:
         self._depth = executor.depth
         self._flights: deque[Flight] = deque()
         self._finishing: Flight | None = None
+        """The step that is being collected and told."""
         self._untold: tuple[list[TokenEvent], int] = [], 0
         """Events of the last step, and their instant, until they are told."""
         self._output_ns = 0
-        """How long it took to tell events since the last turn was."""
-        """The step that is being collected and told."""
+        """How long it took to tell events of steps since the last `finish`."""
 
     @property
     def has_flights(self) -> bool:
@@ -135,7 +135,7 @@ class Stepper:
         try:
             return self._begin(commands)
         finally:
-            self._tell_untold()
+            self.tell_untold()
 
     def _begin(self, commands: Sequence[Command]) -> StepPlan | None:
         core, transfers = self._core, self._transfers
@@ -143,7 +143,7 @@ class Stepper:
             transfers.arrive()
         now_ns = self._clock.now_ns()
         if events := core.apply(commands, now_ns):
-            self._tell_untold()
+            self.tell_untold()
             self._tell(events, now_ns)
         plan = core.begin(now_ns)
         if transfers is not None:
@@ -186,16 +186,24 @@ class Stepper:
             try:
                 self._restrict()  # before there is text: a device at the end of its layers waits for masks
             except ExecutorFailure:
-                self._tell_untold()  # it is of the step before, which went well
+                self.tell_untold()  # it is of the step before, which went well
                 raise
             core.settle_grammars(is_beside=bool(self._flights))
             parts_ns["grammar"] = clock.now_ns() - committed_ns + core.followed_ns + flight.masks_ns
         if self._flights or not core.has_grammars:
-            self._tell_untold()
+            self.tell_untold()
         parts_ns["output"], self._output_ns = self._output_ns, 0
         self._turn_observer.on_turn(parts_ns)
         self._finishing = None
         return flight.plan
+
+    def tell_untold(self) -> None:
+        """Tell the events of the last step, if they had to wait. Turns do so; for one who ends all after a turn that failed."""
+        (events, now_ns), self._untold = self._untold, ([], 0)
+        if events:
+            began_ns = self._clock.now_ns()
+            self._tell(events, now_ns)
+            self._output_ns += self._clock.now_ns() - began_ns
 
     def close(self) -> None:
         """Tell nobody any more: the one who is told knows the stepper, and two that know each other are freed late or never."""
@@ -210,13 +218,6 @@ class Stepper:
     def _awaits_masks(self) -> bool:
         """Whether a step waits for masks, and all steps before it were collected."""
         return len(self._flights) == 1 and self._flights[0].awaits_masks
-
-    def _tell_untold(self) -> None:
-        (events, now_ns), self._untold = self._untold, ([], 0)
-        if events:
-            began_ns = self._clock.now_ns()
-            self._tell(events, now_ns)
-            self._output_ns += self._clock.now_ns() - began_ns
 
     def _restrict(self) -> None:
         if self._awaits_masks:

@@ -345,6 +345,10 @@ class Engine:
     def _end_all(self, detail: str) -> None:
         self._move_to(EngineState.FAILED)
         late = _added(self._inbox.close())
+        try:
+            self._stepper.tell_untold()
+        except Exception:
+            _logger.exception("the last step before the failure was not told")
         chunks = [*self._fail_core(detail), *self._output.fail_all(detail, self._clock.now_ns())]
         for chunk in chunks:
             chunk.reject_reason = RejectReason.UNAVAILABLE.value  # Not this request's own fault.
