@@ -439,6 +439,8 @@ void bind_engine(nb::module_& m) {
     nb::class_<Turns>(m, "Turns", "The choice of who is next, with instants of the caller's: for tests. A team has its own.")
         .def(nb::init<>())
         .def("ask", &Turns::ask, "account"_a, "now_ns"_a, nb::keep_alive<1, 2>(), "The number of the claim.")
+        .def("take", &Turns::take, "account"_a, "now_ns"_a, nb::keep_alive<1, 2>(),
+             "Gives it the turn if nobody has it, wants it or has it kept. Whether it was given; else nothing has changed.")
         .def("call", &Turns::call, "now_ns"_a, "Gives the turn to the claim that is next, unless somebody has it or it is kept.")
         .def("leave", [](Turns& self, int64_t now_ns) {
             if (self.holder() == 0) throw std::invalid_argument("nobody has the turn");

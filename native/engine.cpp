@@ -174,20 +174,27 @@ void Engine::settle() {
 Engine::~Engine() { abandon_step(); }  // others compute with what is freed here
 
 void Engine::abandon_step() {
-    if (!is_in_step_) return;
-    admit_masks();
-    team_->finish();
-    is_in_step_ = false;
+    if (has_begun_) {
+        admit_masks();
+        team_->finish();
+    }
+    is_in_step_ = has_begun_ = false;
 }
 
 void Engine::run_step(const StepInput& input) {
-    start(input, false);
-    finish_step();
+    prepare(input, false);
+    compute();
 }
 
-void Engine::begin_step(const StepInput& input) { start(input, true); }
+void Engine::begin_step(const StepInput& input) {
+    prepare(input, true);
+    waited_ns_ = 0;
+    has_begun_ = team_->try_begin(*account_, *this, planner_.last().num_tasks, planner_.strands_of_run());
+    is_in_step_ = true;
+}
 
-void Engine::start(const StepInput& input, bool awaits_masks) {
+void Engine::prepare(const StepInput& input, bool awaits_masks) {
+    if (is_in_step_) throw std::invalid_argument("the engine is in a step");
     input_ = input;
     int64_t last_slot = 0;
     for (int i = 0; i < input.num_tokens; ++i) last_slot = std::max(last_slot, input.slot_mapping[i]);
@@ -206,13 +213,17 @@ void Engine::start(const StepInput& input, bool awaits_masks) {
     }
     logits_.begin_step(input, logits_buffer_ < 0 ? nullptr : buffers_[logits_buffer_].data(), logits_width(), product, panels, awaits_masks);
     began_ns_ = now_ns(), began_ticks_ = ticks();
-    waited_ns_ = team_->begin(*account_, *this, plan.num_tasks, planner_.strands_of_run());
-    is_in_step_ = true;
 }
 
 void Engine::finish_step() {
-    team_->finish();
     is_in_step_ = false;
+    compute();
+}
+
+void Engine::compute() {
+    if (!has_begun_) waited_ns_ = team_->begin(*account_, *this, planner_.last().num_tasks, planner_.strands_of_run());
+    has_begun_ = false;
+    team_->finish();
     ns_per_tick_ = static_cast<double>(now_ns() - began_ns_) / static_cast<double>(std::max<int64_t>(1, ticks() - began_ticks_));
     logits_.end_step();
 }

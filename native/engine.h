@@ -75,8 +75,9 @@ class Engine final : private Work {
     void set_sampling(int slot, RowSampling sampling) { logits_.set_sampling(slot, std::move(sampling)); }
     // Throws std::bad_alloc if the sampler finds no memory; the samples then have no meaning.
     void run_step(const StepInput& input);
-    // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. `admit_masks` must follow,
-    // once what `input` points to has them, and then `finish_step`; both on the thread that began it.
+    // Begins a step whose masks are still to come: the other threads of the team compute its layers meanwhile. If the team is another's, it
+    // only plans it, and `finish_step` waits. `admit_masks` must follow, once what `input` points to has them, and then `finish_step`, both
+    // on the thread that began it; no other step before.
     void begin_step(const StepInput& input);
     void admit_masks() { logits_.admit_masks(); }
     void finish_step();
@@ -129,7 +130,8 @@ class Engine final : private Work {
 
     int64_t rows_of(bool per_sample) const { return per_sample ? shape_.max_logits() : shape_.max_step_tokens; }
 
-    void start(const StepInput& input, bool awaits_masks);
+    void prepare(const StepInput& input, bool awaits_masks);
+    void compute();
 
     // Called by the team.
     void run_task(int index, int task, int member) override;
@@ -180,6 +182,7 @@ class Engine final : private Work {
     };
     std::vector<MemberTimes> member_times_;
     bool is_in_step_ = false;
+    bool has_begun_ = false;  // the team computes it
     int64_t began_ns_ = 0, began_ticks_ = 0;
     double ns_per_tick_ = 0.0;
     int64_t waited_ns_ = 0;

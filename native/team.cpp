@@ -135,12 +135,26 @@ int64_t Team::run(Account& account, Work& work, const std::vector<int32_t>& num_
 }
 
 int64_t Team::begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
+    begin(std::make_unique<Turn>(*this, account), work, num_tasks, strands);
+    return turn_->waited_ns();
+}
+
+bool Team::try_begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
+    if (size_ == 1) return false;
+    {
+        const std::lock_guard lock(turns_mutex_);
+        if (!turns_.take(account, now_ns())) return false;
+    }
+    begin(std::make_unique<Turn>(*this), work, num_tasks, strands);
+    return true;
+}
+
+void Team::begin(std::unique_ptr<Turn> turn, Work& work, const std::vector<int32_t>& num_tasks, Strands strands) {
     for (int32_t count : num_tasks) {
         if (count < 0 || count > static_cast<int32_t>(kMaxTasks)) throw std::length_error("a stage has too many tasks");
     }
     const int num_stages = static_cast<int>(num_tasks.size()), stages_of_strand = (num_stages - strands.num_joint) / strands.count;
     if (stages_of_strand > static_cast<int>(kMaxStages)) throw std::length_error("a run has too many stages");
-    auto turn = std::make_unique<Turn>(*this, account);
     Stages& stages = reserve(num_stages);
     const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
     work_.store(&work, std::memory_order_relaxed);
@@ -154,7 +168,6 @@ int64_t Team::begin(Account& account, Work& work, const std::vector<int32_t>& nu
     epoch_.store(epoch, std::memory_order_seq_cst);
     if (size_ > 1) epoch_.notify_all();
     turn_ = std::move(turn);
-    return turn_->waited_ns();
 }
 
 void Team::finish() {

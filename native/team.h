@@ -69,6 +69,8 @@ class Team {
     // The two halves of `run`: the other members begin, and go on until the caller takes part, too. Who begins has to finish; the turn is
     // the caller's meanwhile.
     int64_t begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
+    // The same without a wait. False, and nothing has begun, if the turn is not free, or there are no other members.
+    bool try_begin(Account& account, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
     void finish();
 
     // Whether another account had or wanted a turn within so many nanoseconds.
@@ -108,6 +110,7 @@ class Team {
     class Turn {
       public:
         Turn(Team& team, Account& account);
+        explicit Turn(Team& team) : team_(team), waited_ns_(0) {}  // that it has already
         ~Turn();
         Turn(const Turn&) = delete;
         Turn& operator=(const Turn&) = delete;
@@ -127,6 +130,7 @@ class Team {
     bool run_stages(const Stages& stages, int begin, int end, uint32_t epoch, int member);
     bool take_tasks(Stage& stage, int index, uint32_t epoch, int member);
     Stages& reserve(int num_stages);
+    void begin(std::unique_ptr<Turn> turn, Work& work, const std::vector<int32_t>& num_tasks, Strands strands);
 
     int size_;
     std::atomic<Work*> work_{nullptr};

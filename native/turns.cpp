@@ -40,6 +40,14 @@ size_t Turns::next() const {
     return first;
 }
 
+bool Turns::take(Account& account, int64_t now_ns) {
+    const bool is_kept = now_ns < kept_until_ns_ && last_ != &account;
+    if (holder_.number != 0 || !claims_.empty() || is_kept) return false;
+    kept_until_ns_ = 0;
+    ask(account, now_ns);
+    return call(now_ns);
+}
+
 bool Turns::call(int64_t now_ns) {
     if (holder_.number != 0 || claims_.empty()) return false;
     const size_t first = next();

@@ -51,6 +51,8 @@ class Turns {
 
     // An account wants a turn. Returns the number of its claim, which is above 0. The account must outlive the claim.
     uint64_t ask(Account& account, int64_t now_ns);
+    // Gives the turn to an account if nobody has it, wants it or has it kept. Whether it was given; else nothing has changed.
+    bool take(Account& account, int64_t now_ns);
     // Gives the turn, if nobody has it and it is not kept, to the claim that is next. Whether it was given.
     bool call(int64_t now_ns);
     // The claim that has the turn; 0: none.

@@ -112,9 +112,11 @@ def only(token_id: int, vocab_size: int) -> bytes:
     return (1 << token_id).to_bytes((vocab_size + 31) // 32 * 4, "little")
 
 
-def test_a_step_that_was_begun_has_the_team_until_it_is_collected(models: list[LoadedModel], team: Team) -> None:
+def test_a_step_that_was_begun_has_the_team_until_it_is_collected(models: list[LoadedModel]) -> None:
+    team = Team(3)
     first, second = (open_executor(model, team) for model in models)
     wanted = second.forward_logits([3, 4, 5])
+    first.forward_logits([3, 4, 5])  # the team is kept for the last one for a moment
     ticket = awaiting_masks(first)
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(second.forward_logits, [3, 4, 5])
@@ -123,6 +125,44 @@ def test_a_step_that_was_begun_has_the_team_until_it_is_collected(models: list[L
         first.restrict(ticket, {"a": only(7, models[0].spec.vocab_size)})
         assert first.collect(ticket).token_ids == {"a": (7,)}
         assert np.array_equal(other.result(timeout=10), wanted)
+
+
+def test_a_team_of_one_is_not_kept_for_a_step_that_waits_for_masks(models: list[LoadedModel]) -> None:
+    team = Team(1)
+    first, second = (open_executor(model, team) for model in models)
+    wanted = second.forward_logits([3, 4, 5])
+    ticket = awaiting_masks(first)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(second.forward_logits, [3, 4, 5])
+        try:
+            assert np.array_equal(other.result(timeout=10), wanted)
+        finally:
+            first.restrict(ticket, {"a": only(7, models[0].spec.vocab_size)})
+            assert first.collect(ticket).token_ids == {"a": (7,)}
+
+
+def test_submit_waits_for_no_step_of_another_model(models: list[LoadedModel], team: Team) -> None:
+    """Tokens of the step before are told after it, so they would wait, too."""
+    first, second = (open_executor(model, team) for model in models)
+    before = awaiting_masks(second)
+    with ThreadPoolExecutor(1) as threads:
+        submitted = threads.submit(awaiting_masks, first)
+        try:
+            ticket = submitted.result(timeout=10)
+            first.restrict(ticket, {"a": only(7, models[0].spec.vocab_size)})
+        finally:
+            second.restrict(before, {"a": only(8, models[1].spec.vocab_size)})
+            assert second.collect(before).token_ids == {"a": (8,)}
+    assert first.collect(ticket).token_ids == {"a": (7,)}
+
+
+def test_nothing_else_is_computed_while_a_step_waits_for_masks(models: list[LoadedModel], team: Team) -> None:
+    executor = open_executor(models[0], team)
+    ticket = awaiting_masks(executor)
+    with pytest.raises(ValueError, match="in a step"):
+        executor.forward_logits([3, 4, 5])
+    executor.restrict(ticket, {"a": only(7, models[0].spec.vocab_size)})
+    assert executor.collect(ticket).token_ids == {"a": (7,)}
 
 
 def test_an_executor_is_closed_while_its_step_waits_for_masks(models: list[LoadedModel], team: Team) -> None:

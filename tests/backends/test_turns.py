@@ -187,3 +187,20 @@ def test_no_thread_is_forgotten_and_the_times_add_up() -> None:
         list(threads.map(pack, accounts))
     assert all(account.used_ns > 0 for account in accounts)
     assert all(team.is_contested(account, 60_000 * MS) for account in accounts)
+
+
+def test_a_turn_that_is_free_is_taken_at_once_and_no_other():
+    first, second = Account(), Account()
+    turns = Turns()
+    assert turns.take(first, 0)
+    assert not turns.take(second, MS), "somebody has it"
+    turns.leave(MS)
+    assert not turns.take(second, MS + 1), "it is kept for the first"
+    assert turns.take(first, MS + 1)
+    turns.ask(second, 2 * MS)
+    turns.leave(3 * MS)
+    assert not turns.take(first, 3 * MS), "somebody wants it"
+    assert turns.call(100 * MS)
+    turns.leave(101 * MS)
+    assert turns.take(first, 200 * MS), "it is kept for nobody"
+    assert turns.holder
