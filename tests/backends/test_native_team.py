@@ -165,6 +165,31 @@ def test_nothing_else_is_computed_while_a_step_waits_for_masks(models: list[Load
     assert executor.collect(ticket).token_ids == {"a": (7,)}
 
 
+def answers(executor: NativeExecutor, vocab_size: int, begin: Barrier) -> list[tuple[int, ...]]:
+    """Answers of a row without a grammar, beside one whose masks have one token each."""
+    begin.wait()
+    follows, free = SamplingParams(temperature=0.0, follows_grammar=True), SamplingParams(temperature=0.0)
+    admits = (AdmitRow("a", (3, 4, 5), 3, (1, 2, 3, 4), 0, follows), AdmitRow("b", (6, 7, 8), 3, (5, 6, 7), 0, free))
+    found: list[tuple[int, ...]] = []
+    for step in range(40):
+        context_len, query_len = (2 + step, 1) if step else (0, 3)
+        rows = tuple([RowPlan(name, context_len, query_len, (), True) for name in "ab"])
+        ticket = executor.submit(StepPlan(step, 0, () if step else admits, rows, ()))
+        executor.restrict(ticket, {"a": only(10 + step, vocab_size)})
+        token_ids = executor.collect(ticket).token_ids
+        assert token_ids["a"] == (10 + step,)
+        found.append(token_ids["b"])
+    return found
+
+
+def test_steps_of_two_models_that_wait_for_masks_take_turns(models: list[LoadedModel], team: Team) -> None:
+    sizes = [model.spec.vocab_size for model in models]
+    alone = [answers(open_executor(model, None), size, Barrier(1)) for model, size in zip(models, sizes, strict=True)]
+    together = [open_executor(model, team) for model in models]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(answers, together, sizes, [Barrier(2)] * 2)) == alone
+
+
 def test_an_executor_is_closed_while_its_step_waits_for_masks(models: list[LoadedModel], team: Team) -> None:
     first, second = (open_executor(model, team) for model in models)
     wanted = second.forward_logits([3, 4, 5])
