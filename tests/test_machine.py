@@ -35,7 +35,7 @@ class FakeMachine:
         path.write_text(text)
 
     def memory(self) -> int:
-        return available_memory_bytes(proc=self.proc, cgroup=self.cgroup)
+        return available_memory_bytes(proc=self.proc, cgroup=self.cgroup, devices=self.devices)
 
     def write_cache(self, cpu: int, index: int, kind: str, size: str, users: str, level: int) -> None:
         told = {"type": kind, "size": size, "shared_cpu_list": users, "level": str(level)}
@@ -106,6 +106,21 @@ def test_version_one_groups_count(machine: FakeMachine) -> None:
     machine.write("cgroup/memory/job/memory.limit_in_bytes", f"{GIB}\n")
     machine.write("cgroup/memory/job/memory.usage_in_bytes", f"{GIB // 4}\n")
     assert machine.memory() == GIB - GIB // 4
+
+
+def test_memory_of_nodes_that_this_process_may_not_use_does_not_count(machine: FakeMachine) -> None:
+    """As in a container with a cpuset's mems. Cached pages are given back."""
+    machine.write("devices/system/node/has_memory", "0-1\n")
+    for node, free in ((0, 3 * GIB), (1, 5 * GIB)):
+        told = {"MemTotal": 16 * GIB, "MemFree": free, "Active(file)": GIB, "Inactive(file)": GIB // 2}
+        lines = [f"Node {node} {name}: {size // 1024} kB\n" for name, size in told.items()]
+        machine.write(f"devices/system/node/node{node}/meminfo", "".join(lines))
+    machine.write("proc/self/status", "Mems_allowed_list:\t0-1\n")
+    assert machine.memory() == 8 * GIB, "those of all nodes: the kernel's own figure"
+    machine.write("proc/self/status", "Mems_allowed_list:\t0\n")
+    assert machine.memory() == 3 * GIB + GIB // 2
+    machine.write("proc/self/status", "Mems_allowed_list:\t1\n")
+    assert machine.memory() == 5 * GIB + GIB // 2
 
 
 def test_a_group_over_its_limit_leaves_nothing(machine: FakeMachine) -> None:
@@ -230,6 +245,17 @@ def test_cpus_are_claimed_by_one_server() -> None:
     for claim in [*claim_cpus([70003]), *first]:
         claim.close()
     for claim in claim_cpus([70002]):
+        claim.close()
+
+
+def test_a_core_is_claimed_whichever_of_its_threads_is_named(machine: FakeMachine) -> None:
+    machine.add_cpu(70004, siblings="70004,70008")
+    machine.add_cpu(70008, siblings="70004,70008")
+    machine.add_cpu(70005, siblings="70005,70009")
+    first = claim_cpus([70008], devices=machine.devices)
+    with pytest.raises(OSError, match="in use"):
+        claim_cpus([70005, 70004], devices=machine.devices)
+    for claim in [*first, *claim_cpus([70005], devices=machine.devices)]:
         claim.close()
 
 

@@ -28,11 +28,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
 
 
-def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
     """Bytes that can be allocated without swapping: the smallest of what the kernel, the process's own limit of address
-    space (`ulimit -v`) and every enclosing control group allow.
+    space (`ulimit -v`), the memory nodes that it may use, and every enclosing control group allow.
     """
-    limits: list[int | None] = [_meminfo_available_bytes(proc), _address_space_left(proc)]
+    limits: list[int | None] = [_meminfo_available_bytes(proc), _address_space_left(proc), _left_on_nodes(proc, devices)]
     limits += [_headroom_v2(folder) for folder in _own_groups(proc, cgroup, "")]
     limits += [_headroom_v1(folder) for folder in _own_groups(proc, cgroup, "memory")]
     return max(0, min(value for value in limits if value is not None))
@@ -88,8 +88,8 @@ def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _D
     return Cores(tuple(cpus), num_threads, why, nodes, caches, memory_nodes if len(memory_nodes) > 1 else ())
 
 
-def claim_cpus(cpus: Sequence[int]) -> list[socket.socket]:
-    """Keep other servers from pinning threads to these CPUs, until the sockets are closed or the process ends.
+def claim_cpus(cpus: Sequence[int], *, devices: Path = _DEVICES) -> list[socket.socket]:
+    """Keep other servers from pinning threads to the cores of these CPUs, until the sockets are closed or the process ends.
 
     Raises OSError (EADDRINUSE) if one has done so. Servers in network namespaces of their own do not see each other.
     """
@@ -97,7 +97,8 @@ def claim_cpus(cpus: Sequence[int]) -> list[socket.socket]:
     try:
         for cpu in cpus:
             claims.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            claims[-1].bind(f"\0penstock-cpu-{cpu}")  # a name of the kernel's: no file stays behind
+            core = min(_siblings(cpu, devices), default=cpu)
+            claims[-1].bind(f"\0penstock-core-{core}")  # a name of the kernel's: no file stays behind
     except OSError:
         for claim in claims:
             claim.close()
@@ -154,6 +155,20 @@ def _meminfo_available_bytes(proc: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _left_on_nodes(proc: Path, devices: Path) -> int | None:
+    """Bytes that the nodes have left which this process may use; None if it may use all, as the kernel's figure is of all."""
+    allowed = _with_memory(proc, devices)
+    if not allowed or allowed == set(_numbers(_read(devices / "system/node/has_memory"))):
+        return None
+    left = 0
+    for node in allowed:
+        for line in _read(devices / f"system/node/node{node}/meminfo").splitlines():
+            name, _, value = line.partition(":")
+            if name.endswith((" MemFree", " Inactive(file)")):
+                left += int(value.split()[0]) * 1024
+    return left
+
+
 def _address_space_left(proc: Path) -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -206,12 +221,16 @@ def _first_threads(cpus: Sequence[int], devices: Path) -> list[int]:
     firsts: list[int] = []
     seen: set[int] = set()
     for cpu in cpus:
-        topology = devices / f"system/cpu/cpu{cpu}/topology"
-        siblings = _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list")  # until Linux 5.2
         if cpu not in seen:
             firsts.append(cpu)
-        seen.update(_numbers(siblings))
+        seen.update(_siblings(cpu, devices))
     return firsts
+
+
+def _siblings(cpu: int, devices: Path) -> Iterator[int]:
+    """The threads of a CPU's core, itself among them; none where the kernel does not tell."""
+    topology = devices / f"system/cpu/cpu{cpu}/topology"
+    return _numbers(_read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list"))  # until Linux 5.2
 
 
 def _fast_cpus(cpus: Sequence[int], devices: Path) -> list[int]:
