@@ -18,6 +18,7 @@ from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.running import RunningModel
 from penstock.engine.supervisor import Supervisor
 from penstock.engine.thread import Engine, EngineState
+from penstock.machine import claim_cpus
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
@@ -125,6 +126,30 @@ def test_an_engine_after_one_whose_step_never_ends_has_other_threads(
     finally:
         monkeypatch.undo()
         running.close()
+
+
+def test_a_quota_that_changes_keeps_no_engine_from_being_made_anew(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of a deployment share a team, which has as many threads as when the first one came."""
+    resources = Resources()
+    config = replace(config_of(paths[0]), backend=BackendConfig(backend=Backend.NATIVE))
+    monkeypatch.setattr("penstock.machine._cpu_quota", lambda *_: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    running = start_model(config, resolve(str(paths[0]), paths[0].parent), resources)
+    try:
+        monkeypatch.setattr("penstock.machine._cpu_quota", lambda *_: 1.0)
+        assert isinstance(running.engine, Supervisor)
+        running.engine._make_engine(lambda: None).close(0.0)
+    finally:
+        running.close()
+
+
+def test_threads_that_the_system_does_not_give_are_told_with_a_remedy() -> None:
+    resources = Resources()
+    with pytest.raises(ConfigError, match=r"does not give 2 threads: CPU 1023 is not to be had.*--pin-threads"):
+        resources.team("one", 2, (1022, 1023))
+    for claim in claim_cpus([1022, 1023]):  # which nobody holds
+        claim.close()
+    assert resources.team("one", 2)[0].num_threads == 2
 
 
 def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:

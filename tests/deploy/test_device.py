@@ -6,7 +6,7 @@ import errno
 import logging
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
@@ -252,49 +252,52 @@ def test_block_sizes_are_those_of_the_kernels(backend: str, size: int, is_taken:
         device.check_block_size(config)
 
 
-def test_threads_are_counted_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: SimpleNamespace(num_threads=6))
-    assert device.num_threads(BackendConfig()) == 6
-    assert device.num_threads(BackendConfig(threads=2)) == 2
-    assert device.words(BackendConfig(backend=Backend.NATIVE)).endswith("kernels, 6 threads")
-    assert device.words(BackendConfig(backend=Backend.NATIVE, threads=1)).endswith("kernels, 1 thread")
-
-
 TWO_NODES = Cores((0, 1, 2, 3), 4, "", ((0, 2), (1, 2)), ((32 << 20, 2),), (0, 1))
 
 
-def test_pinned_threads_have_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: TWO_NODES)
-    assert device.pinned_cpus(BackendConfig()) == ()
-    assert device.pinned_cpus(BackendConfig(pin_threads=True)) == (0, 1, 2, 3)
+def test_threads_are_counted_unless_named() -> None:
+    assert device.num_threads(BackendConfig(), TWO_NODES) == 4
+    assert device.num_threads(BackendConfig(threads=2), TWO_NODES) == 2
+    assert device.words(BackendConfig(backend=Backend.NATIVE), TWO_NODES).endswith("kernels, 4 threads")
+    assert device.words(BackendConfig(backend=Backend.NATIVE, threads=1), TWO_NODES).endswith("kernels, 1 thread")
+
+
+def test_pinned_threads_have_all_cores() -> None:
+    assert device.pinned_cpus(BackendConfig(), TWO_NODES) == ()
+    assert device.pinned_cpus(BackendConfig(pin_threads=True), TWO_NODES) == (0, 1, 2, 3)
     with pytest.raises(ConfigError, match=r"of the 4 cores that this server may use 3 would be taken.*--pin-threads"):
-        device.pinned_cpus(BackendConfig(pin_threads=True, threads=3))
+        device.pinned_cpus(BackendConfig(pin_threads=True, threads=3), TWO_NODES)
 
 
 def test_memory_is_spread_over_the_nodes_unless_the_system_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The two nodes are made up: this machine need not have them."""
-    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: TWO_NODES)
     monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: 0)
-    assert device.memory_nodes() == (0, 1)
+    assert device.memory_nodes(TWO_NODES) == (0, 1)
     told = "node 0 with 2 cores, node 1 with 2 cores, 2 last-level caches of 32 MiB; weights and KV cache are "
-    assert device.memory_facts() == told + "spread over all"
+    assert device.memory_facts(TWO_NODES) == told + "spread over all"
     assert not caplog.records
     monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errno.EPERM)
-    assert device.memory_nodes() == ()
-    why = (
-        "not spread: Operation not permitted; start Penstock by `numactl --interleave=all`, or give the container CAP_SYS_NICE"
-    )
-    assert device.memory_facts() == told + why
+    assert device.memory_nodes(TWO_NODES) == ()
+    why = "not spread: Operation not permitted; give the container CAP_SYS_NICE (--cap-add SYS_NICE)"
+    assert device.memory_facts(TWO_NODES) == told + why
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "Operation not permitted" in caplog.text
+    monkeypatch.setattr("penstock.backends.native._native.spreading_error", lambda _: errno.EEXIST)
+    assert device.memory_facts(TWO_NODES) == told + "not spread: the policy that the process was started with stays (numactl)"
 
 
-def test_one_node_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.deploy.device.find_cores", lambda: Cores((0,), 1, "", ((0, 1),), (), ()))
-    assert device.memory_nodes() == ()
-    assert device.memory_facts() == "node 0 with 1 core"
+def test_one_node_is_told_as_it_is() -> None:
+    one = Cores((0,), 1, "", ((0, 1),), (), ())
+    assert device.memory_nodes(one) == ()
+    assert device.memory_facts(one) == "node 0 with 1 core"
+
+
+def test_nodes_with_numbers_that_no_mask_holds_are_no_reason_to_fail() -> None:
+    many = replace(TWO_NODES, memory_nodes=(0, 64))
+    assert device.memory_nodes(many) == ()
+    assert "not spread: a memory node is one of 0 to 63" in device.memory_facts(many)
 
 
 def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
@@ -306,8 +309,8 @@ def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
 @pytest.mark.usefixtures("has_gpu")
 def test_a_gpu_is_described() -> None:
     assert device.gpu_facts() == "NVIDIA Fake, 80 GiB, compute capability 9.0, 2 visible; torch 2.11.0, triton 3.6.0"
-    assert device.words(BackendConfig(backend=Backend.CUDA, deterministic=True)).endswith("9.0, deterministic")
-    assert device.words(BackendConfig(backend=Backend.CUDA, weight_dtype="fp8")).endswith("9.0, weights in fp8")
+    assert device.words(BackendConfig(backend=Backend.CUDA, deterministic=True), TWO_NODES).endswith("9.0, deterministic")
+    assert device.words(BackendConfig(backend=Backend.CUDA, weight_dtype="fp8"), TWO_NODES).endswith("9.0, weights in fp8")
     assert device.weight_room_bytes(settle("cuda"), 5) == 80 << 30
     assert device.missing_gpu_packages() is None
 

@@ -7,11 +7,15 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from penstock import __version__
 from penstock.cli.options import config_file_option, warn_of_unknown_variables
+
+if TYPE_CHECKING:
+    from penstock.machine import Cores
 
 
 @click.command()
@@ -35,9 +39,9 @@ def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
     cores = find_cores()
-    yield "threads", f"{cores.num_threads} by default: {cores.why}"
+    yield "threads", f"{cores.num_threads} by default: {cores.why} (--threads sets another number)"
     yield "memory", f"{format_size(available_memory_bytes())} available"
-    yield "nodes", _nodes()
+    yield "nodes", _nodes(cores)
     yield "kernels", _kernels()
     yield "gpu", gpu_facts()
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
@@ -57,12 +61,12 @@ def _kernels() -> str:
     return f"{info['variant']}; usable: {', '.join(info['variants'])}{without}"
 
 
-def _nodes() -> str:
+def _nodes(cores: Cores) -> str:
     """The memory nodes, and whether weights are spread over several, which only the native module can tell."""
     from penstock.deploy.device import memory_facts
 
     try:
-        return memory_facts()
+        return memory_facts(cores)
     except ImportError as error:
         return f"not known: {error}"
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from penstock.backends import cuda
 from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device
 from penstock.config.units import format_size
-from penstock.machine import find_cores
+from penstock.machine import Cores
 from penstock.types.errors import ConfigError, counted
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ShortConvSpec
@@ -226,12 +226,12 @@ def step_timeout_s(backend: BackendConfig) -> float | None:
     return _defaults(backend).step_timeout_s if backend.step_timeout_s is None else backend.step_timeout_s
 
 
-def num_threads(backend: BackendConfig) -> int:
+def num_threads(backend: BackendConfig, cores: Cores) -> int:
     """Threads that compute: as many as were asked for, or as suit the machine."""
-    return backend.threads or find_cores().num_threads
+    return backend.threads or cores.num_threads
 
 
-def pinned_cpus(backend: BackendConfig) -> tuple[int, ...]:
+def pinned_cpus(backend: BackendConfig, cores: Cores) -> tuple[int, ...]:
     """The CPUs to which threads are pinned, one for each; empty: to none. Raises ConfigError for fewer threads than cores.
 
     A process that has fewer threads than cores can't know which of them others take: in containers with a quota all would
@@ -239,7 +239,7 @@ def pinned_cpus(backend: BackendConfig) -> tuple[int, ...]:
     """
     if not backend.pin_threads:
         return ()
-    cpus, count = find_cores().cpus, num_threads(backend)
+    cpus, count = cores.cpus, num_threads(backend, cores)
     if count != len(cpus):
         raise ConfigError(
             f"pin_threads is set, and of the {counted(len(cpus), 'core')} that this server may use {count} would be taken: "
@@ -249,22 +249,20 @@ def pinned_cpus(backend: BackendConfig) -> tuple[int, ...]:
     return cpus
 
 
-def memory_nodes() -> tuple[int, ...]:
+def memory_nodes(cores: Cores) -> tuple[int, ...]:
     """The memory nodes over which weights and KV cache are spread; empty if there is one, or if the system refuses."""
     from penstock.backends import native
 
-    nodes = find_cores().memory_nodes
-    if (refusal := native.spreading_refusal(nodes)) is None:
-        return nodes
+    if (refusal := native.spreading_refusal(cores.memory_nodes)) is None:
+        return cores.memory_nodes
     _log.warning("memory is not spread over the nodes of this machine: %s", refusal)
     return ()
 
 
-def memory_facts() -> str:
+def memory_facts(cores: Cores) -> str:
     """The machine's memory nodes and last-level caches in words, and whether weights are spread over the nodes."""
     from penstock.backends import native
 
-    cores = find_cores()
     told = ", ".join(f"node {node} with {counted(num, 'core')}" for node, num in cores.nodes)
     told += "".join(f", {counted(num, 'last-level cache')} of {format_size(size)}" for size, num in cores.caches)
     if not cores.memory_nodes:
@@ -322,7 +320,7 @@ def held_floats(config: Config) -> Floats:
     return Floats.FP8 if config.backend.weight_dtype == "fp8" else Floats.AS_STORED
 
 
-def words(backend: BackendConfig) -> str:
+def words(backend: BackendConfig, cores: Cores) -> str:
     """The backend in words, for the log."""
     if backend.backend == Backend.REFERENCE:
         return "NumPy: slow, for learning and tests"
@@ -333,7 +331,8 @@ def words(backend: BackendConfig) -> str:
 
     why = native.info()["why_no_tiles"] if backend.kernels is None else ""
     without = f", without the processor's tiles (AMX): {why}" if why else ""
-    return f"{backend.kernels or native.info()['variant']} kernels, {counted(num_threads(backend), 'thread')}{without}"
+    threads = counted(num_threads(backend, cores), "thread")
+    return f"{backend.kernels or native.info()['variant']} kernels, {threads}{without}"
 
 
 def gpu_facts() -> str:

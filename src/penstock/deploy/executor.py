@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.backends.cuda.memory import Usage
     from penstock.backends.native._native import Account, Team
     from penstock.engine.ports import Executor
+    from penstock.machine import Cores
     from penstock.models.weights import LoadedModel
 
 EXECUTORS: Mapping[str, str] = {
@@ -59,7 +60,7 @@ _logger = logging.getLogger(__name__)
 SeatOf: TypeAlias = "Callable[[int, Sequence[int]], tuple[Team, Account]]"
 
 
-def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: SeatOf) -> Executor:
+def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: SeatOf, cores: Cores) -> Executor:
     """The backend of a settled config, with the model's weights in it.
 
     `seat_of` gives the native backend its team of so many threads, pinned to such CPUs, and the account for its turns there.
@@ -70,10 +71,10 @@ def build_executor(config: Config, model: LoadedModel, kv: KvPlan, seat_of: Seat
         return _make(config, model, kv.max_model_len, kv.num_blocks)
     with loading_bar(model) as on_packed, expert_file(config, model) as file:
         dtype = config.backend.weight_dtype
-        team, account = seat_of(num_threads(config.backend), pinned_cpus(config.backend))
-        extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file, "memory_nodes": memory_nodes()}
+        team, account = seat_of(num_threads(config.backend, cores), pinned_cpus(config.backend, cores))
+        extras = {"team": team, "account": account, "on_packed": on_packed, "expert_file": file}
         extras |= {"rounds_floats": None if dtype is None else dtype == "int8", "variant": config.backend.kernels or ""}
-        return _make(config, model, kv.max_model_len, kv.num_blocks, **extras)
+        return _make(config, model, kv.max_model_len, kv.num_blocks, memory_nodes=memory_nodes(cores), **extras)
 
 
 @contextmanager

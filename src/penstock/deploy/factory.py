@@ -42,7 +42,7 @@ from penstock.deploy.recorder import check_recording, open_recorder
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
-from penstock.machine import give_back_free_memory
+from penstock.machine import Cores, give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import ARM_A, ARM_B
@@ -257,7 +257,7 @@ def open_executor(config: Config, source: ModelSource) -> tuple[Config, LoadedMo
     """
     resources = Resources()
     config, model, kv, executor = _plan(config, source, resources, resources.memory.available_bytes(""))
-    return config, model, executor or build_executor(config, model, kv, partial(resources.team, model.name))
+    return config, model, executor or build_executor(config, model, kv, partial(resources.team, model.name), resources.cores)
 
 
 def _load(config: Config, source: ModelSource, resources: Resources, lasting: Lasting) -> RunningModel:
@@ -268,7 +268,7 @@ def _load(config: Config, source: ModelSource, resources: Resources, lasting: La
     config, model, kv, executor = _plan(config, source, resources, available_bytes)
     share = _share(config, model, kv)
     resources.memory.take(name, share)
-    _log_model(model, config, kv)
+    _log_model(model, config, kv, resources.cores)
     if config.model.experts_on_disk:
         _log.warning("%s", disk_words(model, available_bytes - share.num_bytes))
     if arms is not None:
@@ -358,7 +358,7 @@ def _start(
     with ThreadPoolExecutor(max_workers=1) as side:
         text = side.submit(_load_text, config.model.chat_template, model)
         with contextlib.ExitStack() as undone:  # what a failed start must leave free for the next attempt
-            executor = executor or build_executor(config, model, kv, _team(config, resources, name))
+            executor = executor or build_executor(config, model, kv, _team(config, resources, name), resources.cores)
             undone.callback(executor.close)
             tokenizer, chat_template = text.result()
             store = _open_tier(config, model, executor, resources, name)
@@ -582,7 +582,8 @@ class EngineMaker:
             pooling=cast("Pooling | None", self.config.model.pooling),
         )
         model = with_merged_adapter(self.config, model)
-        executor = build_executor(self.config, model, self.kv, _team(self.config, self._resources, self.name))
+        seat_of = _team(self.config, self._resources, self.name)
+        executor = build_executor(self.config, model, self.kv, seat_of, self._resources.cores)
         give_back_free_memory()
         return executor
 
@@ -791,7 +792,7 @@ def _sources(server: ServerConfig) -> Sources:
     return Sources(draw_seed=lambda: generator.getrandbits(64))
 
 
-def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
+def _log_model(model: LoadedModel, config: Config, kv: KvPlan, cores: Cores) -> None:
     formats: dict[WeightFormat, int] = {}
     for tensor in model.weights.values():
         formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
@@ -815,7 +816,7 @@ def _log_model(model: LoadedModel, config: Config, kv: KvPlan) -> None:
             format_size(kv.num_adapter_bytes),
             config.lora.max_cpu_loras,
         )
-    _log.info("backend %s, %s", config.backend.backend, device.words(config.backend))
+    _log.info("backend %s, %s", config.backend.backend, device.words(config.backend, cores))
     policies = build_policies(config, is_one_pass=kv.capacity.is_one_pass)
     _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in policies.words.items()))
 

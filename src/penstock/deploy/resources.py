@@ -9,12 +9,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
-from penstock.machine import available_memory_bytes, claim_cpus
-from penstock.types.errors import ConfigError, NotEnoughMemory
+from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores
+from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 
 if TYPE_CHECKING:
     import socket
@@ -183,20 +184,35 @@ class Resources:
         """The team of each model's last executor, and the account on which the model has its turns there."""
         self._lock = threading.Lock()
 
+    @cached_property
+    def cores(self) -> Cores:
+        """The cores as they were when first asked for: a quota that changes later changes no team that models share."""
+        return find_cores()
+
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
         """The team that the native executors of all models share, made when the first one asks, and the model's account there.
 
         Its threads stay on `cpus`, one on each; empty: on any. Models that all want the machine have time on it in the ratio of
         their `share`s. Executors of a model have one account. Raises ConfigError if the team has another number of threads, if
-        another server has pinned its own to one of the CPUs, or if the share is none.
+        the system gives none, if another server has pinned its own to one of the cores, or if the share is none.
         """
         from penstock.backends.native._native import Account, Team
 
         with self._lock:
             if self._team is None:
-                if not self._claims:  # a team after one that is stuck has the same CPUs
-                    self._claims = _claimed(cpus)
-                self._team = Team(num_threads, cpus)
+                claims = self._claims or _claimed(cpus)  # a team after one that is stuck has the same CPUs
+                try:
+                    self._team = Team(num_threads, cpus)
+                except RuntimeError as error:
+                    for claim in claims:
+                        claim.close()
+                    self._claims = []
+                    raise ConfigError(
+                        f"The system does not give {counted(num_threads, 'thread')}: {error}.",
+                        remedy="Set --threads lower, leave out --pin-threads, or raise the limit of threads (`ulimit -u`, or a "
+                        "container's limit of pids).",
+                    ) from None
+                self._claims = claims
             if self._team.num_threads != num_threads:
                 raise ConfigError(
                     f"threads is {num_threads}, and the models of this deployment share {self._team.num_threads} threads.",
@@ -239,7 +255,7 @@ def _claimed(cpus: Sequence[int]) -> list[socket.socket]:
         return claim_cpus(cpus)
     except OSError as error:
         raise ConfigError(
-            f"pin_threads is set, and another server has pinned its threads to one of the CPUs {', '.join(map(str, cpus))}: "
+            f"pin_threads is set, and another server has pinned its threads to a core of the CPUs {', '.join(map(str, cpus))}: "
             f"{error.strerror}.",
             remedy="Give each server CPUs of its own (taskset, or a container's cpuset), or leave out --pin-threads.",
         ) from None

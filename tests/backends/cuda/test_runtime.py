@@ -30,6 +30,7 @@ from penstock.deploy.device import settled
 from penstock.deploy.factory import start_model
 from penstock.deploy.running import RunningModel
 from penstock.engine.transfers import num_staged_blocks
+from penstock.machine import find_cores
 from penstock.models.catalog import resolve
 from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
@@ -284,7 +285,7 @@ def test_an_executor_that_is_made_anew_stores_the_keys_of_the_one_before(tmp_pat
     plan, measured = executor_part.plan_memory(config, model, GIB)
     assert isinstance(measured, CudaExecutor)
     assert plan.is_shortened
-    anew = executor_part.build_executor(config, model, plan, Team)
+    anew = executor_part.build_executor(config, model, plan, Team, find_cores())
     assert isinstance(anew, CudaExecutor)
     try:
         assert anew.num_positions == measured.num_positions == model.spec.max_model_len

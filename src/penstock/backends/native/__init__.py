@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -41,11 +42,14 @@ def spreading_refusal(nodes: Sequence[int]) -> str | None:
     """Why the system does not spread memory over these nodes (NUMA), with the remedy; None if it does."""
     from penstock.backends.native import _native
 
-    error = _native.spreading_error(nodes)
-    if error == 0:
-        return None
-    remedy = "start Penstock by `numactl --interleave=all`, or give the container CAP_SYS_NICE"
-    return f"{os.strerror(error)}; {remedy}"
+    try:
+        error = _native.spreading_error(nodes)
+    except ValueError as unknown:
+        return str(unknown)
+    if error == errno.EEXIST:
+        return "the policy that the process was started with stays (numactl)"
+    remedy = "; give the container CAP_SYS_NICE (--cap-add SYS_NICE)" if error == errno.EPERM else ""
+    return os.strerror(error) + remedy if error else None
 
 
 PROBE_S = 0.01
