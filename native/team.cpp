@@ -84,8 +84,7 @@ Team::~Team() { stop(); }
 
 void Team::stop() {
     stopping_.store(true, std::memory_order_relaxed);
-    epoch_.fetch_add(1, std::memory_order_release);
-    epoch_.notify_all();
+    ring(size_, ++epoch_);
     for (std::thread& thread : threads_) thread.join();
 }
 
@@ -156,23 +155,20 @@ void Team::begin(std::unique_ptr<Turn> turn, Work& work, const std::vector<int32
     const int num_stages = static_cast<int>(num_tasks.size()), stages_of_strand = (num_stages - strands.num_joint) / strands.count;
     if (stages_of_strand > static_cast<int>(kMaxStages)) throw std::length_error("a run has too many stages");
     Stages& stages = reserve(num_stages);
-    const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+    const uint32_t epoch = ++epoch_;
     work_.store(&work, std::memory_order_relaxed);
     stages.form.store(make_form(strands, stages_of_strand), std::memory_order_relaxed);
     for (int i = 0; i < num_stages; ++i) {
         stages.list[i].num_done.store(0, std::memory_order_relaxed);
         stages.list[i].claim.store(make_claim(epoch, static_cast<uint32_t>(num_tasks[i])), std::memory_order_release);
     }
-    // Sequentially consistent: else `notify_all` may look for sleepers before a member that goes to sleep can see the epoch, and that one
-    // sleeps through the run.
-    epoch_.store(epoch, std::memory_order_seq_cst);
-    if (size_ > 1) epoch_.notify_all();
+    ring(std::min(strands.members, size_), epoch);
     turn_ = std::move(turn);
 }
 
 void Team::finish() {
     const std::unique_ptr<Turn> turn = std::move(turn_);  // given up at the end
-    run_strands(*stages_.load(std::memory_order_relaxed), epoch_.load(std::memory_order_relaxed), 0);
+    run_strands(*stages_.load(std::memory_order_relaxed), epoch_, 0);
 }
 
 // Whether the run goes on: false if another has begun.
@@ -238,20 +234,30 @@ bool Team::run_stages(const Stages& stages, int begin, int end, uint32_t epoch, 
     return true;
 }
 
-uint32_t Team::wait_for_run(uint32_t seen) {
+// For the first so many members, the caller among them. Sequentially consistent: else `notify_all` may look for sleepers before
+// a member that goes to sleep can see the epoch, and that one sleeps through the run.
+void Team::ring(int members, uint32_t epoch) {
+    if (members < 2) return;
+    const int last = bell_of(members - 1);
+    for (int i = 0; i <= last; ++i) bells_[i].epoch.store(epoch, std::memory_order_seq_cst);
+    for (int i = 0; i <= last; ++i) bells_[i].epoch.notify_all();
+}
+
+uint32_t Team::wait_for_run(const Bell& bell, uint32_t seen) {
     for (int spins = 0; spins < kSpinsBeforeSleep; ++spins) {
-        const uint32_t epoch = epoch_.load(std::memory_order_acquire);
+        const uint32_t epoch = bell.epoch.load(std::memory_order_acquire);
         if (epoch != seen) return epoch;
         relax();
     }
-    epoch_.wait(seen, std::memory_order_acquire);
-    return epoch_.load(std::memory_order_acquire);
+    bell.epoch.wait(seen, std::memory_order_acquire);
+    return bell.epoch.load(std::memory_order_acquire);
 }
 
 void Team::serve(int member) {
+    const Bell& bell = bells_[bell_of(member)];
     uint32_t seen = 0;
     while (true) {
-        seen = wait_for_run(seen);
+        seen = wait_for_run(bell, seen);
         if (stopping_.load(std::memory_order_relaxed)) return;
         // If another run begins in between, this is its list or that of `seen`: the epoch of every claim tells.
         const Stages& stages = *stages_.load(std::memory_order_acquire);

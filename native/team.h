@@ -4,14 +4,17 @@
 // Members take tasks from a counter; a stage begins when all tasks of the one before are done. Each member has a strand, alone or with
 // others, and helps with the rest when that one is done. Nobody waits for a member, only for a task that somebody has taken: a member
 // whose core was taken away delays its strand by the task that it holds, or not at all. The caller is member 0 and can do everything
-// alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores.
+// alone. Between runs the others spin for a moment and then sleep, since the HTTP loop needs the same cores. They sleep in
+// groups, of which a run wakes those with members that take part in it.
 //
 // Runs take turns: engines that share a team may call it from several threads, and `Turns` (turns.h) says who is next. Two models on one
 // machine then never have more threads at work than cores, whatever they do at the same time.
 
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <bit>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -106,6 +109,14 @@ class Team {
         std::unique_ptr<Stage[]> list;
     };
 
+    // What a group of members waits for: member 1, members 2 and 3, the next four, the next eight and so on. One for each member would be
+    // as many cache lines for the caller to write.
+    struct alignas(64) Bell {
+        std::atomic<uint32_t> epoch{0};  // of the last run that wanted one of them
+    };
+    static constexpr int kMaxBells = 16;
+    static int bell_of(int member) { return std::bit_width(static_cast<unsigned>(member)) - 1; }
+
     // The right to begin a run, held while it goes on.
     class Turn {
       public:
@@ -125,7 +136,8 @@ class Team {
     void start(int member, const std::vector<int>& cpus);
     void stop();
     void serve(int member);
-    uint32_t wait_for_run(uint32_t seen);
+    void ring(int members, uint32_t epoch);
+    static uint32_t wait_for_run(const Bell& bell, uint32_t seen);
     void run_strands(const Stages& stages, uint32_t epoch, int member);
     bool run_stages(const Stages& stages, int begin, int end, uint32_t epoch, int member);
     bool take_tasks(Stage& stage, int index, uint32_t epoch, int member);
@@ -135,8 +147,9 @@ class Team {
     int size_;
     std::atomic<Work*> work_{nullptr};
     std::atomic<Stages*> stages_{nullptr};  // the newest
-    alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<bool> stopping_{false};
+    std::array<Bell, kMaxBells> bells_;
+    uint32_t epoch_ = 0;  // of the last run; belongs to whoever has the turn
     std::mutex turns_mutex_;
     std::condition_variable turns_changed_;
     Turns turns_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,32 @@ def test_many_threads_answer_as_one_does(wide: LoadedModel, alone: dict[str, Ans
                 assert num_threads == steps.num_members or not all_take_part
                 assert max(2, steps.num_strands) <= steps.num_members <= num_threads
             steps.executor.close()
+
+
+def sleeps_of_threads() -> dict[int, tuple[bool, int]]:
+    """By thread of this process: whether it sleeps, and how often it has gone to sleep."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        found[int(task.name)] = told["State"].split()[0] == "S", int(told["voluntary_ctxt_switches"])
+    return found
+
+
+def test_threads_that_take_no_part_in_a_step_sleep_on(wide: LoadedModel) -> None:
+    """But for those of the group with the last one that does, and two that see to pages."""
+    others = set(sleeps_of_threads())
+    steps = Steps(wide, 64)
+    give_up = time.monotonic() + 30.0
+    while not all(is_asleep for thread, (is_asleep, _) in sleeps_of_threads().items() if thread not in others):
+        assert time.monotonic() < give_up
+    before = sleeps_of_threads()
+    for _ in range(20):
+        steps.run((0, 1))
+    after = sleeps_of_threads()
+    woken = [thread for thread in after if thread not in others and after[thread] != before[thread]]
+    assert steps.num_members < 32
+    assert len(woken) <= 2 * steps.num_members + 2
+    steps.executor.close()
 
 
 PLANS = [
