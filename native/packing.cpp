@@ -252,6 +252,8 @@ Memory allocate_aligned(int64_t bytes, bool zeroed) {
 // By the system call: its wrapper is in a library that a machine may lack.
 int spread(void* memory, size_t bytes, MemoryNodes nodes) {
     if (nodes == 0) return 0;
+    int policy = MPOL_DEFAULT;
+    if (syscall(SYS_get_mempolicy, &policy, nullptr, 0, nullptr, 0) == 0 && policy != MPOL_DEFAULT) return EEXIST;
     const unsigned long mask = nodes;
     return syscall(SYS_mbind, memory, bytes, MPOL_INTERLEAVE, &mask, 8 * sizeof(mask) + 1, 0) == 0 ? 0 : errno;
 }

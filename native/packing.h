@@ -32,7 +32,8 @@ Memory allocate_aligned(int64_t bytes, bool zeroed);
 // to bring it together.
 using MemoryNodes = uint64_t;
 
-// Has the system spread pages that were not touched yet. 0, or why it refuses, as errno has it: the pages then lie where it puts them.
+// Has the system spread pages that were not touched yet. 0, or why it does not, as errno has it: the pages then lie where it puts
+// them. EEXIST: the thread has a policy for all of its memory, from whoever started the process (numactl), which stays.
 int spread(void* memory, size_t bytes, MemoryNodes nodes);
 
 // Zeroed memory of the system's own pages, huge ones where it has them; or std::bad_alloc. For what is larger than a cache.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -271,6 +275,24 @@ def test_where_the_system_spreads_no_memory_the_engine_works_as_without() -> Non
     assert np.array_equal(*found)
     with pytest.raises(ValueError, match="one of 0 to 63"):
         spreading_error([64])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="calls have other numbers")
+def test_a_policy_that_the_user_chose_for_memory_stays() -> None:
+    """As by `numactl --interleave=0`; here of one thread, and gone with it."""
+    set_mempolicy, interleave, found = 238, 3, list[int]()
+
+    def ask() -> None:
+        mask = ctypes.c_ulong(1)
+        if ctypes.CDLL(None).syscall(set_mempolicy, interleave, ctypes.byref(mask), 65) == 0:
+            found.append(spreading_error([0]))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    if not found:
+        pytest.skip("this system lets nobody choose")
+    assert found == [errno.EEXIST]
 
 
 def test_weights_that_come_after_the_last_are_refused() -> None:
