@@ -81,7 +81,7 @@ test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5
 	@$(BIN)/penstock pull minilm
 	PENSTOCK_MUTANTS=$(MUTANTS) $(BIN)/pytest -s tests/e2e/test_mutants.py $(ARGS)
 
-test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by GCC's ThreadSanitizer (builds again; many minutes)
+test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by GCC's ThreadSanitizer (builds again; 10 to 20 minutes)
 	@tests/backends/sanitized.sh $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)

@@ -84,7 +84,7 @@ PENSTOCK_INLINE void score_tiles(const Segment& segment, int tile, const Queries
 
 // scores[pair][16 * tile ...] of the tiles [from, end) of a segment
 template <typename Kv, int kCount, bool kFetch>
-__attribute__((noinline)) void score_pairs(const Segment& segment, int from, int end, const Queries& q, int head_dim,
+PENSTOCK_TILE_READER(__attribute__((noinline))) void score_pairs(const Segment& segment, int from, int end, const Queries& q, int head_dim,
                                            float* scores) {
     constexpr int kTiles = kScoreSums < 4 * kCount ? kScoreSums / kCount : 4;
     const int steps = head_dim / Kv::kColumns;
@@ -138,7 +138,7 @@ PENSTOCK_INLINE void weigh_columns(const Segment& segment, int from, int end, co
 
 // o[pair][d] = sum over positions [from, end) of the segment of p[pair] * v[d]
 template <typename Kv, int kCount>
-__attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim,
+PENSTOCK_TILE_READER(__attribute__((noinline))) void weigh_pairs(const Segment& segment, int from, int end, const Scratch& scratch, int head_dim,
                                            float* out) {
     constexpr int kColumns = side_by_side<kCount>();
     int d = 0;
@@ -149,7 +149,7 @@ __attribute__((noinline)) void weigh_pairs(const Segment& segment, int from, int
 }
 
 // The values of the segment's last position, `end` - 1, with zeros beside them: nothing is written there yet.
-PENSTOCK_INLINE void copy_odd_values(const KvTiles& tiles, int end, int head_dim, uint8_t* odd) {
+PENSTOCK_TILE_READER(PENSTOCK_INLINE) void copy_odd_values(const KvTiles& tiles, int end, int head_dim, uint8_t* odd) {
     const uint8_t* values = tiles.values[end / kKvTile] + end % kKvTile / 2 * 4 * head_dim;
     for (int i = 0; i < 4 * head_dim; i += 64) store64(odd + i, even_halves(load64(values + i)));
 }

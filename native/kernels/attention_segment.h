@@ -12,6 +12,7 @@
 #include "attention_scratch.h"
 #include "integers.h"
 #include "softmax.h"
+#include "tile_readers.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -111,7 +112,7 @@ PENSTOCK_INLINE int padded_end(int end, int positions) { return (end + positions
 
 // Of the values of a segment's first `end` positions, and their sizes. No number becomes zero: its key is none either, and breaks what
 // sees it.
-PENSTOCK_INLINE void load_value_scales(const KvLayer& kv, const KvTiles& tiles, int end, const Scratch& scratch) {
+PENSTOCK_TILE_READER(PENSTOCK_INLINE) void load_value_scales(const KvLayer& kv, const KvTiles& tiles, int end, const Scratch& scratch) {
     const int64_t offset = kv.scales_offset() + int64_t{2} * kv.key_groups() * kKvTile;
     const vf zero = set1(0.0f);
     for (int i = 0; i < step_above(end); i += kLanes) {

@@ -117,6 +117,8 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
     for (int begin = range.begin; begin < range.end; begin += kSegment) {
         const int num_tiles = find_tiles(kv, t, begin, range.end, segment.tiles, 0, kSegmentTiles);
         find_ahead(kv, t, range, begin, num_tiles, segment);
+        tell_seen(kv, segment.tiles.keys, segment.tiles.values, pairs.first[0] > begin ? pairs.first[0] - begin : 0,
+                  range.end - begin < kSegment ? range.end - begin : kSegment);
         if constexpr (Kv::kIsInt8) {
             load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
         }

@@ -36,7 +36,7 @@ class TileProducts {
     PENSTOCK_MEMBER void begin_segment() { copied_ = 0; }
 
     // While a tile of keys is multiplied the sums before it become scores. Values are copied here, so that memory is read evenly.
-    void score(const Segment& segment, int at, int, int from, int end, int head_dim, const Scratch& scratch) {
+    PENSTOCK_TILE_READER() void score(const Segment& segment, int at, int, int from, int end, int head_dim, const Scratch& scratch) {
         alignas(64) int32_t starts[kMostGroups * kPairs][kLanes], sums[2][kMostGroups * kPairs][kLanes];
         const int groups = (head_dim + kGroup - 1) / kGroup;
         for (int i = 0; i < groups * kPairs; ++i) store(starts[i], set1_i(scratch.q_starts[at * groups + i]));

@@ -127,6 +127,18 @@ def test_an_answer_does_not_tell_of_strands(model: LoadedModel, variant: str, na
         steps.executor.close()
 
 
+@pytest.mark.parametrize("name", ["decodes and a prompt", "a few tokens that see much", "prompts"])
+def test_an_answer_of_portable_kernels_does_not_either(model: LoadedModel, name: str) -> None:
+    """ThreadSanitizer sees all that these read and write (`make test-races`); masked stores, as of AVX-512, it does not see."""
+    expected = Steps(model, 1, variant="portable").run(*SHAPES[name])
+    for num_threads in (2, 5):
+        steps = Steps(model, num_threads, variant="portable")
+        for _ in range(3):
+            assert steps.run(*SHAPES[name]) == expected
+        assert steps.num_strands > 1
+        steps.executor.close()
+
+
 @pytest.mark.parametrize(
     ("shapes", "num_threads", "expected"),
     [
