@@ -403,7 +403,8 @@ class BackendConfig(Component):
         "Threads that compute on the CPU.",
         minimum=1,
         maximum=1024,
-        default_doc="a core each, without efficiency cores and within a container's quota; `penstock env` tells",
+        default_doc="a core each, however many threads it has, without efficiency cores and within a container's quota; "
+        "`penstock env` tells",
     )
     pin_threads: bool = flag(
         False,
