@@ -42,7 +42,9 @@ std::string ask_for_tiles() {
     constexpr unsigned kOsxsave = 1u << 27, kTileState = 3u << 17;
     if (__get_cpuid(1, &a, &b, &c, &d) && (c & kOsxsave)) asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & kTileState) != kTileState) return "the system, or a virtual machine's host, has switched them off (XCR0)";
+    if (!has_avx512()) return "the processor, or a virtual machine's host, lacks AVX-512, which kernels with tiles want beside them";
     if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0) return "";
+    if (errno == ENOSPC) return "the stack on which a thread's signals are handled is too small for them (sigaltstack)";
     return std::string("the system refuses them (arch_prctl: ") + std::strerror(errno) + ")";
 }
 #endif
@@ -68,7 +70,7 @@ std::vector<std::string> usable_variants() {
     std::vector<std::string> names;
 #if defined(PENSTOCK_HAVE_X86)
 #if defined(PENSTOCK_HAVE_AMX)
-    if (has_avx512() && processor_has_tiles() && why_no_tiles().empty()) names.push_back("amx");
+    if (processor_has_tiles() && why_no_tiles().empty()) names.push_back("amx");
 #endif
     if (has_avx512()) names.push_back("avx512");
     if (has_avx2()) names.push_back("avx2");
