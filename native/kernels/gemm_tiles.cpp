@@ -24,8 +24,8 @@ static_assert(kBlockCols == kGroup);
 constexpr int kBlockValues = kBlockCols * kPanel;  // weights of a panel in one
 constexpr int kPieceBlocks = 9;                 // at most: two panels of them and the next two take 36 KiB
 constexpr int kMostRows = 256;                  // whose sums of two panels wait in the scratch
-constexpr int kInputBytes = 1 << 20;            // of these rows, which stay in the second-level cache: half of what a core of Xeon has
-constexpr int kAheadBlocks = 8;                 // of a panel's weights, which come from memory if rows are few
+constexpr int kInputBytes = 5 << 18;            // of these rows, which stay in the second-level cache: a core of Xeon has 2 MiB
+constexpr int kAheadBlocks = 8;                 // of weights, which come from memory if rows are few
 constexpr int kMostRowTiles = kMostRows / kMostTileRows;
 
 // Truncated to bf16 a number loses 1/370 of itself on average. Weights are made larger by as much beforehand: rounding to nearest would take
@@ -38,6 +38,11 @@ struct Piece {
     const ActivationKind* gates;  // see `finish`
     int panel, num_panels;
     int first_block, end_block;
+    int later;  // panel that this thread will probably want after these
+};
+
+struct Block {
+    int panel, at;  // of the panel's
 };
 
 // 1 + bits / 2^width as a float, of the `width` bits of each lane from `kAt` on.
@@ -58,27 +63,30 @@ PENSTOCK_INLINE void widen_pair(uint16_t* to, __m512i lanes, __m512 factor, __m5
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi32(even, 16), 0xEA));
 }
 
-// Block `block` of a panel of weights that are bf16.
-PENSTOCK_INLINE const uint16_t* bf16_weights(const PackedMatrix& w, int panel, int block) {
-    return reinterpret_cast<const uint16_t*>(w.quants) + (int64_t{panel} * (w.cols / kBlockCols) + block) * kBlockValues;
+// Of weights that are bf16.
+PENSTOCK_INLINE const uint16_t* bf16_weights(const PackedMatrix& w, Block block) {
+    return reinterpret_cast<const uint16_t*>(w.quants) + (int64_t{block.panel} * (w.cols / kBlockCols) + block.at) * kBlockValues;
 }
 
-// Block `block` of a panel, a group of its columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2].
-PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, uint16_t* to) {
+// A block, a group of its panel's columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2]. The block `ahead` is fetched.
+PENSTOCK_INLINE void widen_block(const PackedMatrix& w, Block block, Block ahead, uint16_t* to) {
     const int groups = w.cols / kGroup;
-    const int64_t at = int64_t{panel} * groups + block;
     const bool nibbles = w.kind == WeightKind::kU4Affine || w.kind == WeightKind::kU4Symmetric, table = w.kind == WeightKind::kU4Table;
     const int bytes = nibbles || table ? kBlockValues / 2 : kBlockValues;
-    const uint8_t* const quants = w.quants + at * bytes;
-    for (int i = 0; i < bytes; i += 64) prefetch(quants + kAheadBlocks * bytes + i);
-    prefetch(w.scales + (at + kAheadBlocks) * kPanel);
+    const auto group_of = [&](Block b) PENSTOCK_LAMBDA { return int64_t{b.panel} * groups + b.at; };
+    const auto offsets_of = [&](Block b) PENSTOCK_LAMBDA { return w.offsets + (int64_t{b.panel} * ((groups + 1) / 2) + b.at / 2) * 2 * kPanel; };
+    const uint8_t* const quants = w.quants + group_of(block) * bytes;
+    const uint16_t* const scales = w.scales + group_of(block) * kPanel;
+    for (int i = 0; i < bytes; i += 64) prefetch(w.quants + group_of(ahead) * bytes + i);
+    prefetch(w.scales + group_of(ahead) * kPanel);
     // Without its last two bits, so that 24 d and 384 d below are exact and a weight of zero stays zero.
-    const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(w.scales + at * kPanel).v, _mm512_set1_ps(kTruncation)));
+    const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(scales).v, _mm512_set1_ps(kTruncation)));
     const __m512 d = _mm512_castsi512_ps(_mm512_and_si512(grown, _mm512_set1_epi32(~3)));
     __m512 m = _mm512_setzero_ps();
     if (w.offsets) {
-        const __m512i both = _mm512_loadu_si512(w.offsets + (int64_t{panel} * ((groups + 1) / 2) + block / 2) * 2 * kPanel);
-        const __m512i bits = block % 2 ? _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))) : _mm512_slli_epi32(both, 16);
+        prefetch(offsets_of(ahead));
+        const __m512i both = _mm512_loadu_si512(offsets_of(block));
+        const __m512i bits = block.at % 2 ? _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))) : _mm512_slli_epi32(both, 16);
         m = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(kTruncation));
     }
     const auto line = [&](int i) PENSTOCK_LAMBDA { return _mm512_loadu_si512(quants + 64 * i); };
@@ -106,34 +114,42 @@ PENSTOCK_INLINE void widen_block(const PackedMatrix& w, int panel, int block, ui
     }
 }
 
-// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others: in `steps` steps. Those that are
-// bf16 in memory are fetched into the cache.
+// The weights of a piece in bf16, on their way into the scratch, block by block, while tiles multiply others: evenly, in `steps` steps. Those
+// that are bf16 in memory are fetched into the cache.
 class Widener {
   public:
     PENSTOCK_MEMBER void begin(const Piece& piece, uint16_t* scratch, int steps) {
         piece_ = &piece;
         to_ = scratch;
-        done_ = 0;
+        done_ = due_ = 0;
         all_ = piece.num_panels * (piece.end_block - piece.first_block);
-        per_step_ = (all_ + steps - 1) / steps;
+        steps_ = steps;
     }
+    PENSTOCK_MEMBER void end() { all_ = 0; }
     PENSTOCK_MEMBER void step() {
-        const int blocks = piece_->end_block - piece_->first_block, end = done_ + per_step_ < all_ ? done_ + per_step_ : all_;
-        for (; done_ < end; ++done_) {
-            const int panel = piece_->panel + done_ / blocks, block = piece_->first_block + done_ % blocks;
+        for (due_ += all_; due_ >= steps_; due_ -= steps_, ++done_) {
             if (piece_->w->kind == WeightKind::kBf16) {
-                const uint16_t* const weights = bf16_weights(*piece_->w, panel, block);
+                const uint16_t* const weights = bf16_weights(*piece_->w, block(done_));
                 for (int i = 0; i < kBlockValues; i += 2 * kPanel) prefetch(weights + i);
             } else {
-                widen_block(*piece_->w, panel, block, to_ + done_ * kBlockValues);
+                widen_block(*piece_->w, block(done_), block(done_ + kAheadBlocks), to_ + done_ * kBlockValues);
             }
         }
     }
 
   private:
+    // The piece's block `i` in the order in which they are widened. After the last one come the same panels' next columns, or what the thread
+    // will want later.
+    PENSTOCK_MEMBER Block block(int i) const {
+        const int blocks = piece_->end_block - piece_->first_block;
+        if (i < all_) return {piece_->panel + i / blocks, piece_->first_block + i % blocks};
+        if (piece_->end_block < piece_->w->cols / kGroup) return {piece_->panel, piece_->end_block + i - all_};
+        return {piece_->later, i - all_};
+    }
+
     const Piece* piece_ = nullptr;
     uint16_t* to_ = nullptr;
-    int done_ = 0, all_ = 0, per_step_ = 0;
+    int done_ = 0, all_ = 0, due_ = 0, steps_ = 1;
 };
 
 // How rows are divided into tiles of as many rows each. The last one begins with rows of the one before if need be; those are not stored
@@ -223,7 +239,8 @@ class Pieces {
     PENSTOCK_MEMBER bool next(Piece& piece) {
         if (panel_ >= range_.end) return false;
         const int panels = range_.end - panel_ < 2 ? 1 : 2, first = at_ * size_, end = first + size_;
-        piece = {matrices_[matrix_], matrix_ == 1 ? kind_ : nullptr, panel_, panels, first, end < blocks_ ? end : blocks_};
+        const int later = panel_ + panels < range_.end ? panel_ + panels : range_.next;
+        piece = {matrices_[matrix_], matrix_ == 1 ? kind_ : nullptr, panel_, panels, first, end < blocks_ ? end : blocks_, later};
         if (++at_ == pieces_) {
             at_ = 0;
             if (matrix_ == 0 && matrices_[1]) {
@@ -263,11 +280,15 @@ void multiply_rows(const PackedMatrix* first, const PackedMatrix* second, const 
     for (int turn = 0; has_piece; turn ^= 1) {
         const Piece& now = piece[turn];
         has_piece = pieces.next(piece[turn ^ 1]);
-        if (has_piece) widener.begin(piece[turn ^ 1], scratch[turn ^ 1], (rows.count + 1) / 2 * (now.end_block - now.first_block));
+        if (has_piece) {
+            widener.begin(piece[turn ^ 1], scratch[turn ^ 1], (rows.count + 1) / 2 * (now.end_block - now.first_block));
+        } else {
+            widener.end();
+        }
         const PackedMatrix& w = *now.w;
         const int blocks = w.cols / kBlockCols;
         const bool is_wide = w.kind == WeightKind::kBf16;
-        const uint16_t* const weights = is_wide ? bf16_weights(w, now.panel, now.first_block) : scratch[turn];
+        const uint16_t* const weights = is_wide ? bf16_weights(w, {now.panel, now.first_block}) : scratch[turn];
         const int64_t panel_stride = int64_t{is_wide ? blocks : now.end_block - now.first_block} * kBlockValues;
         for (int tile = 0; tile < rows.count; tile += 2) {
             const bool has_two = tile + 1 < rows.count;
