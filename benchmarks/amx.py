@@ -3,14 +3,16 @@
     python benchmarks/amx.py               # hours on few cores, which should have nothing else to do
     python benchmarks/amx.py --dry-run     # prints the commands, on any machine
 
-Runs the tests of tiles, then `peaks.py`, `step.py` and `peers.py` as they are; peers that are missing are made. The
-output of a run goes on to stderr, and into build/amx/NAME.md. A run that fails leaves its goals unmeasured, and the others go
-on. Exits with 1 if a goal is missed or not measured, and where there is no AMX.
+Fetches the models and makes the peers, then runs the tests of tiles, `peaks.py`, `step.py` and `peers.py` as they are. The
+output of a run goes on to stderr, and into build/amx/NAME.md. Ends at once, and says why, where there is no AMX, and where a
+trace, a model, a peer or pytest is missing; `--without vllm` does without a peer. A later run that fails leaves its goals
+unmeasured, and the others go on. Exits with 1 if a goal is missed or not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
@@ -23,14 +25,17 @@ from typing import Any
 
 from peaks import KINDS, usable_threads
 from printed import origin, table
-from workloads import DEFAULT_TRACES
+from workloads import DEFAULT_TRACES, trace_file
 
 from penstock.backends.native._native import usable_variants, why_no_tiles
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "amx"
 MODELS = {"smollm2": "smollm2:135m", "qwen": "qwen2.5-coder:1.5b"}
+PEERS = ("openvino", "vllm")
 PROMPT, ROW = "1x512@0", "1x1@128"
+TESTS = ("test_tiles", "test_native_attention_tiles", "test_native_kernels", "test_native_formats", "test_native_experts")
+TESTS += ("test_adapters", "test_native_adapter_bits")
 Results = Mapping[str, Any]
 """The figures of each run that did not fail, by its name."""
 
@@ -74,42 +79,69 @@ GOALS = (
 )
 
 
-def commands(traces: Path) -> dict[str, list[str]]:
-    """The runs by their names, in order."""
+def load(traces: Path, model: str, peers: Sequence[str], *options: str) -> list[str]:
+    return ["benchmarks/peers.py", "--traces", str(traces.resolve()), "--model", model, *options, "--peers", *peers]
+
+
+def preparations(traces: Path, peers: Sequence[str]) -> dict[str, list[str]]:
+    """What all runs need, by names, in order."""
     found = {f"pull-{model}": ["-m", "penstock", "pull", file] for model, file in MODELS.items()}
-    found["tiles"] = ["-m", "pytest", "-q", "tests/backends", "-k", "tiles or kernels or formats or experts or adapter"]
+    if peers:
+        found["setup-peers"] = load(traces, "smollm2", peers, "--workload", "long", "--setup", "--repeat", "0")
+    return {name: [sys.executable, *words] for name, words in found.items()}
+
+
+def commands(traces: Path, peers: Sequence[str]) -> dict[str, list[str]]:
+    """The runs by their names, in order."""
+    found = {"tiles": ["-m", "pytest", "-q", *(f"tests/backends/{name}.py" for name in TESTS)]}
     found["peaks"] = ["benchmarks/peaks.py"]
     for model, file in MODELS.items():
         for variant in ("amx", "avx512"):
             step = ["--model", file, "--variant", variant, "--steps", PROMPT, ROW]
             found[f"step-{model}-{variant}"] = ["benchmarks/step.py", *step]
     for model in MODELS:
-        load = ["benchmarks/peers.py", "--setup", "--traces", str(traces.resolve()), "--model", model]
-        found[f"peers-{model}-sharegpt"] = [*load, "--peers", "penstock", "openvino"]
-        others = ["openvino", "vllm"] if model == "smollm2" else ["openvino"]
-        found[f"peers-{model}-long"] = [*load, "--workload", "long", "--peers", "penstock", *others]
+        # vLLM is compared on the smaller model alone.
+        contenders = ["penstock", *(peer for peer in peers if model == "smollm2" or peer != "vllm")]
+        found[f"peers-{model}-sharegpt"] = load(traces, model, contenders)
+        found[f"peers-{model}-long"] = load(traces, model, contenders, "--workload", "long")
     return {name: [sys.executable, *words] for name, words in found.items()}
 
 
 def result_of(name: str, output: str) -> Any:
-    """A benchmark's last line, which is JSON; of tests the share that passed and was not skipped. Raises ValueError."""
+    """A benchmark's last line, which is JSON; of tests the share that passed. Those that are skipped, as they are of what no
+    variant with tiles does, don't count. Raises ValueError.
+    """
     last = (output.splitlines() or [""])[-1]
     if name != "tiles":
         return json.loads(last)
-    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error)", last)}
     if not counts:
         raise ValueError("no test ran")
     return {"passed": counts.get("passed", 0) / sum(counts.values())}
 
 
-def measure(name: str, command: Sequence[str]) -> Any:
-    """The figures of a run; None if it has none, or failed."""
+def run(name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     print(f"== {name}: {shlex.join(command)}", file=sys.stderr, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     (FOLDER / f"{name}.md").write_text(done.stdout)
     print(done.stdout, file=sys.stderr, flush=True)
+    return done
+
+
+def prepare(name: str, command: Sequence[str]) -> None:
+    """Raises SystemExit if it fails, or a peer is left out."""
+    done = run(name, command)
+    lacking = [line for line in done.stdout.splitlines() if " is left out: " in line]
+    if lacking or done.returncode != 0:
+        told = lacking or [f"{name} exited with {done.returncode}."]
+        sys.exit("\n".join([*told, "Nothing was measured. To do without a peer: --without NAME."]))
+
+
+def measure(name: str, command: Sequence[str]) -> Any:
+    """The figures of a run; None if it failed."""
+    done = run(name, command)
     try:
-        return None if name.startswith("pull") else result_of(name, done.stdout)
+        return result_of(name, done.stdout)
     except ValueError as error:
         print(f"{name} exited with {done.returncode} and has no result: {error}", file=sys.stderr, flush=True)
         return None
@@ -127,14 +159,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of the traces (default: ../shared/traces)")
+    parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to do without")
     args = parser.parse_args()
-    runs = commands(args.traces)
+    peers = [peer for peer in PEERS if peer not in args.without]
+    before, runs = preparations(args.traces, peers), commands(args.traces, peers)
     if args.dry_run:
-        print(*map(shlex.join, runs.values()), sep="\n")
+        print(*map(shlex.join, [*before.values(), *runs.values()]), sep="\n")
         return
     if "amx" not in (variants := usable_variants()):
         sys.exit(f"No AMX here, but {', '.join(variants)}: {why_no_tiles() or 'the processor has none'}.")
+    if importlib.util.find_spec("pytest") is None:
+        sys.exit("pytest is missing: `pip install '.[test]'` brings it.")
+    trace_file(args.traces)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, command in before.items():
+        prepare(name, command)
     results = {name: found for name, command in runs.items() if (found := measure(name, command)) is not None}
     rows = [goal.row(results) for goal in GOALS]
     print(origin(f"{usable_threads()} threads"))

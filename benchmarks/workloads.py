@@ -40,6 +40,17 @@ LONG = "long"
 LONG_PROMPT_TOKENS, LONG_REPLY_TOKENS = 1500, 16
 
 
+def trace_file(traces: Path, name: str = SHAREGPT_FILE) -> Path:
+    """A trace by its name. Raises SystemExit if it is not there, with how to get it."""
+    path = traces / name
+    if not path.is_file():
+        raise SystemExit(
+            f"{path} is missing. Every workload needs {SHAREGPT_FILE}, and azure {AZURE_FILE} as well; name their folder "
+            f"with --traces. {TRACES_HELP}"
+        )
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """The requests of a workload."""
@@ -49,19 +60,9 @@ class Source:
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
     max_reply_tokens: int = MAX_REPLY_TOKENS
 
-    def trace(self, name: str) -> Path:
-        """Raises SystemExit if it is not there, with how to get it."""
-        path = self.traces / name
-        if not path.is_file():
-            raise SystemExit(
-                f"{path} is missing. Every workload needs {SHAREGPT_FILE}, and azure {AZURE_FILE} as well; name their folder "
-                f"with --traces. {TRACES_HELP}"
-            )
-        return path
-
     def conversations(self) -> Iterator[tuple[str, str]]:
         """First prompt and first reply of each conversation."""
-        return (turns[0] for turns in read_conversations(self.trace(SHAREGPT_FILE)))
+        return (turns[0] for turns in read_conversations(trace_file(self.traces)))
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -97,7 +98,7 @@ def sharegpt(source: Source, count: int) -> list[Job]:
 
 
 def azure(source: Source, count: int) -> list[Job]:
-    drawn = divide_lengths(evenly(read_workload(source.trace(AZURE_FILE)), count), AZURE_DIVISOR).jobs
+    drawn = divide_lengths(evenly(read_workload(trace_file(source.traces, AZURE_FILE)), count), AZURE_DIVISOR).jobs
     texts = source.pieces([job.num_prompt_tokens for job in drawn])
     return [_job(*piece, job.num_output_tokens) for piece, job in zip(texts, drawn, strict=True)]
 

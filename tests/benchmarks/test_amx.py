@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import amx
 import peaks
 import pytest
-from workloads import DEFAULT_TRACES
+from workloads import SHAREGPT_FILE
 
 from penstock.backends.native._native import usable_variants
 
@@ -28,17 +28,18 @@ FOUND = {
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """Runs the script with an output for each command; gives (exit status, its lines by their first cell, all that it said)."""
+    (tmp_path / SHAREGPT_FILE).touch()
 
     def run_with(output_of, *words):
         said = lambda command, **_: SimpleNamespace(stdout=output_of(command), returncode=0)  # noqa: E731
         monkeypatch.setattr(amx.subprocess, "run", said)
         monkeypatch.setattr(amx, "FOLDER", tmp_path / "amx")
-        monkeypatch.setattr(sys, "argv", ["amx.py", *words])
+        monkeypatch.setattr(sys, "argv", ["amx.py", "--traces", str(tmp_path), *words])
         with pytest.raises(SystemExit) as ended:
             amx.main()
         out = capsys.readouterr().out
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-        return int(ended.value.code), {row[0]: row[1:] for row in rows}, out
+        return ended.value.code, {row[0]: row[1:] for row in rows}, out
 
     monkeypatch.setattr(amx, "usable_variants", lambda: ["amx", "avx512", "avx2", "portable"])
     return run_with
@@ -84,7 +85,7 @@ def test_what_fails_is_not_measured_and_the_others_go_on(run):
     assert rows["Qwen2.5-Coder, ShareGPT, 1 client, over OpenVINO"] == ["1.1 times", "1.4 times", "yes"]
 
 
-def test_a_peer_that_was_left_out_is_not_measured(run):
+def test_a_peer_that_failed_is_not_measured(run):
     def output_of(command):
         return json.dumps({"ratios": {"openvino": RATIOS["openvino"]}}) if "vllm" in command else usual_output(command)
 
@@ -98,15 +99,15 @@ def test_a_peer_that_was_left_out_is_not_measured(run):
     [
         ("12 passed in 0.3s", 1.0),
         ("1 failed, 3 passed in 0.3s", 0.75),
-        ("3 passed, 1 skipped in 0.3s", 0.75),
-        ("9 skipped in 1s", 0),
+        ("1 failed, 3 passed, 2 errors in 0.3s", 0.5),
+        ("3 passed, 1 skipped in 0.3s", 1.0),
     ],
 )
-def test_only_tests_that_ran_count_as_passed(summary, passed):
+def test_tests_that_ran_count(summary, passed):
     assert amx.result_of("tiles", f"...\nSKIPPED [1] 5 passed\n{summary}\n") == {"passed": passed}
 
 
-@pytest.mark.parametrize("output", ["", "no tests ran in 0.00s\n"])
+@pytest.mark.parametrize("output", ["", "no tests ran in 0.00s\n", "9 skipped in 1s\n"])
 def test_no_test_at_all_is_no_result(output):
     with pytest.raises(ValueError, match="no test ran"):
         amx.result_of("tiles", output)
@@ -121,20 +122,53 @@ def test_without_amx_it_says_so(monkeypatch):
             amx.main()
 
 
-def test_a_dry_run_prints_the_commands_on_any_machine(monkeypatch, capsys):
+def test_what_all_runs_need_is_there_before_the_first(run, monkeypatch, tmp_path):
+    """A day later is too late to learn that a peer, a model or a trace is missing."""
+    begun = []
+
+    def output_of(command):
+        begun.append(command)
+        return "vllm is left out: pip failed, see make-vllm.log\n{}\n" if "--setup" in command else usual_output(command)
+
+    told, _, _ = run(output_of)
+    assert told.splitlines() == [
+        "vllm is left out: pip failed, see make-vllm.log",
+        "Nothing was measured. To do without a peer: --without NAME.",
+    ]
+    assert begun == list(amx.preparations(tmp_path, amx.PEERS).values())
+    status, rows, _ = run(usual_output, "--without", "vllm", "openvino")
+    assert status == 1
+    assert rows["SmolLM2, prompt of 512: share of the tiles' peak"][-1] == "yes"
+    failed = lambda command, **_: SimpleNamespace(stdout="", returncode=1)  # noqa: E731
+    monkeypatch.setattr(sys, "argv", ["amx.py", "--traces", str(tmp_path)])
+    monkeypatch.setattr(amx.subprocess, "run", failed)
+    with pytest.raises(SystemExit, match=r"^pull-smollm2 exited with 1\.\nNothing was measured"):
+        amx.main()
+    (tmp_path / SHAREGPT_FILE).unlink()
+    with pytest.raises(SystemExit, match=f"{SHAREGPT_FILE} is missing"):
+        amx.main()
+    monkeypatch.setattr(amx.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match=r"^pytest is missing"):
+        amx.main()
+
+
+def test_a_dry_run_prints_the_commands_on_any_machine(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(amx.subprocess, "run", None)
-    monkeypatch.setattr(sys, "argv", ["amx.py", "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["amx.py", "--dry-run", "--traces", str(tmp_path), "--without", "vllm"])
     amx.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line) for line in lines] == list(amx.commands(DEFAULT_TRACES).values())
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [command for made in (amx.preparations, amx.commands) for command in made(tmp_path, ["openvino"]).values()]
+    assert not any("vllm" in line for line in lines)
 
 
-def test_every_goal_is_of_a_run_and_every_option_is_there():
-    runs = amx.commands(DEFAULT_TRACES)
+def test_every_goal_is_of_a_run_and_every_option_is_there(tmp_path):
+    runs = amx.commands(tmp_path, amx.PEERS)
     assert {goal.run for goal in amx.GOALS} <= runs.keys()
-    for script, *options in (command[1:] for command in runs.values() if command[1] != "-m"):
-        text = (amx.ROOT / script).read_text()
-        assert all(f'"{word}"' in text for word in options if word.startswith("--"))
+    assert all((amx.ROOT / "tests" / "backends" / f"{name}.py").is_file() for name in amx.TESTS)
+    for command in [*amx.preparations(tmp_path, amx.PEERS).values(), *runs.values()]:
+        if command[1] != "-m":
+            text = (amx.ROOT / command[1]).read_text()
+            assert all(f'"{word}"' in text for word in command[2:] if word.startswith("--"))
 
 
 def test_the_peaks_of_each_variant_are_told(monkeypatch, capsys):
