@@ -152,7 +152,7 @@ def test_an_answer_of_portable_kernels_does_not_either(model: LoadedModel, name:
 def test_a_step_is_divided_where_it_pays(
     model: LoadedModel, shapes: list[tuple[int, int]], num_threads: int, expected: int
 ) -> None:
-    steps = Steps(model, num_threads)
+    steps = Steps(model, num_threads, variant=WITHOUT_TILES[0])
     steps.run(*shapes)
     assert steps.num_strands == expected
 
@@ -178,7 +178,7 @@ def test_products_fetch_what_the_next_attention_reads(model: LoadedModel, num_ro
 def test_nothing_is_fetched_where_it_does_not_pay(model: LoadedModel) -> None:
     """Products of few rows wait for memory themselves, and of threads that share a strand nobody knows who reads what."""
     for num_threads, num_rows in ((1, 11), (2, 15), (4, 30)):
-        steps = Steps(model, num_threads)
+        steps = Steps(model, num_threads, variant=WITHOUT_TILES[0])
         steps.run(*[(40, 1)] * num_rows)
         assert not any(steps.executor.fetched_blocks(strand, 3) for strand in range(steps.num_strands))
         steps.executor.close()
@@ -188,7 +188,9 @@ def test_nothing_is_fetched_where_it_does_not_pay(model: LoadedModel) -> None:
 def test_a_layer_that_no_cache_holds_is_read_once_for_a_block_of_rows(tmp_path: Path, num_threads: int) -> None:
     """However many threads there are: all of it lies between the first strand and the last."""
     shape = TinyLlama(num_layers=3, hidden_size=512, intermediate_size=4096, max_model_len=512)
-    steps = Steps(load_gguf(write_gguf(tmp_path / "wide.gguf", shape, matrix_type="F16")), num_threads)
+    steps = Steps(
+        load_gguf(write_gguf(tmp_path / "wide.gguf", shape, matrix_type="F16")), num_threads, variant=WITHOUT_TILES[0]
+    )
     for num_tokens, expected in ((48, 1), (188, 1), (200, 2)):
         steps.run(*[(0, num_tokens // 4)] * 4)
         assert steps.num_strands == expected
@@ -197,7 +199,7 @@ def test_a_layer_that_no_cache_holds_is_read_once_for_a_block_of_rows(tmp_path: 
 def test_a_row_that_costs_as_much_as_all_others_leaves_the_step_whole(tmp_path: Path) -> None:
     """Its thread would work on alone when all others are done, and nobody could take a part of its attention."""
     shape = TinyLlama(num_heads=16, max_model_len=512)
-    steps = Steps(load_gguf(write_gguf(tmp_path / "tiny.gguf", shape, matrix_type="Q4_0")), 2)
+    steps = Steps(load_gguf(write_gguf(tmp_path / "tiny.gguf", shape, matrix_type="Q4_0")), 2, variant=WITHOUT_TILES[0])
     short = [(1, 1)] * 12
     steps.run(*short, (510, 1), *short)
     assert steps.num_strands == 1
@@ -211,7 +213,7 @@ def test_a_row_with_recurrent_state_is_not_cut(tmp_path: Path) -> None:
     path = write_case(replace(case, config={**case.config, "max_position_embeddings": 512}), tmp_path / "lfm2")
     model, alone = load_hf_directory(path), dict[str, Answers]()
     for num_threads, repeats in ((1, 1), (2, 5), (3, 5), (5, 5)):
-        steps = Steps(model, num_threads)
+        steps = Steps(model, num_threads, variant=WITHOUT_TILES[0])
         for name, shapes in SHAPES.items():
             for _ in range(repeats):
                 answers = steps.run(*shapes)
