@@ -85,10 +85,21 @@ inline float wide(uint16_t bf16) {
     return x;
 }
 
-// The same in memory.
+// What a processor refuses ends the process here, too: only the hardware would tell otherwise.
+inline void demand(bool is_allowed) {
+    if (!is_allowed) __builtin_trap();
+}
+
+// The same in memory. Sanitizers check what is loaded and stored; within products they would take most of the time.
 class Tiles {
   public:
-    explicit Tiles(const TileShape (&shapes)[8]) { memcpy(shapes_, shapes, sizeof(shapes_)); }
+    explicit Tiles(const TileShape (&shapes)[8]) {
+        memcpy(shapes_, shapes, sizeof(shapes_));
+        for (const TileShape& shape : shapes_) {
+            demand(shape.rows >= 1 && shape.rows <= kMostTileRows);
+            demand(shape.row_bytes >= 4 && shape.row_bytes <= kTileRowBytes && shape.row_bytes % 4 == 0);
+        }
+    }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 
@@ -113,7 +124,8 @@ class Tiles {
     // Denormal numbers, in and out, are zeros. (Measured: no difference in 1.5 million sums of a Granite Rapids. Where rounding lifts a
     // denormal number to the smallest normal one, hardware might still say zero.)
     template <int kC, int kA, int kB>
-    void add_bf16() {
+    [[gnu::no_sanitize("address", "undefined")]] void add_bf16() {
+        check(kC, kA, kB);
         constexpr int kCols = kTileRowBytes / 4;
         const int pairs = shapes_[kA].row_bytes / 4;
         alignas(64) float b[kMostTileRows][2][kCols];
@@ -148,8 +160,14 @@ class Tiles {
   private:
     uint8_t* row(int tile, int m) { return data_[tile] + m * kTileRowBytes; }
 
+    void check(int c, int a, int b) const {
+        demand(shapes_[c].rows == shapes_[a].rows && shapes_[c].row_bytes == shapes_[b].row_bytes);
+        demand(shapes_[a].row_bytes == 4 * shapes_[b].rows);
+    }
+
     template <typename OfA, typename OfB>
-    void add_bytes(int c, int a, int b) {
+    [[gnu::no_sanitize("address", "undefined")]] void add_bytes(int c, int a, int b) {
+        check(c, a, b);
         constexpr int kCols = kTileRowBytes / 4;
         for (int m = 0; m < shapes_[c].rows; ++m) {
             int32_t sum[kCols];
