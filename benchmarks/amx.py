@@ -84,7 +84,7 @@ def load(traces: Path, model: str, peers: Sequence[str], *options: str) -> list[
 
 
 def preparations(traces: Path, peers: Sequence[str]) -> dict[str, list[str]]:
-    """What all runs need, by names, in order."""
+    """The commands for what all runs need, by their names, in order."""
     found = {f"pull-{model}": ["-m", "penstock", "pull", file] for model, file in MODELS.items()}
     if peers:
         found["setup-peers"] = load(traces, "smollm2", peers, "--workload", "long", "--setup", "--repeat", "0")
