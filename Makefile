@@ -16,7 +16,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-mutants test-races test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-mutants test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,7 +82,10 @@ test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5
 	PENSTOCK_MUTANTS=$(MUTANTS) $(BIN)/pytest -s tests/e2e/test_mutants.py $(ARGS)
 
 test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by GCC's ThreadSanitizer (builds again; 10 to 20 minutes)
-	@tests/backends/sanitized.sh $(ARGS)
+	@tests/backends/sanitized.sh races $(ARGS)
+
+test-sanitize: $(INSTALLED_TEST)  ## the kernels of every variant under GCC's sanitizers of memory and undefined behaviour (builds again; 10 to 20 minutes)
+	@tests/backends/sanitized.sh memory $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)
 	@tests/backends/cuda/run.sh $(ARGS)
