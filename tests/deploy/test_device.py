@@ -15,7 +15,7 @@ from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerC
 from penstock.deploy import device
 from penstock.deploy.executor import _gpu_extras
 from penstock.deploy.policies import build_policies
-from penstock.machine import Cores
+from penstock.machine import Cores, find_cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
 from penstock.types.kv_dtype import KvDtype
@@ -327,8 +327,13 @@ def test_a_gpu_without_packages_is_told_what_it_lacks(monkeypatch: pytest.Monkey
     assert device.missing_gpu_packages() == "torch, triton, for the GPU: `pip install '.[cuda]'` in the source folder"
 
 
-@pytest.mark.parametrize("setting", [{"threads": 2}, {"pin_threads": True}, {"kernels": "portable"}], ids=str)
-def test_the_reference_backend_has_no_threads_and_no_kernels_to_set(setting):
+def test_the_reference_backend_says_that_threads_have_no_effect(caplog):
+    settle("cpu", "reference", threads=2)
+    assert "--threads has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"pin_threads": True}, {"kernels": "portable"}], ids=str)
+def test_the_reference_backend_pins_no_threads_and_has_no_kernels(setting):
     with pytest.raises(ConfigError, match="computes with NumPy") as raised:
         settle("cpu", "reference", **setting)
     assert raised.value.remedy == f"Leave out --{next(iter(setting)).replace('_', '-')}."
@@ -349,5 +354,5 @@ def test_the_log_says_which_kernels_and_why_not_tiles(monkeypatch):
     info = {"variants": ["avx512"], "variant": "avx512", "why_no_tiles": "the system refuses them"}
     monkeypatch.setattr("penstock.backends.native.info", lambda: info)
     refused = "avx512 kernels, 2 threads, without the processor's tiles (AMX): the system refuses them"
-    assert device.words(BackendConfig(backend="native", threads=2)) == refused
-    assert device.words(BackendConfig(backend="native", threads=1, kernels="avx2")) == "avx2 kernels, 1 thread"
+    assert device.words(BackendConfig(backend="native", threads=2), find_cores()) == refused
+    assert device.words(BackendConfig(backend="native", threads=1, kernels="avx2"), find_cores()) == "avx2 kernels, 1 thread"

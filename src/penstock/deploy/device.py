@@ -176,7 +176,9 @@ def _check_cpu_settings(config: Config, cause: str) -> None:
 def _check_kernels(backend: BackendConfig) -> None:
     """Refuse kernels that the machine or the backend does not have. Raises ConfigError."""
     if backend.backend == Backend.REFERENCE:
-        flags = {"--threads": backend.threads is not None, "--pin-threads": backend.pin_threads, "--kernels": backend.kernels}
+        if backend.threads is not None:  # of saved settings, which also serve the native backend
+            _log.warning("--threads has no effect: the reference backend computes with NumPy")
+        flags = {"--pin-threads": backend.pin_threads, "--kernels": backend.kernels}
         for flag in [flag for flag, is_given in flags.items() if is_given]:
             raise ConfigError(
                 f"{flag} has no meaning with the reference backend: it computes with NumPy.", remedy=f"Leave out {flag}."
