@@ -18,11 +18,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from amx_goals import GOALS, PROMPT, ROW, Results
 from peaks import KINDS, usable_threads
 from printed import origin, table
 from workloads import DEFAULT_TRACES, trace_file
@@ -33,50 +33,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "amx"
 MODELS = {"smollm2": "smollm2:135m", "qwen": "qwen2.5-coder:1.5b"}
 PEERS = ("openvino", "vllm")
-PROMPT, ROW = "1x512@0", "1x1@128"
 TESTS = ("test_tiles", "test_native_attention_tiles", "test_native_kernels", "test_native_formats", "test_native_experts")
 TESTS += ("test_adapters", "test_native_adapter_bits")
-Results = Mapping[str, Any]
-"""The figures of each run that did not fail, by its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    what: str
-    least: float
-    """A share if it is at most 1, else a ratio."""
-    run: str
-    path: tuple[str, ...]
-    """The keys that lead to the figure among the run's."""
-
-    def row(self, results: Results) -> tuple[str, str, str, str]:
-        """A line of the table. A figure that is missing does not meet the goal."""
-        found = results.get(self.run)
-        for key in self.path:
-            found = found.get(key) if found is not None else None
-        if found is None:
-            return self.what, self._words(self.least), "not measured", "**no**"
-        return self.what, self._words(self.least), self._words(found), "yes" if found >= self.least else "**no**"
-
-    def _words(self, value: float) -> str:
-        return f"{100 * value:.4g} %" if self.least <= 1 else f"{value:.4g} times"
-
-
-GOALS = (
-    Goal("tests that tiles have the bits of their emulation, and attention those of AVX-512", 1.0, "tiles", ("passed",)),
-    Goal("SmolLM2, prompt of 512: share of the tiles' peak", 0.4, "step-smollm2-amx", ("steps", PROMPT, "compute_share")),
-    Goal("SmolLM2, one row: share of the speed of memory", 0.9, "step-smollm2-amx", ("steps", ROW, "read_share")),
-    Goal("Qwen2.5-Coder, prompt of 512: share of the tiles' peak", 0.4, "step-qwen-amx", ("steps", PROMPT, "compute_share")),
-    Goal("Qwen2.5-Coder, one row: share of the speed of memory", 0.9, "step-qwen-amx", ("steps", ROW, "read_share")),
-    Goal("SmolLM2, ShareGPT, 32 clients, over OpenVINO", 2.2, "peers-smollm2-sharegpt", ("ratios", "openvino", "32")),
-    Goal("SmolLM2, ShareGPT, 8 clients, over OpenVINO", 1.8, "peers-smollm2-sharegpt", ("ratios", "openvino", "8")),
-    Goal("SmolLM2, ShareGPT, 1 client, over OpenVINO", 1.4, "peers-smollm2-sharegpt", ("ratios", "openvino", "1")),
-    Goal("SmolLM2, long prompts, 8 clients, over OpenVINO", 1.5, "peers-smollm2-long", ("ratios", "openvino", "8")),
-    Goal("SmolLM2, long prompts, 8 clients, over vLLM", 1.5, "peers-smollm2-long", ("ratios", "vllm", "8")),
-    Goal("Qwen2.5-Coder, ShareGPT, 16 clients, over OpenVINO", 1.6, "peers-qwen-sharegpt", ("ratios", "openvino", "16")),
-    Goal("Qwen2.5-Coder, ShareGPT, 1 client, over OpenVINO", 1.1, "peers-qwen-sharegpt", ("ratios", "openvino", "1")),
-    Goal("Qwen2.5-Coder, long prompts, 8 clients, over OpenVINO", 1.5, "peers-qwen-long", ("ratios", "openvino", "8")),
-)
 
 
 def load(traces: Path, model: str, peers: Sequence[str], *options: str) -> list[str]:

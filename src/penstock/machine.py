@@ -77,7 +77,8 @@ def find_cores(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _D
         (len(allowed) - len(firsts), "share a core with another one"),
         (len(firsts) - len(cpus), "are efficiency cores"),
     ]
-    why = f"{len(allowed)} usable CPUs" + "".join(f", {count} of which {what}" for count, what in left_out if count)
+    noun = "usable CPU" if len(allowed) == 1 else "usable CPUs"
+    why = f"{len(allowed)} {noun}" + "".join(f", {count} of which {what}" for count, what in left_out if count)
     if num_threads < len(cpus):
         why += f", and a quota of {quota:.3g}"
     nodes = _nodes(cpus, devices)

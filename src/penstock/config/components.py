@@ -408,7 +408,7 @@ class BackendConfig(Component):
     )
     pin_threads: bool = flag(
         False,
-        "Each thread stays on a core of its own: for a server that has its cores to itself, with a thread for each.",
+        "Each thread but the engine's own stays on a core: for a server that has its cores to itself, with a thread for each.",
     )
     kernels: str | None = choice(
         None,
