@@ -277,7 +277,11 @@ def sleeps_of_threads() -> dict[int, tuple[bool, int]]:
     """By thread of this process: whether it sleeps, and how often it has gone to sleep."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        told = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        try:
+            text = (task / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        told = dict(line.split(":", 1) for line in text.splitlines())
         found[int(task.name)] = told["State"].split()[0] == "S", int(told["voluntary_ctxt_switches"])
     return found
 
@@ -293,7 +297,7 @@ def test_threads_that_take_no_part_in_a_step_sleep_on(wide: LoadedModel) -> None
     for _ in range(20):
         steps.run((0, 1))
     after = sleeps_of_threads()
-    woken = [thread for thread in after if thread not in others and after[thread] != before[thread]]
+    woken = [thread for thread in after if thread not in others and after[thread] != before.get(thread)]
     assert steps.num_members < 32
     assert len(woken) <= 2 * steps.num_members + 2
     steps.executor.close()

@@ -250,13 +250,13 @@ def test_pull_replaces_a_corrupt_file(tmp_path, source):
 
 def test_progress_follows_the_growing_file(tmp_path, source):
     """The pretended pip goes on only when the last size was seen."""
-    seen = tmp_path / "seen"
-    os.mkfifo(seen)
+    for size in (1000, 2000):  # a pipe each: the second time pip could open the first one before it is closed here
+        os.mkfifo(tmp_path / f"seen{size}")
     wheel = make_wheel(tmp_path)
     body = f"""
 for size in (1000, 2000):
     (tmp / "part").write_bytes(bytes(size))
-    open({str(seen)!r}, "rb").close()
+    open({str(tmp_path / "seen")!r} + str(size), "rb").close()
 (tmp / "part").unlink()
 shutil.copy({str(wheel)!r}, dest)
 """
@@ -265,7 +265,7 @@ shutil.copy({str(wheel)!r}, dest)
     def on_update(label: str, done: int) -> None:
         if label.startswith("Fetching") and done in (1000, 2000) and done not in sizes:
             sizes.append(done)
-            seen.open("wb").close()
+            (tmp_path / f"seen{done}").open("wb").close()
 
     ensure_present(source, progress=Recorder(on_update), pip_command=fake_pip(tmp_path, body))
     assert sizes == [1000, 2000]
