@@ -84,7 +84,7 @@ test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5
 test-races: $(INSTALLED_TEST)  ## data races between the threads of a step, by GCC's ThreadSanitizer (builds again; 10 to 20 minutes)
 	@tests/backends/sanitized.sh races $(ARGS)
 
-test-sanitize: $(INSTALLED_TEST)  ## the kernels of every variant under GCC's sanitizers of memory and undefined behaviour (builds again; 10 to 20 minutes)
+test-sanitize: $(INSTALLED_TEST)  ## the kernels of every variant under GCC's sanitizers of memory and undefined behaviour (builds again; many minutes)
 	@tests/backends/sanitized.sh memory $(ARGS)
 
 test-cuda: $(INSTALLED_TEST)  ## tests of the GPU backend, without a GPU in Triton's interpreter (downloads torch; minutes)

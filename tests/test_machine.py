@@ -109,7 +109,7 @@ def test_version_one_groups_count(machine: FakeMachine) -> None:
 
 
 def test_memory_of_nodes_that_this_process_may_not_use_does_not_count(machine: FakeMachine) -> None:
-    """As in a container with a cpuset's mems. Cached pages are given back."""
+    """A container with a cpuset may use some memory nodes alone. Pages of files there count as free: they are given back."""
     machine.write("devices/system/node/has_memory", "0-1\n")
     for node, free in ((0, 3 * GIB), (1, 5 * GIB)):
         told = {"MemTotal": 16 * GIB, "MemFree": free, "Active(file)": GIB, "Inactive(file)": GIB // 2}

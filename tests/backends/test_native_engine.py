@@ -279,7 +279,7 @@ def test_where_the_system_spreads_no_memory_the_engine_works_as_without() -> Non
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="calls have other numbers")
 def test_a_policy_that_the_user_chose_for_memory_stays() -> None:
-    """As by `numactl --interleave=0`; here of one thread, and gone with it."""
+    """A thread chooses what `numactl --interleave=0` chooses for a process; the policy ends with the thread."""
     set_mempolicy, interleave, found = 238, 3, list[int]()
 
     def ask() -> None:

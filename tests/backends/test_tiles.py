@@ -366,7 +366,7 @@ def test_a_row_has_the_same_bits_whatever_rows_come_with_it(variant: str, fmt: W
     ("cols", "rows", "blocks"), [(576, 256, 1), (576, 257, 2), (8960, 64, 1), (8960, 65, 2), (16384, 33, 2)]
 )
 def test_a_task_has_as_many_rows_as_the_cache_holds(variant: str, cols: int, rows: int, blocks: int) -> None:
-    """At most 256, and 1.25 MiB in bf16, but a pair of tiles at least."""
+    """A task has 256 rows at most, and 1.25 MiB of them in bf16, but 32 rows at least."""
     product = Product(np.ones((rows, cols), np.float32), WeightFormat.Q8_0, 16, variant, num_threads=1)
     product.run(range(rows))
     assert [stage[4] for stage in product.probe.engine.stages if stage[1] == "linear"] == [blocks]

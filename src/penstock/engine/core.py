@@ -410,12 +410,9 @@ class Following:
         """Whether `settle` has something to do."""
         return bool(self._matchers or self._took)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._matchers
-
     @property
     def sitting_out(self) -> Collection[str]:
-        """Those that owe too much."""
+        """Ids of requests that owe too much."""
         return self._accounts.sitting_out
 
     def add(self, request: Request) -> None:
@@ -450,7 +447,7 @@ class Following:
                     self._new.remove(name)
                     self._accounts.begin(name, self._tenants[name])
                 if name in self._put_off:
-                    self._accept(name, self._put_off.pop(name), _none_forced)
+                    self._accept(name, self._put_off.pop(name), lambda _: 0)
                 if (mask := self._make_mask(name)) is not None:
                     masks[name] = mask
                 began = self._note(name, began, clock)
@@ -540,10 +537,6 @@ class Following:
             self._accounts.forgive()
         self._took.clear()
         self._masks_ns = 0
-
-
-def _none_forced(_request_id: str) -> int:
-    return 0
 
 
 def _times(clock: Clock | None) -> tuple[int, int]:
