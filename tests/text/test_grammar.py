@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from penstock.text import grammar as grammar_module
+from penstock.text import grammar_matcher
 from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
 from penstock.text.grammar_matcher import MAX_ANSWERS
 from penstock.text.grammar_source import of_lark
@@ -621,6 +622,24 @@ def test_forced_text_is_cut_as_the_tokenizer_cuts_it(grammars, tokenizer):
     assert forced == tuple(others[: len(forced)])
     assert len(forced) >= len(others) - 2
     assert forced_after(grammars, choice("the", "then", "tab"), spell(tokenizer, "t")) == ()
+
+
+def test_few_short_texts_are_cut_once_and_kept(tokenizer, monkeypatch):
+    cut = []
+
+    class Counting:
+        @staticmethod
+        def encode(text, **how):
+            cut.append(text)
+            return tokenizer.encode(text, **how)
+
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    vocabulary = grammar_matcher._Vocabulary(tokens, 1, Counting(), lambda: None)
+    monkeypatch.setattr(grammar_matcher, "MAX_CUTS", 2)
+    for text in ("the", "cat", "the", "a", "a", "the", "long" * 20, "long" * 20):
+        spelled = [tokens[token_id] for token_id in vocabulary(text.encode())]
+        assert b"".join(spelled) == text.encode()
+    assert cut == ["the", "cat", "a", "the", "long" * 20, "long" * 20]
 
 
 def test_forced_tokens_are_the_same_one_by_one_and_at_once(grammars, tokenizer):

@@ -38,6 +38,10 @@ PIECES = (r"[\x20\x0A\x0D\x09]+", *[_IN_STRINGS + most for most in ("{1,10}", "{
 Strings with a `maxLength` take the longest piece that they have room for. A mask in one of 20 characters takes 15 us so, and
 120 without the piece of 15; one in an e-mail address takes 20 us, and 100 without the words.
 """
+MAX_CUTS = 4096
+"""Texts whose tokens are remembered, of all grammars together."""
+MAX_CUT_BYTES = 64
+"""Longer ones are not."""
 
 
 class GrammarTokens:
@@ -169,9 +173,20 @@ class _Vocabulary:
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
         self._cut_greedily = cut_greedily
+        self._cuts: dict[bytes, list[int]] = {}
+        """Tokens of short texts, as the names of an object's fields are forced again and again."""
 
     def __call__(self, data: bytes) -> list[int]:
         """The tokens of a text that goes on after others. They have to spell it, and none of them may be special."""
+        if (token_ids := self._cuts.get(data)) is None:
+            token_ids = self._cut(data)
+            if token_ids and len(data) <= MAX_CUT_BYTES:
+                if len(self._cuts) >= MAX_CUTS:
+                    self._cuts.clear()
+                self._cuts[data] = token_ids
+        return token_ids
+
+    def _cut(self, data: bytes) -> list[int]:
         text = data.decode()
         token_ids = self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
         spelled = [self.tokens[token_id] if token_id < len(self.tokens) else b"" for token_id in token_ids]
