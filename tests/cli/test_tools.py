@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from penstock import __version__
-from penstock.cli.env import _facts
+from penstock.cli.env import _facts, env
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,14 +44,37 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
 
 def test_one_cpu_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.machine.usable_cpus", lambda: 1)
-    assert next(value for name, value in _facts(None) if name == "processor").endswith(", 1 CPU usable")
+    assert next(value for name, value in _facts(None, None, None) if name == "processor").endswith(", 1 CPU usable")
+
+
+def test_env_tells_what_serve_would_take_here_and_who_set_it(penstock: Penstock, tmp_path: Path) -> None:
+    def told(*arguments: str, env: dict[str, str]) -> dict[str, str]:
+        result = penstock("env", *arguments, env=env)
+        assert result.returncode == 0, result.stderr
+        return dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+
+    file = tmp_path / "penstock.toml"
+    file.write_text('threads = 5\nkernels = "portable"\n')
+    facts = told(env={"PENSTOCK_THREADS": "7", "PENSTOCK_CONFIG": str(file)})
+    assert re.fullmatch(r"7, set by PENSTOCK_THREADS; \d+ by default: \d+ usable CPUs?.*", facts["threads"])
+    assert facts["kernels"].startswith("portable, set by the settings file; usable: ")
+    assert told(env={"PENSTOCK_CONFIG": str(file)})["threads"].startswith("5, set by the settings file; ")
+    assert told("--threads", "3", env={"PENSTOCK_THREADS": "7"})["threads"].startswith("3, set by --threads; ")
+    assert "'PENSTOCK_THREADS': 0 is less than 1" in penstock("env", env={"PENSTOCK_THREADS": "0"}).stderr
+
+
+def test_env_tells_kernels_that_serve_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx2", "portable"])
+    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: "")
+    result = CliRunner().invoke(env, env={"PENSTOCK_KERNELS": "avx512"})
+    assert "avx512, set by PENSTOCK_KERNELS, which this machine can't run; usable: avx2, portable" in result.output
 
 
 @pytest.mark.parametrize("reason", ["", "the system refuses them (arch_prctl: Operation not permitted)"])
 def test_env_says_why_the_processors_tiles_are_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: reason)
     monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx512", "portable"])
-    kernels = next(value for name, value in _facts(None) if name == "kernels")
+    kernels = next(value for name, value in _facts(None, None, None) if name == "kernels")
     assert kernels == "avx512; usable: avx512, portable" + (f"; not the processor's tiles (AMX): {reason}" if reason else "")
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from penstock import __version__
-from penstock.cli.options import config_file_option, warn_of_unknown_variables
+from penstock.cli.options import config_file_option, setting_option, warn_of_unknown_variables
 
 if TYPE_CHECKING:
     from penstock.machine import Cores
@@ -20,15 +21,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
+@setting_option("threads")
+@setting_option("kernels")
 @config_file_option
-def env(cache: str | None) -> None:
-    """Show the machine, the instruction set chosen, versions, and what is missing."""
+def env(cache: str | None, threads: int | None, kernels: str | None) -> None:
+    """Show the machine, the threads and the instruction set that serve would take here, versions, and what is missing."""
     warn_of_unknown_variables()
-    for name, value in _facts(cache):
+    for name, value in _facts(cache, threads, kernels):
         print(f"{name:12} {value}")
 
 
-def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
+def _facts(cache: str | None, threads: int | None, kernels: str | None) -> Iterator[tuple[str, str]]:
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
@@ -39,17 +42,27 @@ def _facts(cache: str | None) -> Iterator[tuple[str, str]]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
     cores = find_cores()
-    yield "threads", f"{cores.num_threads} by default: {cores.why} (--threads sets another number)"
+    default = f"{cores.num_threads} by default: {cores.why}"
+    yield "threads", f"{threads}{_set_by('threads')}; {default}" if threads else f"{default} (--threads sets another number)"
     yield "memory", f"{format_size(available_memory_bytes())} available"
     yield "nodes", _nodes(cores)
-    yield "kernels", _kernels()
+    yield "kernels", _kernels(kernels)
     yield "gpu", gpu_facts()
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
     yield "cache", _cache(cache)
     yield "missing", "; ".join(_missing(cache)) or "nothing"
 
 
-def _kernels() -> str:
+def _set_by(key: str) -> str:
+    """Where the value of a setting comes from that was set."""
+    names: dict[ParameterSource | None, str] = {
+        ParameterSource.ENVIRONMENT: f"PENSTOCK_{key.upper()}",
+        ParameterSource.DEFAULT_MAP: "the settings file",
+    }
+    return f", set by {names.get(click.get_current_context().get_parameter_source(key), f'--{key}')}"
+
+
+def _kernels(chosen: str | None) -> str:
     """The native module's own account, or why it can't be used."""
     try:
         from penstock.backends import native
@@ -58,7 +71,9 @@ def _kernels() -> str:
     except ImportError as error:
         return f"not usable: {error}"
     without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
-    return f"{info['variant']}; usable: {', '.join(info['variants'])}{without}"
+    refused = "" if chosen is None or chosen in info["variants"] else ", which this machine can't run"
+    taken = f"{chosen}{_set_by('kernels')}{refused}" if chosen else info["variant"]
+    return f"{taken}; usable: {', '.join(info['variants'])}{without}"
 
 
 def _nodes(cores: Cores) -> str:

@@ -13,9 +13,9 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from penstock.config.components import COMPONENTS, ModelConfig
+from penstock.config.components import COMPONENTS
 from penstock.config.setting import Kind, Setting, settings_of
-from penstock.config.sources import read_config_file, unknown_variables
+from penstock.config.sources import all_settings, read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,7 +71,12 @@ def config_options(*components: str, without: tuple[str, ...] = ()) -> Callable[
 
 def model_option(command: _Command) -> _Command:
     """Adds -m and --model."""
-    return _option(next(item for item in settings_of(ModelConfig) if item.key == "model"), "-m")(command)
+    return setting_option("model", "-m")(command)
+
+
+def setting_option(key: str, *short: str) -> Callable[[_Command], _Command]:
+    """Adds one setting, by its key."""
+    return _option(next(item for item in all_settings() if item.key == key), *short)
 
 
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
