@@ -152,6 +152,18 @@ def test_threads_that_the_system_does_not_give_are_told_with_a_remedy() -> None:
     assert resources.team("one", 2)[0].num_threads == 2
 
 
+@pytest.mark.parametrize(("num_cpus", "num_lines"), [(1, 1), (2, 0)])
+def test_more_threads_than_cpus_are_taken_and_warned_of_once(
+    num_cpus: int, num_lines: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.deploy.resources.usable_cpus", lambda: num_cpus)
+    resources = Resources()
+    assert resources.team("one", 2)[0] is resources.team("two", 2)[0]
+    warnings = [record.message for record in caplog.records if "--threads" in record.message]
+    assert len(warnings) == num_lines
+    assert not warnings or warnings[0].startswith("2 threads compute, and this process may use 1 CPU: ")
+
+
 def test_memory_that_a_model_was_promised_is_not_given_to_the_next() -> None:
     free = [100 * MIB]
     budget = MemoryBudget(lambda: free[0])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.units import format_size
 from penstock.deploy.sizing import RESERVE_BYTES
-from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores
+from penstock.machine import Cores, available_memory_bytes, claim_cpus, find_cores, usable_cpus
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 
 if TYPE_CHECKING:
@@ -213,6 +213,7 @@ class Resources:
                         "container's limit of pids).",
                     ) from None
                 self._claims = claims
+                _warn_of_too_many(num_threads)
             if self._team.num_threads != num_threads:
                 raise ConfigError(
                     f"threads is {num_threads}, and the models of this deployment share {self._team.num_threads} threads.",
@@ -248,6 +249,17 @@ class Resources:
             seat = self._seats.pop(name, None)
             if seat is not None and seat[0] is self._team:
                 self._team = None
+
+
+def _warn_of_too_many(num_threads: int) -> None:
+    if num_threads > (num_cpus := usable_cpus()):
+        _log.warning(
+            "%s compute, and this process may use %s: every step waits for those that have no CPU. Leave out --threads, "
+            "or set it to %d at most",
+            counted(num_threads, "thread"),
+            counted(num_cpus, "CPU"),
+            num_cpus,
+        )
 
 
 def _claimed(cpus: Sequence[int]) -> list[socket.socket]:
