@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.output import TEXT_FAILED, OutputStage
 from penstock.engine.ports import OutputChunk
 from penstock.engine.stop_strings import StopTree
-from penstock.types.events import Abort, Stop, TokenEvent
+from penstock.types.events import Stop, TokenEvent
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import LineLimits, SamplingParams
@@ -175,7 +175,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone(caplog):
     output = stage.push([TokenEvent("a", (POISON,), 1), event("x", request_id="b")])
     bad, good = output.chunks
     assert (bad.finish_reason, bad.detail) == (FinishReason.ERROR, TEXT_FAILED)
-    assert output.commands == [Abort("a", TEXT_FAILED)]
+    assert output.commands == [Stop("a", None, FinishReason.ERROR)], "it is counted as its client is told"
     assert (good.text, good.finish_reason) == ("x", None)
     assert "request a" in caplog.text
 

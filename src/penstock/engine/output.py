@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from penstock.engine.lines import Lines
 from penstock.engine.ports import Detokenizer, DetokenizerFactory, NullObserver, OutputChunk, TokenObserver
 from penstock.engine.stop_strings import StopStrings, StopTree
-from penstock.types.events import Abort, Command, Stop, TokenEvent
+from penstock.types.events import Command, Stop, TokenEvent
 from penstock.types.request import FinishReason, Request
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class OutputStage:
         """Text of one step's events.
 
         A stop string, or a limit of lines, ends the request here, in the chunk that completes it, and becomes a `Stop`. If the
-        text of one request can't be made, that request ends with ERROR and becomes an `Abort`; the others go on.
+        text of one request can't be made, that request ends with ERROR, by a `Stop`, too; the others go on.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -105,12 +105,10 @@ class OutputStage:
         del self._requests[event.request_id], self._streams[event.request_id]
         stream.tell_itl(self._observer)
         if event.finish_reason is None:
-            reason, stop, name = chunk.finish_reason, chunk.stop_reason, chunk.request_id
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                assert not isinstance(stop, int), "the core knows of its stop tokens"
-                commands.append(Stop(name, stop, reason))
-            else:
-                commands.append(Abort(name, chunk.detail))
+            reason, stop = chunk.finish_reason, chunk.stop_reason
+            assert reason is not None, "it has ended"
+            assert not isinstance(stop, int), "the core knows of its stop tokens"
+            commands.append(Stop(chunk.request_id, stop, reason))
 
 
 def _answer(request: Request, event: TokenEvent) -> OutputChunk:

@@ -26,7 +26,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End a request by its text: that contains a stop string, or reaches a limit of its lines."""
+    """End a request by its text: that contains a stop string, reaches a limit of its lines, or can't be made."""
 
     request_id: str
     stop_reason: str | None
