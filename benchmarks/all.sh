@@ -51,6 +51,7 @@ http() {
 run peaks peaks.py
 run scheduler scheduler.py
 run startup startup.py
+run installed installed.py
 run streaming streaming.py
 run pipeline pipeline.py
 # shellcheck disable=SC2254  # ONLY is a pattern

@@ -1,11 +1,15 @@
-"""The size of a `pip install penstock` in `site-packages`: the one count for `startup.py` and `peers.py`.
+"""How much disk does a `pip install penstock` take in `site-packages`? Also the one count for `peers.py`.
 
-Every distribution that the package needs at run time, found by the metadata of the environment that runs this.
-Installs nothing.
+Every distribution that the package needs at run time, found by the metadata of the environment that runs this, without byte
+code: how much of that is there depends on what was imported and by whom. All of it, as pip makes it, is told apart. The script
+installs nothing.
+
+    python benchmarks/installed.py
 """
 
 from __future__ import annotations
 
+import marshal
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,9 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from printed import origin
 
 ROOT = Path(__file__).parents[1]
 BYTE_CODE = "__pycache__"
+BYTE_CODE_HEAD_BYTES = 16
 
 
 def required(names: Iterable[str]) -> dict[str, metadata.Distribution]:
@@ -56,3 +62,33 @@ def _own_files() -> tuple[Path, ...]:
 
 def without_byte_code(files: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(path for path in files if BYTE_CODE not in path.parts)
+
+
+def installed_mb() -> dict[str, float]:
+    """Size of Penstock and of everything that it needs, without byte code, the largest first."""
+    sizes = {
+        name: sum(path.stat().st_size for path in without_byte_code(files)) for name, files in distribution_files().items()
+    }
+    return {name: round(size / 1e6, 3) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
+
+
+def byte_code_mb() -> float:
+    """Size of the byte code of all of it, whether it is there or not."""
+    sources = (path for files in distribution_files().values() for path in files if path.suffix == ".py")
+    return sum(BYTE_CODE_HEAD_BYTES + len(_compiled(path)) for path in sources) / 1e6
+
+
+def _compiled(path: Path) -> bytes:
+    return marshal.dumps(compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
+
+
+def main() -> None:
+    sizes = installed_mb()
+    largest = ", ".join(f"{name} {size:.1f}" for name, size in list(sizes.items())[:5])
+    print(origin(f"{len(sizes)} packages"))
+    total = f"{sum(sizes.values()):.1f} MB without byte code, which takes {byte_code_mb():.1f}"
+    print(f"Installed: {total}; the largest: {largest}.")
+
+
+if __name__ == "__main__":
+    main()

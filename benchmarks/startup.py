@@ -1,11 +1,10 @@
-"""How soon does the server answer after its start, how much memory does it hold, and how much disk does it take?
+"""How soon does the server answer after its start, and how much memory does it hold? `installed.py` has its disk.
 
 Starts `penstock serve` with a model that is in the cache, waits for `/ready` to say 200, asks for one token, and reads the
 resident memory; then again after a load of 32 streams. `beside` is what remains without the weights and the KV cache: the bar
 is 150 MB. The weights are those that the backend has packed (its `penstock_weight_bytes`) and what is resident of the model's
 file, such as rows of a table. The peak is the most that was resident until it was ready: pages of the model's file and of the
-KV cache are part of it. The idle CPU time is that of all threads in two seconds without a request, of one core. Installed is
-what `pip install penstock` leaves in `site-packages`, byte code included.
+KV cache are part of it. The idle CPU time is that of all threads in two seconds without a request, of one core.
 
     penstock pull && python benchmarks/startup.py
     python benchmarks/startup.py --model qwen2.5-coder:1.5b --repeat 3
@@ -24,7 +23,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-from installed import distribution_files
 from printed import origin, table
 from processes import Contender
 from sessions import SERVED_NAME, ServerSession, running
@@ -61,12 +59,6 @@ def resident_mb(smaps: str, model: Path) -> dict[str, float]:
 def peak_mb(status: str) -> float:
     """The most that was resident at any time, of `/proc/<pid>/status`."""
     return next(int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM:"))
-
-
-def installed_mb() -> dict[str, float]:
-    """Size in `site-packages` of Penstock and of everything that it needs, byte code included, the largest first."""
-    sizes = {name: sum(path.stat().st_size for path in files) for name, files in distribution_files().items()}
-    return {name: round(size / 1e6, 3) for name, size in sorted(sizes.items(), key=lambda item: -item[1])}
 
 
 def weights_mb(url: str) -> float:
@@ -126,10 +118,7 @@ def main() -> None:
         with tempfile.NamedTemporaryFile() as log, running(server, Path(log.name)) as session:
             assert isinstance(session, ServerSession)
             runs.append(measure(session, source.path.resolve()))
-    packages = installed_mb()
-    largest = ", ".join(f"{name} {size:.1f}" for name, size in list(packages.items())[:5])
     print(origin(source.name, f"{args.repeat} starts"))
-    print(f"Installed: {sum(packages.values()):.1f} MB; the largest: {largest}.\n")
     spread = [(name, sorted(run[name] for run in runs)) for name in runs[0]]
     rows = [[name, *(f"{value:.3g}" for value in (statistics.median(found), found[-1]))] for name, found in spread]
     print(table(["", "median", "largest"], rows))
