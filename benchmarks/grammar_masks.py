@@ -2,12 +2,16 @@
 
     python benchmarks/grammar_masks.py                                # the default model's vocabulary
     python benchmarks/grammar_masks.py --model ./Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf
+    python benchmarks/grammar_masks.py --pieces                       # what each of `PIECES` is worth
 
 Answers that people may ask for (`grammar_cases.json`) are cut into tokens as the model would write them, and followed: a mask,
 then the token. `first` is the first answer to a grammar, `again` one to the same grammar later, when what was found on the way
 is known. That is what each row with a grammar adds between two steps of the engine. Compiling a grammar includes its first
 mask. `vocabulary` is what the first grammar of a server waits for besides. Wall time on one thread, in microseconds, over all
 rounds, each of which knows nothing of the one before. The last line printed is one JSON object.
+
+With `--pieces` only the second mask of strings is taken, at their first character, with all of `PIECES` and without each: the
+median of CPU times.
 """
 
 from __future__ import annotations
@@ -16,20 +20,25 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from peaks import context
+from printed import origin, table
 
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
+from penstock.text import grammar_matcher
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.types.sampling import Matcher
 
 ROUNDS = 3
+STRINGS = {"up to 20 characters": {"type": "string", "maxLength": 20}, "e-mail address": {"type": "string", "format": "email"}}
+PIECE_ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +116,41 @@ def measure_round(cases: Sequence[Case], times: dict[str, Times], tokenizer: Tok
                 mine.follow(when, matcher, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]])
 
 
+def second_mask_us(schema: Mapping[str, object], tokenizer: Tokenizer, vocab_size: int) -> float:
+    """CPU time of the mask behind the quote with which a string begins, in microseconds: the median."""
+    grammars, grammar = Grammars(tokenizer, vocab_size=vocab_size), Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    quote, times_ns = tokenizer.encode('"', add_special_tokens=False), []
+    for _ in range(PIECE_ROUNDS):
+        matcher = grammars.matcher(grammar)
+        matcher.accept(quote)
+        begin_ns = time.thread_time_ns()
+        matcher.mask()
+        times_ns.append(time.thread_time_ns() - begin_ns)
+    return statistics.median(times_ns) / 1e3
+
+
+def print_pieces(tokenizer: Tokenizer, vocab_size: int) -> None:
+    rows = []
+    for without in (None, *grammar_matcher.PIECES):
+        left = tuple(piece for piece in grammar_matcher.PIECES if piece != without)
+        with mock.patch.object(grammar_matcher, "PIECES", left):
+            figures = [f"{second_mask_us(schema, tokenizer, vocab_size):.0f}" for schema in STRINGS.values()]
+        rows.append([f"`{without}`" if without else "none", *figures])
+    print(origin(f"{vocab_size} tokens", "microseconds"))
+    print(table(["left out", *STRINGS], rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--pieces", action="store_true", help="masks of strings, without each of the pieces")
     args = parser.parse_args()
     model = load_gguf(resolve(args.model, default_cache_dir()).path)
     tokenizer = load_tokenizer(model.tokenizer_source, eos_token_ids=model.eos_token_ids)
+    if args.pieces:
+        print_pieces(tokenizer, model.spec.vocab_size)
+        return
     times, cases = {"all": Times()}, read_cases()
     for _ in range(args.rounds):
         measure_round(cases, times, tokenizer, model.spec.vocab_size)
