@@ -629,6 +629,7 @@ async def test_slots_show_a_request_to_its_owner_alone(gate):
                 return (await client.get("/slots", headers={"Authorization": f"Bearer {key}"})).json()
 
             body = {"prompt": "Secret", "n_predict": 7, "temperature": 0.5, "logit_bias": [[5, 1]], "seed": 2**64 - 5}
+            body |= {"stop": ["Secret too"]}
             asked = asyncio.create_task(client.post("/completion", json=body, headers={"Authorization": "Bearer a"}))
             gate.allow(3)
             await until(lambda: runtime.engine.load().num_running == 1)

@@ -1,6 +1,6 @@
 """`GET /props` and `/slots`, as llama.cpp's server tells of itself, and what is not there. Changes nothing.
 
-A slot is a row of the engine's steps. Rows of other owners are told by their number alone, and nobody's prompt is told.
+A slot is a row of the engine's steps. Rows of other owners are told by their number alone, and of nobody a text.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _num_slots(running: RunningModel) -> tuple[int, int]:
 
 
 def _told(request: Request) -> dict[str, Any]:
-    """How far a request of the one who asks has come. Biases are not told: a request of OpenAI's routes may have one for each
-    token of the vocabulary."""
+    """How far a request of the one who asks has come, in numbers: without keys that may be anybody's. So stop strings are not
+    told, nor biases, of which a request of OpenAI's routes may have one for each token of the vocabulary."""
     sampling, num_decoded = replace(request.sampling, logit_bias=()), len(request.output_token_ids)
     settings = generation_settings(sampling, n_predict=sampling.max_tokens)
-    del settings["logit_bias"]
+    del settings["logit_bias"], settings["stop"]
     return {
         "params": {"seed": sampling.seed, **settings},
         "next_token": {"has_next_token": True, "n_remain": sampling.max_tokens - num_decoded, "n_decoded": num_decoded},
