@@ -57,7 +57,7 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
     config, resources = config_of(path, kv=kv), Resources(MemoryBudget(lambda: 2048 * MIB))
     source = resolve(str(path), path.parent)
     lasting = Lasting(config, source)
-    num_threads, free_bytes = threading.active_count(), resources.memory.left_bytes()
+    before, free_bytes = set(threading.enumerate()), resources.memory.left_bytes()
 
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "no space")
@@ -68,7 +68,7 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
         )
         with pytest.raises(OSError, match="no space") as failure:
             start_model(config, source, resources, lasting)
-    assert (threading.active_count(), resources.memory.left_bytes()) == (num_threads, free_bytes)
+    assert (set(threading.enumerate()) - before, resources.memory.left_bytes()) == (set(), free_bytes)
     assert lasting.metrics.read_load().num_blocks_total == 0, "its metrics read no engine that is gone"
     running = start_model(config, source, resources, lasting)
     try:
