@@ -16,8 +16,16 @@ from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import MAX_GRAMMARS
-from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS
-from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
+from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS, MAX_CHOICES
+from penstock.text.grammar import (
+    ANSWERS_PER_COMPILATION,
+    MAX_LARK_CHARS,
+    MAX_REGEX_CHARS,
+    MAX_SOURCE_CHARS,
+    Grammar,
+    GrammarKind,
+    Grammars,
+)
 from penstock.types.errors import GrammarFailure
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -352,17 +360,21 @@ class Compiling:
         self.may_go_on = threading.Event()
         self._grammars = grammars
 
-    def known(self, grammar, plan):
-        return self._grammars.known(grammar, plan)
+    def known(self, grammar, plan, number):
+        return self._grammars.known(grammar, plan, number)
 
-    def prepare(self, grammar):
-        self.matcher(grammar)
+    def prepare(self, grammar, number):
+        self._note(grammar)
+        self._grammars.prepare(grammar, number)
 
     def matcher(self, grammar, plan=None):
+        self._note(grammar)
+        return self._grammars.matcher(grammar, plan)
+
+    def _note(self, grammar):
         self.asked.append(grammar)
         self.threads.append(threading.current_thread().name)
         assert not self._holds(grammar) or self.may_go_on.wait(20)
-        return self._grammars.matcher(grammar, plan)
 
 
 @pytest.fixture
@@ -390,6 +402,21 @@ async def test_a_known_grammar_goes_no_long_way(client, compiling):
         texts, _ = await ask(client, n=n, **outputs(regex="[ab]{3}"))
         assert all(map(matches("[ab]{3}"), texts))
     assert len(compiling.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("n", "num_compiled"),
+    [(ANSWERS_PER_COMPILATION, [1, 1, 1]), (ANSWERS_PER_COMPILATION + 1, [2, 1, 1]), (MAX_CHOICES, [2, 2, 2])],
+)
+async def test_many_choices_are_compiled_as_often_as_they_need(client, monkeypatch, n, num_compiled):
+    """A compilation is for so many answers."""
+    compiled, compile_one = [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: compiled.append(1) or compile_one(self, grammar))
+    for number in num_compiled:
+        compiled.clear()
+        texts, _ = await ask(client, n=n, **outputs(regex="[ab]"))
+        assert len(texts) == n
+        assert len(compiled) == number
 
 
 async def test_a_large_one_is_copied_elsewhere(client, compiling):
@@ -538,7 +565,9 @@ def may_fail(runtime, monkeypatch):
     may_fail, grammars = threading.Event(), runtime.grammars
     monkeypatch.setattr(runtime, "grammars", Compiling(grammars))
     runtime.grammars.may_go_on.set()
-    monkeypatch.setattr(runtime.grammars, "known", lambda grammar, _plan: FailingMatcher(grammars.matcher(grammar), may_fail))
+    monkeypatch.setattr(
+        runtime.grammars, "known", lambda grammar, _plan, _number: [FailingMatcher(grammars.matcher(grammar), may_fail)]
+    )
     yield may_fail
     may_fail.set()
 

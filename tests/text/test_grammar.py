@@ -13,8 +13,7 @@ import pytest
 
 from penstock.text import grammar as grammar_module
 from penstock.text import grammar_matcher
-from penstock.text.grammar import MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
-from penstock.text.grammar_matcher import MAX_ANSWERS
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
 from penstock.text.grammar_source import of_lark
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
@@ -557,11 +556,22 @@ def test_grammar_is_compiled_once_and_anew_after_many_answers(grammars, monkeypa
     monkeypatch.setattr(
         Grammars, "_compile", lambda self, grammar, inner=Grammars._compile: compiled.append(1) or inner(self, grammar)
     )
-    for _ in range(MAX_ANSWERS):
+    for _ in range(ANSWERS_PER_COMPILATION):
         grammars.matcher(regex("a"))
     assert len(compiled) == 1
     grammars.matcher(regex("a"))
     assert len(compiled) == 2
+
+
+def test_a_call_that_needs_more_answers_than_are_left_takes_none(grammars):
+    grammars.prepare(regex("a"))
+    few, most = 4, ANSWERS_PER_COMPILATION - 3
+    assert len(grammars.known(regex("a"), None, most)) == most
+    assert grammars.known(regex("a"), None, few) is None
+    assert len(grammars.known(regex("a"), None, few - 1)) == few - 1
+    assert grammars.known(regex("a")) is None
+    grammars.prepare(regex("a"), few)
+    assert len(grammars.known(regex("a"), None, few)) == few
 
 
 def test_few_grammars_are_kept_the_latest_used(grammars, monkeypatch):

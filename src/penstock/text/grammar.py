@@ -40,6 +40,8 @@ MAX_KEPT = 16
 answers found of it, and takes milliseconds to compile again."""
 MAX_KEPT_CHARS = 1 << 20
 """Characters in the sources of all grammars that are kept."""
+ANSWERS_PER_COMPILATION = 64
+"""Answers of one compiled grammar share what was found of it, and its limits: the next one is of a grammar compiled anew."""
 MAX_REFUSED = 256
 """Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
@@ -146,33 +148,33 @@ class Grammars:
 
         return AnswerMatcher(plan, self._tokens, None)
 
-    def prepare(self, grammar: Grammar) -> None:
-        """Compile it for those who will ask `known`. One that is refused is so when they do."""
+    def prepare(self, grammar: Grammar, number: int = 1) -> None:
+        """Compile it for those who will ask `known` for so many. One that is refused is so when they do."""
         with contextlib.suppress(Rejected):
-            self._ready(grammar)
+            self._ready(grammar, number)
 
-    def known(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher | None:
-        """As `matcher`, if the grammar was compiled already, so that an event loop may ask; else None.
+    def known(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> list[Matcher] | None:
+        """As `matcher`, for so many answers, if one compilation has that many left, so that an event loop may ask; else None.
 
-        Raises `Rejected` for one that was refused before.
+        Raises `Rejected` for a grammar that was refused before.
         """
-        compiled = self._find(grammar)
-        return None if compiled is None else self._begin(compiled, plan)
+        compiled = self._find(grammar, number)
+        return None if compiled is None else [self._begin(compiled, plan) for _ in range(number)]
 
     def _begin(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
         from penstock.text.answer_matcher import AnswerMatcher
 
         return compiled.matcher() if plan is None else AnswerMatcher(plan, self._tokens, compiled)
 
-    def _ready(self, grammar: Grammar) -> CompiledGrammar:
-        return self._find(grammar) or self._compile(grammar)
+    def _ready(self, grammar: Grammar, number: int = 1) -> CompiledGrammar:
+        return self._find(grammar, number) or self._compile(grammar)
 
-    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
+    def _find(self, grammar: Grammar, number: int) -> CompiledGrammar | None:
         with self._lock:
             if (detail := self._refused.get(hash(grammar))) is not None:
                 raise Rejected(RejectReason.INVALID, detail)
             compiled = self._kept.get(grammar)
-            if compiled is None or compiled.is_spent:
+            if compiled is None or not _has_left(compiled, number):
                 return None
             self._kept.move_to_end(grammar)
             return compiled
@@ -257,10 +259,15 @@ class Grammars:
         with self._lock:
             self._kept[grammar] = compiled
             # Those that became too large have tens of megabytes, and no answer will begin with them.
-            for spent in [other for other, kept in self._kept.items() if kept.is_spent]:
+            for spent in [other for other, kept in self._kept.items() if not _has_left(kept, 1)]:
                 del self._kept[spent]
             while len(self._kept) > MAX_KEPT or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS:
                 self._kept.popitem(last=False)
+
+
+def _has_left(compiled: CompiledGrammar, number: int) -> bool:
+    """So many further answers may begin with it."""
+    return not compiled.has_failed and compiled.num_answers + number <= ANSWERS_PER_COMPILATION
 
 
 def _check_source(grammar: Grammar) -> None:

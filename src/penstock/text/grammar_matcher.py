@@ -217,8 +217,6 @@ JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
 """Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms so, and 220 with llguidance's own limits.
 With a vocabulary of 152,000 tokens the function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 in a step."""
-MAX_ANSWERS = 64
-"""Answers of one compiled grammar, as its answers share what was found of it, and its limits: the next one starts anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +236,8 @@ class CompiledGrammar:
         self._usable = usable
         self._nothing = bytes(len(usable))
         self.tokens = tokens
-        self._num_answers = 0
-        self._has_failed = False
+        self.num_answers = 0
+        self.has_failed = False
         self._bars: dict[tuple[str, str], bytes] = {}
 
     @functools.cached_property
@@ -261,14 +259,9 @@ class CompiledGrammar:
         """The mask of tokens that may not come where all of a mark but its rest has come; None: there are none."""
         return self._bars.get((mark, rest))
 
-    @property
-    def is_spent(self) -> bool:
-        """The next answer should be of one that was compiled anew."""
-        return self._has_failed or self._num_answers >= MAX_ANSWERS
-
     def matcher(self) -> GrammarMatcher:
         """A new one."""
-        self._num_answers += 1  # a lost count does no harm
+        self.num_answers += 1  # a lost count does no harm
         return self.copy()
 
     def copy(self) -> GrammarMatcher:
@@ -288,7 +281,7 @@ class CompiledGrammar:
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
         """The failure of a matcher that can't go on: no new one shares what it leaves behind."""
-        self._has_failed = True
+        self.has_failed = True
         return failure(matcher.get_error())
 
 

@@ -17,7 +17,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.errors import invalid
 from penstock.serve.openai.call import AskedGrammar, Terms
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
-from penstock.text.grammar import Grammar, GrammarKind
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
 
@@ -85,7 +85,7 @@ async def matchers_of(
         matchers = _known(number, asked.grammar, plan, running)
         if matchers is not None:
             return matchers
-        return await _in_time(_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
+        return await _in_time(_matchers_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
@@ -96,10 +96,8 @@ async def matchers_of(
 
 def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
     """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
-    if number * len(grammar.source) > _MAX_INLINE_CHARS:
-        return None
-    known = [matcher for matcher in (running.grammars.known(grammar, plan) for _ in range(number)) if matcher is not None]
-    return known if len(known) == number else None
+    is_small = number * len(grammar.source) <= _MAX_INLINE_CHARS
+    return running.grammars.known(grammar, plan, number) if is_small else None
 
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
@@ -125,14 +123,15 @@ async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, t
         raise Rejected(reason, detail) from None
 
 
-async def _compiled(
+async def _matchers_compiled(
     number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
 ) -> list[Matcher]:
-    """All calls that ask for the same new grammar, if it is small, wait for one compilation."""
+    """Calls that ask for the same new grammar wait for one compilation, if it is small and has enough answers for each."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
-    for _ in range(_MAX_TRIES if size <= _MAX_INLINE_CHARS else 0):
-        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar), key=grammar)
-        if matchers := _known(number, grammar, plan, running):
+    can_share = size <= _MAX_INLINE_CHARS and number <= ANSWERS_PER_COMPILATION
+    for _ in range(_MAX_TRIES if can_share else 0):
+        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, number), key=grammar)
+        if matchers := grammars.known(grammar, plan, number):
             return matchers
     return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
