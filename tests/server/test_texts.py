@@ -723,6 +723,22 @@ def test_the_cache_has_the_texts_that_were_asked_for_last_within_its_bytes():
     assert first.told == [((1,), b"1234")]
 
 
+def test_a_text_that_is_computed_twice_takes_room_in_the_cache_once():
+    bridge, desk, first, second = make_desk(max_cache_bytes=2 * (4 + ENTRY_BYTES))
+    second.urgency = Urgency(deadline_ns=5)
+    desk.ask([A], first, "")
+    first_id = bridge.requests[(0,)]
+    desk.ask([A], second, "")
+    bridge.tell((0,))
+    bridge.requests[(0,)] = first_id
+    bridge.tell((0,))
+    desk.ask([B], first, "")
+    bridge.tell((1,))
+    first.told.clear()
+    desk.ask([A, B], first, "")
+    assert len(first.told) == 2
+
+
 def test_a_cache_is_not_shared_by_tenants_that_share_nothing():
     bridge, desk, first, second = make_desk(max_cache_bytes=10_000, isolates_tenants=True)
     desk.ask([A], first, "one")

@@ -201,9 +201,9 @@ class _Cache:
         return states
 
     def put(self, key: _Key, states: bytes) -> None:
-        """Keep the numbers of a text that is not there."""
+        """Keep the numbers of a text. They may be there already, as the engine may have had it twice."""
         size = len(states) + ENTRY_BYTES
-        if size > self._max_bytes:
+        if size > self._max_bytes or self.find(key) is not None:
             return
         self._entries[_entry_name(key)] = states
         self._num_bytes += size
