@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -13,7 +14,7 @@ import pytest
 
 from penstock.text import grammar as grammar_module
 from penstock.text import grammar_matcher
-from penstock.text.grammar import ANSWERS_PER_COMPILATION, MAX_LARK_CHARS, Grammar, GrammarKind, Grammars
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, MAX_LARK_CHARS, STACK_BYTES, Grammar, GrammarKind, Grammars
 from penstock.text.grammar_source import of_lark
 from penstock.text.tokenizer import load_tokenizer
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
@@ -602,6 +603,29 @@ def test_threads_that_ask_at_once_get_the_same(tokenizer):
     with ThreadPoolExecutor(8) as pool:
         masks = list(pool.map(lambda n: together.matcher(wanted[n % len(wanted)]).mask(), range(200)))
     assert masks == expected * (200 // len(wanted))
+
+
+def test_two_models_that_compile_at_once_leave_the_usual_stack(tokenizer, monkeypatch):
+    """Its size is the process's. Each has to find the one that was there before either."""
+    sizes, first_set, second_set = [0], threading.Event(), threading.Event()
+
+    def stack_size(size):
+        sizes.append(size)
+        if first_set.is_set():
+            second_set.set()
+        else:
+            first_set.set()
+            second_set.wait(0.2)  # in vain where the second has to wait for the first
+        return sizes[-2]
+
+    monkeypatch.setattr(threading, "stack_size", stack_size)
+    models = [Grammars(tokenizer, vocab_size=tokenizer.vocab_size) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(models[0].matcher, regex("a"))
+        assert first_set.wait(20)
+        pool.submit(models[1].matcher, regex("a")).result()
+        first.result()
+    assert sizes == [0, STACK_BYTES, 0, STACK_BYTES, 0]
 
 
 def test_model_without_an_end_token_is_told_so(byte_level_vocab):

@@ -45,6 +45,9 @@ ANSWERS_PER_COMPILATION = 64
 MAX_REFUSED = 256
 """Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
+_starting = threading.Lock()
+"""For the size of new threads' stacks, which is the process's, whatever model compiles."""
+
 
 class GrammarKind(StrEnum):
     """The language that a grammar is written in; the value is what error messages call it."""
@@ -128,8 +131,6 @@ class Grammars:
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
         """For what is kept."""
-        self._starting = threading.Lock()
-        """For the size of new threads' stacks, which is the process's."""
         self._refused: OrderedDict[int, str] = OrderedDict()
         """Why, by the hash of a grammar."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -242,7 +243,7 @@ class Grammars:
         before = grammar.before(self._tokens.spell)
         limits = LARK_LIMITS if _OF_RULES.intersection((grammar.kind, other and other.kind)) else JSON_LIMITS
         with ThreadPoolExecutor(1, thread_name_prefix="penstock-grammar") as pool:
-            with self._starting:
+            with _starting:
                 usual_bytes = threading.stack_size(STACK_BYTES)
                 try:
                     compiling = pool.submit(
