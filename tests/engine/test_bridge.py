@@ -178,7 +178,17 @@ async def test_a_refused_submit_leaves_nothing_behind(bridge, engine, monkeypatc
     with pytest.raises(ValueError, match="in use"):
         bridge.open([make_request("a"), make_request("b")])
     assert bridge.num_open_requests == 0
-    assert ("a", "the reader left") in engine.aborted
+    assert engine.aborted == []
+
+
+async def test_an_id_that_is_in_use_does_no_harm_to_the_request_that_has_it(bridge, engine):
+    with bridge.open([make_request("a")]) as stream:
+        with pytest.raises(AssertionError, match="'a' is in use"):
+            bridge.open([make_request("b"), make_request("a")])
+        assert (engine.submitted, engine.aborted, bridge.num_open_requests) == (["a"], [], 1)
+        deliver_from_thread(bridge, [[chunk("a", finish=FinishReason.STOP)]])
+        async with asyncio.timeout(10):
+            assert len(await read_all(stream)) == 1
 
 
 async def test_cancel_ends_a_waiting_reader(bridge, engine):

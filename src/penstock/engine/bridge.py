@@ -102,11 +102,7 @@ class Bridge:
         Raises what the engine's `submit` raises (an id that is in flight); then none of them runs.
         """
         stream = Stream(self, [request.request_id for request in requests])
-        try:
-            self.submit(requests, stream)
-        except BaseException:
-            stream.close()
-            raise
+        self.submit(requests, stream)
         return stream
 
     def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
@@ -123,8 +119,9 @@ class Bridge:
         self._bind(asyncio.get_running_loop())
         for request in requests:
             assert request.request_id not in self._readers, f"request id {request.request_id!r} is in use"
-            self._readers[request.request_id] = reader
         engine.submit(*requests)
+        # Not too late: their chunks come through this event loop, which is here.
+        self._readers.update({request.request_id: reader for request in requests})
 
     def abort(self, request_id: str, detail: str) -> None:
         """End a request; the reader of its stream gets the ABORT chunk."""
