@@ -105,8 +105,7 @@ async def in_words(words: ErrorWords, answer: Awaitable[Response]) -> Response:
     try:
         return await answer
     except (ApiError, Rejected) as raised:
-        raised.__traceback__ = None  # it has this frame, which has it
-        return (from_rejected(raised) if isinstance(raised, Rejected) else raised).response(words)
+        return as_api_error(raised).response(words)
 
 
 def openai_words(error: ApiError) -> dict[str, Any]:
@@ -240,6 +239,15 @@ def internal(request_id: str) -> ApiError:
     """500. The cause is in the log only."""
     message = f"An internal error occurred. Its cause is in the server's log under request id {request_id}."
     return ApiError(500, message, code="internal_error", error_type="server_error")
+
+
+def as_api_error(raised: ApiError | Rejected) -> ApiError:
+    """The answer to either. The traceback is gone: it has the frame that caught the error, which has the error by name.
+
+    That would be a circle, of everything that the callers hold.
+    """
+    raised.__traceback__ = None
+    return from_rejected(raised) if isinstance(raised, Rejected) else raised
 
 
 def from_rejected(rejected: Rejected) -> ApiError:

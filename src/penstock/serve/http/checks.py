@@ -30,7 +30,7 @@ from penstock.config.keys import ApiKey, unnamed
 from penstock.serve.errors import (
     ApiError,
     ErrorWords,
-    from_rejected,
+    as_api_error,
     internal,
     invalid,
     invalid_api_key,
@@ -432,7 +432,7 @@ def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[
             data = await _read(http.scope, http.receive, of_any_type=of_any_type)
             return await answer(data, http)
         except (ApiError, Rejected) as error:
-            return _refusal(error, words_of(http.scope))
+            return as_api_error(error).response(words_of(http.scope))
 
     return endpoint
 
@@ -441,12 +441,6 @@ def words_of(scope: Scope) -> ErrorWords | None:
     """How errors of this request are told; None: in OpenAI's words."""
     words: ErrorWords | None = scope.get(_WORDS_KEY)
     return words
-
-
-def _refusal(error: ApiError | Rejected, words: ErrorWords | None) -> Response:
-    # A function that raises what it holds by name makes a circle, of everything that its callers hold.
-    error.__traceback__ = None
-    return (from_rejected(error) if isinstance(error, Rejected) else error).response(words)
 
 
 async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:

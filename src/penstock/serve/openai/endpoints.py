@@ -20,7 +20,7 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop, give_way
 from penstock.deploy.served import ServedModel
-from penstock.serve.errors import ApiError, from_rejected, renamed
+from penstock.serve.errors import ApiError, as_api_error, renamed
 from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Call
@@ -53,8 +53,7 @@ class CallEndpoint:
         try:
             return await self._answer(data, http, read)
         except (ApiError, Rejected) as error:
-            error.__traceback__ = None  # it has this frame, which has it
-            raise renamed(from_rejected(error) if isinstance(error, Rejected) else error, names) from None
+            raise renamed(as_api_error(error), names) from None
 
     async def _answer(self, data: bytes, http: HttpRequest, read: Read) -> Response:
         call, new_writer = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)

@@ -18,7 +18,7 @@ from starlette.responses import Response as HttpResponse
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.errors import ApiError, from_rejected, internal, invalid, renamed
+from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
 from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.call import Owner
@@ -56,8 +56,7 @@ class ResponsesEndpoint:
         try:
             return await self._create(data, http)
         except (ApiError, Rejected) as error:
-            error.__traceback__ = None  # it has this frame, which has it
-            raise renamed(from_rejected(error) if isinstance(error, Rejected) else error, NAMES) from None
+            raise renamed(as_api_error(error), NAMES) from None
 
     async def _create(self, data: bytes, http: HttpRequest) -> HttpResponse:
         body = await self._off_loop.run(
