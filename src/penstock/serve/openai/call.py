@@ -14,6 +14,7 @@ from penstock.deploy.running import RunningModel
 from penstock.text.dialects import Message
 from penstock.text.grammar import Grammar
 from penstock.types.adapter import AdapterRef
+from penstock.types.errors import RejectReason
 from penstock.types.sampling import SamplingParams
 
 
@@ -49,6 +50,16 @@ class Terms:
     """The time after the arrival in which it waited for its model to be loaded."""
     limits: TenantLimits | None = None
     """The tenant's own."""
+
+    @property
+    def time_limits(self) -> list[tuple[int, RejectReason]]:
+        """The instants in ns at which the call is given up if it has not come far enough, and why: those that are set."""
+        limits = [
+            (self.deadline_ns, RejectReason.DEADLINE),
+            (self.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT),
+            (self.first_token_deadline_ns, RejectReason.FIRST_TOKEN_TIMEOUT),
+        ]
+        return [(at_ns, reason) for at_ns, reason in limits if at_ns is not None]
 
 
 @dataclass(frozen=True, slots=True)

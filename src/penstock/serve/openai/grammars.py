@@ -102,15 +102,9 @@ def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: Runn
 
 async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
     """The matchers, if the first limit of time does not pass before. A compilation that nobody waits for is not begun."""
-    limits = [
-        (terms.deadline_ns, RejectReason.DEADLINE),
-        (terms.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT),
-        (terms.first_token_deadline_ns, RejectReason.FIRST_TOKEN_TIMEOUT),
-    ]
-    first = min(((at_ns, reason) for at_ns, reason in limits if at_ns is not None), default=None)
-    if first is None:
+    if not terms.time_limits:
         return await compiling
-    limit_ns, reason = first
+    limit_ns, reason = min(terms.time_limits)
     try:
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await compiling

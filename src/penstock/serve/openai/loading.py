@@ -221,8 +221,7 @@ async def _loaded(deployment: Deployment, served: ServedModel, limit_ns: int, nu
 def _limit_ns(scope: Scope, arrival_ns: int, config: ServerConfig) -> int:
     """The instant up to which a request may wait: a limit of its own, or the server's. Raises 400 for a malformed one."""
     terms = read_terms(scope, arrival_ns, config, is_priority_scheduled=True)
-    limits_ns = (terms.deadline_ns, terms.queue_deadline_ns, terms.first_token_deadline_ns)
-    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns in limits_ns if at_ns is not None)])
+    return min([arrival_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _ in terms.time_limits)])
 
 
 def _refused(served: ServedModel, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:

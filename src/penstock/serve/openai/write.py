@@ -688,12 +688,7 @@ def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
     if not chunk.reject_reason:
         return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, terms.request_id)
     reason = RejectReason(chunk.reject_reason)
-    limits_ns = {
-        RejectReason.DEADLINE: terms.deadline_ns,
-        RejectReason.QUEUE_TIMEOUT: terms.queue_deadline_ns,
-        RejectReason.FIRST_TOKEN_TIMEOUT: terms.first_token_deadline_ns,
-    }
-    limit_ns = limits_ns.get(reason)
+    limit_ns = next((at_ns for at_ns, why in terms.time_limits if why is reason), None)
     if limit_ns is None:
         return from_rejected(Rejected(reason, detail))
     queue_ms, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
