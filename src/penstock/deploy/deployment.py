@@ -470,7 +470,8 @@ class Deployment:
         known = isinstance(error, PenstockError)
         _log.error("%s can't be loaded: %s", served.name, error, exc_info=None if known else error)
         served.state, served.failed_ns = ModelState.FAILED, self.clock.now_ns()
-        served.failure, served.share = str(error) if known else "the server's log has the cause", None
+        served.failure = str(error) if known else "the server's log has the cause"
+        served.share = None
         served.num_load_failures += 1
         with self._news:
             future = self._wanted.pop(served, None)

@@ -182,7 +182,8 @@ def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
     if kind.removesuffix("_bias") not in ("q", "k"):
         return None
     attention = spec.layers[int(layer.rpartition(".")[2])].attention
-    num_heads, head_dim = attention.num_heads if kind[0] == "q" else attention.num_kv_heads, attention.head_dim
+    num_heads = attention.num_heads if kind[0] == "q" else attention.num_kv_heads
+    head_dim = attention.head_dim
     num_turning = head_dim if attention.rotation is None else 2 * len(attention.rotation.inv_freq)
     columns = np.arange(head_dim)
     columns[:num_turning] = columns[:num_turning].reshape(-1, 2).T.reshape(-1)

@@ -175,7 +175,8 @@ def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
     if life.aside is not None:  # those who pass it from then on do so for that reason
         due, why_later = life.aside, life.aside_for.value
     if turn.due is not None and turn.due.at_ns < due.at_ns:
-        due, why_later = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued, ORDER
+        due = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued
+        why_later = ORDER
     waited = _told(due.since(life.queued))
     waited[why_later] = waited.get(why_later, 0) + until.at_ns - due.at_ns
     return _some(before | waited)

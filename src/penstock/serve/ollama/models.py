@@ -177,7 +177,8 @@ def _show(served: ServedModel, card: ModelCard) -> dict[str, Any]:
 
 def _capabilities(served: ServedModel, card: ModelCard) -> list[str]:
     """Words of Ollama's for what can be asked; of a model that is not loaded what its template shows."""
-    encoder, running = None if served.info is None else served.info.encoder, served.running
+    running = served.running
+    encoder = None if served.info is None else served.info.encoder
     if encoder is not None:
         return ["embedding"] if encoder.task is Task.EMBED else []
     has_template = bool(card.chat_template) if running is None else running.chat_template is not None

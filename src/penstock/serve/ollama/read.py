@@ -328,7 +328,8 @@ class OllamaReader:
 
 def check_context(body: OllamaBody, running: RunningModel) -> None:
     """Raise 400 for a context that is longer than the served one."""
-    asked, limit = None if body.options is None else body.options.num_ctx, running.model.max_model_len
+    asked = None if body.options is None else body.options.num_ctx
+    limit = running.model.max_model_len
     if asked is not None and asked > limit:
         raise invalid(
             f"'options.num_ctx' is {asked}, but {running.name} is served with a context of {limit} tokens: ask for no more, or "

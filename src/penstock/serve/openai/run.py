@@ -196,7 +196,8 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
 def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | None:
     """How the answers to a prompt are read. A template may have begun the reasoning block, or have ended it already."""
     dialect = call.running.dialect
-    tools, reasoning, is_reasoning = None if call.tools is None else dialect.tools, dialect.reasoning, False
+    tools = None if call.tools is None else dialect.tools
+    reasoning, is_reasoning = dialect.reasoning, False
     if reasoning is not None:
         if conversation.continue_final_message:
             begun = conversation.messages[-1].content
