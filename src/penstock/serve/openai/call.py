@@ -197,4 +197,4 @@ class Call:
     num_bytes: int
     """Size of the body."""
     claim: bytes
-    """The same for a call that is sent again."""
+    """A hash by which the door knows the call when it is sent again."""

@@ -224,12 +224,12 @@ class Reader:
         num_logprobs = _chat_logprobs(body)
         sampling, grammar = read_sampling(body, num_logprobs, running), asked_grammar(body)
         conversation, dialect = read_conversation(body), running.dialect
-        tool_use, calls, budget = None, None, None
+        tool_use, call_grammar, budget = None, None, None
         if not OF_TOOLS.isdisjoint(body.model_fields_set):
-            tool_use, calls = read_tool_use(body, dialect, grammar)
+            tool_use, call_grammar = read_tool_use(body, dialect, grammar)
             budget = read_budget(body, dialect)
-            if calls is not None or budget is not None:
-                check_combinations(body, "tools" if calls is not None else "thinking_token_budget")
+            if call_grammar is not None or budget is not None:
+                check_combinations(body, "tools" if call_grammar is not None else "thinking_token_budget")
             variables = {**reasoning_variables(body, dialect, self.ignored), **conversation.variables}
             told = () if tool_use is None else conversation.tools
             conversation = dataclasses.replace(conversation, variables=variables, tools=told)
@@ -243,7 +243,7 @@ class Reader:
             data,
             terms,
             sampling,
-            calls or grammar,
+            grammar=call_grammar or grammar,
             prompts=conversation,
             tool_use=tool_use,
             max_reasoning_tokens=budget,
@@ -288,7 +288,7 @@ class Reader:
             data,
             terms,
             sampling,
-            grammar,
+            grammar=grammar,
             prompts=prompts,
             adds_special_tokens=body.add_special_tokens is not False,
             max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
@@ -417,8 +417,8 @@ def _call(
     data: bytes,
     terms: Terms,
     sampling: SamplingParams,
-    grammar: AskedGrammar | None,
     *,
+    grammar: AskedGrammar | None,
     prompts: Conversation | tuple[Prompt, ...],
     adds_special_tokens: bool,
     max_tokens: int | None,
@@ -565,7 +565,7 @@ def _logit_bias(biases: Mapping[str, Any], vocab_size: int) -> tuple[tuple[int, 
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
-    """The same for a call that is sent again: clients repeat the body byte for byte."""
+    """A hash of a call, by which the door knows it when it is sent again: clients repeat the body byte for byte."""
     length = len(data).to_bytes(8, "little")
     return hashlib.blake2b(tenant.encode() + b"\0" + length + data[-_HASHED_BYTES:], digest_size=_CLAIM_BYTES).digest()
 
