@@ -178,7 +178,8 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         StatusEndpoint(deployment),
         RequestsEndpoint(in_flight),
     )
-    models = AnthropicModels(openai_models, looked_up(folder.when_found(openai_models.get)))
+    get_openai = looked_up(folder.when_found(lambda _no_body, http: openai_models.get(http)))
+    models = AnthropicModels(openai_models, partial(get_openai, b""))
     of_model, listed = ("model",), ("after", "limit", "order")
     without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ("limit", "after_id", "before_id")),

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -31,6 +31,8 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 
 _Answer = TypeVar("_Answer")
+_Endpoint = Callable[[bytes, HttpRequest], Awaitable[_Answer]]
+"""A function that answers a request and its body, which is empty where the route takes none."""
 MAX_LOOK_S = 5.0
 """A disk that takes longer has nothing new."""
 LOOK_SHARE = 10
@@ -74,19 +76,19 @@ class FolderWatch:
         self._began_s = self._ended_s = 0.0
         """The last look."""
 
-    def when_found(self, answer: Callable[..., Awaitable[_Answer]]) -> Callable[..., Awaitable[_Answer]]:
+    def when_found(self, answer: _Endpoint[_Answer]) -> _Endpoint[_Answer]:
         """An endpoint that answers as `answer` does, after another look if that says 404 for a model's name."""
         if not self._deployment.may_grow:
             return answer
 
-        async def answer_when_found(*asked: Any) -> _Answer:
+        async def answer_when_found(data: bytes, http: HttpRequest) -> _Answer:
             try:
-                return await answer(*asked)
+                return await answer(data, http)
             except ApiError as error:
                 if error.code != MODEL_NOT_FOUND:
                     raise
             await self.look()
-            return await answer(*asked)
+            return await answer(data, http)
 
         return answer_when_found
 
@@ -127,20 +129,19 @@ class AdapterLooks:
         self._num_asking = 0
         self._num_asking_bytes = 0
 
-    def when_looked_up(self, answer: Callable[..., Awaitable[_Answer]]) -> Callable[..., Awaitable[_Answer]]:
+    def when_looked_up(self, answer: _Endpoint[_Answer]) -> _Endpoint[_Answer]:
         """An endpoint that answers as `answer` does, after a look if only the disk can tell whether it knows a name."""
         if not self._deployment.may_grow and all(one.adapters is None for one in self._deployment.served):
             return answer
 
-        async def answer_when_looked_up(*asked: Any) -> _Answer:
+        async def answer_when_looked_up(data: bytes, http: HttpRequest) -> _Answer:
             try:
-                return await answer(*asked)
+                return await answer(data, http)
             except NameUnknown as unknown:
                 name = unknown.name
-            data, http = asked if len(asked) == 2 else (b"", *asked)
             http.scope.setdefault(ARRIVAL_KEY, self._deployment.clock.now_ns())
             http.scope[LOOKED_UP_KEY] = name, await unless_gone(http, self._find(name, len(data)))
-            return await answer(*asked)
+            return await answer(data, http)
 
         return answer_when_looked_up
 
