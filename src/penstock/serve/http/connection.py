@@ -633,17 +633,17 @@ class Acceptor:
 
     def _make_room(self) -> None:
         """Close the connection that has been idle for the longest, if it is none that has just come."""
-        for connection, since_s in self._idle_since_s.items():
-            if self._loop.time() - since_s >= GRACE_S:
-                self._num_closed += 1
-                self._report()
-                self.idle(connection)  # It is closing, and neither busy nor the next to leave.
-                if connection in self._opening:
-                    _hang_up(self._opening[connection][0])
-                else:
-                    connection.leave(unavailable("Other connections need the place of this one, whose request has not come."))
-                    self._loop.call_later(_CLOSING_S, self._cut_off, connection)
+        connection = next(iter(self._idle_since_s), None)
+        if connection is None or self._loop.time() - self._idle_since_s[connection] < GRACE_S:
             return
+        self._num_closed += 1
+        self._report()
+        self.idle(connection)  # It is closing, and neither busy nor the next to leave.
+        if connection in self._opening:
+            _hang_up(self._opening[connection][0])
+        else:
+            connection.leave(unavailable("Other connections need the place of this one, whose request has not come."))
+            self._loop.call_later(_CLOSING_S, self._cut_off, connection)
 
     def _cut_off(self, connection: HttpConnection) -> None:
         if connection in self._connections:
