@@ -16,6 +16,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.openai.schemas import MAX_CONTAINERS, MAX_MESSAGES, ChatCompletionBody, CompletionBody, parse_body
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from work_time import others_are_no_garbage
 
 MAX_BYTES = 4 << 20
 MAX_FINDINGS = 200
@@ -161,7 +162,8 @@ def test_no_body_holds_up_the_event_loop(spacious, costly, kind):
         return heartbeat.longest_s
 
     # The machine may be busy with other things once, and twice: the least of three is what the body costs.
-    assert any(asyncio.run(longest_gap_s()) < 0.3 for _ in range(3))
+    with others_are_no_garbage():
+        assert any(asyncio.run(longest_gap_s()) < 0.3 for _ in range(3))
 
 
 def refusal(content, body_type=CompletionBody):
