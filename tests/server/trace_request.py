@@ -1,4 +1,5 @@
-"""Which files of `src` does one streamed chat request enter? Run `python tests/server/trace_request.py` from the root.
+"""Which files of `src` does one streamed chat request enter? Run `python tests/server/trace_request.py` from the root; with
+`schema` behind it, the request asks for an answer that follows a JSON schema.
 
 A live server over the hash executor answers one request to warm up and one that is traced, with a profile function in every
 thread until the server has stopped. Prints the files in the order in which the request enters them, with the number of their
@@ -21,7 +22,10 @@ import penstock
 from server.harness import LiveServer, make_runtime
 
 ROOT = str(Path(penstock.__file__).parent) + "/"
-BODY = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "stream": True, "max_tokens": 8}
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "stream": True, "max_tokens": 8}
+SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+BODIES: dict[str, dict[str, object]] = {"chat": CHAT, "schema": CHAT | {"response_format": FORMAT}}
 
 
 class Trace:
@@ -41,7 +45,7 @@ class Trace:
         return dict(Counter(file for file, _ in self.calls))
 
 
-def trace() -> Trace:
+def trace(body: dict[str, object]) -> Trace:
     """Serve one traced request."""
     found = Trace()
     threading.setprofile(found.profile)
@@ -49,7 +53,7 @@ def trace() -> Trace:
     try:
         with LiveServer(runtime) as server:
             for found.is_on in (False, True):
-                with httpx.stream("POST", server.url + "/v1/chat/completions", json=BODY) as answer:
+                with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as answer:
                     assert any(line == "data: [DONE]" for line in answer.iter_lines())
         found.is_on = False  # only now: some of the work comes after the last byte has left
     finally:
@@ -58,7 +62,8 @@ def trace() -> Trace:
 
 
 def main() -> None:
-    found = trace()
+    name = sys.argv[1] if len(sys.argv) > 1 else "chat"
+    found = trace(BODIES[name])
     for number, (file, num_functions) in enumerate(found.files().items(), 1):
         print(f"{number:3} {file:48} {num_functions:3} functions")
     print(f"{len(found.files())} files, {len(found.calls)} functions, {found.calls.total()} calls")
