@@ -132,13 +132,17 @@ class StepDraft:
         token_ids = request.prompt_token_ids
         if request.output_token_ids:
             token_ids = (*token_ids, *request.output_token_ids)
-        num_prompt, num_computed = request.num_prompt_tokens, request.num_computed_tokens
-        number = request.adapter_number
-        row = AdmitRow(
-            request.request_id, token_ids, num_prompt, block_ids, num_computed, request.sampling, request.second_at, number
+        self.admits[request.request_id] = AdmitRow(
+            request.request_id,
+            token_ids,
+            request.num_prompt_tokens,
+            block_ids,
+            request.num_computed_tokens,
+            request.sampling,
+            request.second_at,
+            request.adapter_number,
+            len(request.prompt_logprobs),
         )
-        row.num_scored = len(request.prompt_logprobs)
-        self.admits[request.request_id] = row
 
     def add_row(
         self,
