@@ -40,7 +40,7 @@ from penstock.types.plan import StepPlan
 from penstock.types.request import FinishReason, Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import Matcher
-from penstock.types.stats import AdapterCounts, RequestStats, StepStats, WaitReason
+from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepStats, WaitReason
 
 _logger = logging.getLogger(__name__)
 
@@ -64,6 +64,23 @@ class EngineSnapshot(NamedTuple):
     num_blocks_shared: int
     """Blocks that several requests hold."""
     adapters: AdapterCounts
+
+    def load(self, *, num_in_flight: int, num_prompt_tokens: int, num_blocks: int, max_rows: int) -> EngineLoad:
+        """How busy the engine is. The first two count all requests in flight, those that the core has not seen included;
+        `num_blocks` and `max_rows` are the pool's and the scheduler's.
+        """
+        return EngineLoad(
+            num_running=self.num_running,
+            num_waiting=max(0, num_in_flight - self.num_running),
+            waits_for=self.waits_for,
+            num_prompt_tokens=num_prompt_tokens,
+            num_blocks_total=num_blocks,
+            num_blocks_free=self.num_blocks_free,
+            num_blocks_cached=self.num_blocks_cached,
+            num_blocks_shared=self.num_blocks_shared,
+            num_rows_free=max(0, max_rows - self.num_running),
+            adapters=self.adapters,
+        )
 
 
 class EngineCore:

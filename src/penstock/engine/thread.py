@@ -231,17 +231,11 @@ class Engine:
         """How busy the engine is: the core's snapshot, and the requests that the core has not seen yet. Never waits."""
         core = self._core.snapshot
         num_in_flight, num_prompt_tokens = self._outbox.counts()
-        return EngineLoad(
-            num_running=core.num_running,
-            num_waiting=max(0, num_in_flight - core.num_running),
-            waits_for=core.waits_for,
+        return core.load(
+            num_in_flight=num_in_flight,
             num_prompt_tokens=num_prompt_tokens,
-            num_blocks_total=self._num_blocks,
-            num_blocks_free=core.num_blocks_free,
-            num_blocks_cached=core.num_blocks_cached,
-            num_blocks_shared=core.num_blocks_shared,
-            num_rows_free=max(0, self._max_rows - core.num_running),
-            adapters=core.adapters,
+            num_blocks=self._num_blocks,
+            max_rows=self._max_rows,
         )
 
     def pool_map(self) -> PoolMap:

@@ -216,17 +216,11 @@ class VirtualServer(NullObserver):
 
     def load(self) -> EngineLoad:
         """How busy the engine is, as `Engine.load` says it of a real one."""
-        core = self.core.snapshot
-        return EngineLoad(
-            num_running=core.num_running,
-            num_waiting=max(0, self.num_in_flight - core.num_running),
-            waits_for=core.waits_for,
+        return self.core.snapshot.load(
+            num_in_flight=self.num_in_flight,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_blocks_total=self.timeline.num_blocks,
-            num_blocks_free=core.num_blocks_free,
-            num_blocks_cached=core.num_blocks_cached,
-            num_blocks_shared=core.num_blocks_shared,
-            num_rows_free=max(0, self.core.scheduler.max_rows - core.num_running),
+            num_blocks=self.timeline.num_blocks,
+            max_rows=self.core.scheduler.max_rows,
         )
 
     def on_step(self, stats: StepStats) -> None:
