@@ -152,7 +152,7 @@ class Joining:
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
         while budget.has_tokens and (may_pause or not self._is_full(draft)):
-            fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
+            fresh = self._fresh(draft, decision, now_ns)
             request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
             pauser = None
             if request is None or (before is not None and not self._goes_before(request, before, draft, now_ns)):
@@ -163,11 +163,8 @@ class Joining:
             packed = self._adapters.packed(request)
             awaited_adapter = self._adapters.await_load(request, packed, now_ns)
             if awaited_adapter is not None:
-                if self._is_full(draft):
+                if not self._step_aside(request, awaited_adapter, fresh, draft, now_ns):
                     return
-                draft.num_let_in += request is fresh
-                self._step_aside(request, awaited_adapter, draft, now_ns)
-                draft.set_aside.append((request.request_id, WaitReason.ADAPTER))
                 continue
             if self._adapters.is_full(request):
                 counts.waits_for = WaitReason.ADAPTER
@@ -175,11 +172,8 @@ class Joining:
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
             if awaited is not None and not self._order.outranks(request, awaited.leader, now_ns):
-                if self._is_full(draft):
+                if not self._step_aside(request, awaited, fresh, draft, now_ns):
                     return
-                draft.num_let_in += request is fresh
-                self._step_aside(request, awaited, draft, now_ns)
-                draft.set_aside.append((request.request_id, WaitReason.PREFIX))
                 continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = budget.is_long(num_behind)
@@ -188,22 +182,14 @@ class Joining:
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
-            if self._padding.is_active and not self._padding.pad_prompt(request, draft):
-                counts.waits_for = WaitReason.TOKENS
-                return
-            query_len = draft.chunk(request, hit.num_tokens)
+            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
+            query_len = draft.chunk(request, hit.num_tokens) if has_tokens else 0
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
             if not self._has_room_for(request, hit, query_len, draft, packed):
-                lower = self._whom_to_pause(request, hit, query_len, draft, now_ns, packed) if may_pause else ()
-                # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
-                if not lower or self._waits_for_load(request, hit, draft, now_ns):
+                if not may_pause or not self._pause_one(request, hit, query_len, draft, now_ns, packed):
                     return
-                if draft.is_ahead:
-                    draft.puts_off_pause = True
-                    return
-                self._pause_one(lower, request, query_len, draft)
                 pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
                 continue
             if self._waits_for_load(request, hit, draft, now_ns):
@@ -217,7 +203,7 @@ class Joining:
         """Admit texts while the step has tokens. A text shares no prefix and ends with its step: none grows or pauses."""
         budget, counts, pool = draft.budget, draft.counts, self._kv.pool
         while budget.has_tokens and not self._is_full(draft):
-            fresh = self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
+            fresh = self._fresh(draft, decision, now_ns)
             request = self._next_waiting(fresh, draft, now_ns)
             if request is None:
                 return
@@ -264,15 +250,22 @@ class Joining:
             return self._adapters.is_awaited(follower.request)
         return self._kv.prefix.is_coming(awaited)
 
-    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, draft: StepDraft, now_ns: int) -> None:
-        kv = self._kv
-        num_blocks = kv.num_blocks_for(request.num_tokens)
+    def _step_aside(
+        self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft, now_ns: int
+    ) -> bool:
+        """Let others pass until what it awaits is there. False if no row can be kept for it: then nobody passes."""
+        if self._is_full(draft):
+            return False
+        num_blocks, reason = self._kv.num_blocks_for(request.num_tokens), WaitReason.ADAPTER
         if isinstance(awaited, Awaited):
-            num_blocks -= kv.prefix.num_common_blocks(request, awaited.leader)
-        most_blocks = self._running.most_blocks(request, request.num_tokens)
-        follower = Follower(request, awaited, min(num_blocks, most_blocks))
+            num_blocks -= self._kv.prefix.num_common_blocks(request, awaited.leader)
+            reason = WaitReason.PREFIX
+        follower = Follower(request, awaited, min(num_blocks, self._running.most_blocks(request, request.num_tokens)))
         self._waiting.step_aside(follower)
         self._keep_place(follower, draft, now_ns)
+        draft.set_aside.append((request.request_id, reason))
+        draft.num_let_in += request is fresh
+        return True
 
     def _keep_place(self, follower: Follower, draft: StepDraft, now_ns: int) -> None:
         if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(now_ns):
@@ -285,6 +278,10 @@ class Joining:
 
     def _num_taken_rows(self, draft: StepDraft) -> int:
         return len(self._running) + self._groups.num_kept_rows + draft.promised.num_rows
+
+    def _fresh(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> Request | None:
+        """The next request that the gate lets in, if it lets in more."""
+        return self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
         """The next request: of those that join anyway, or `fresh`, which the gate lets in."""
@@ -372,13 +369,29 @@ class Joining:
         is_enough = running.has_room_for(request, hit, query_len, draft.promised.num_blocks, without=leaving, packed=packed)
         return lower if is_enough else ()
 
-    def _pause_one(self, lower: Sequence[Request], request: Request, query_len: int, draft: StepDraft) -> None:
-        """Preempt one of them, and its search."""
+    def _pause_one(
+        self,
+        request: Request,
+        hit: PrefixHit,
+        query_len: int,
+        draft: StepDraft,
+        now_ns: int,
+        packed: PackedAdapter | None,
+    ) -> bool:
+        """Preempt a running request, and its search, for the first waiting one. False if none may be, or not now."""
+        lower = self._whom_to_pause(request, hit, query_len, draft, now_ns, packed)
+        # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
+        if not lower or self._waits_for_load(request, hit, draft, now_ns):
+            return False
+        if draft.is_ahead:
+            draft.puts_off_pause = True
+            return False
         running = self._running
         eviction = running.choose_victim(lower, request, query_len)
         draft.promised.num_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
+        return True
 
     def _admit(
         self,
