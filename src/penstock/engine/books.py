@@ -111,9 +111,11 @@ class Books:
 
 
 class WatchedExecutor:
-    """The executor as the engine thread calls it: the engine thread lets go of the books for the time of each call.
+    """The executor as the engine thread calls it: the engine thread lets go of the books for the time of each call, but not
+    of `drop_adapter` and `close`.
 
-    Every call raises `Abandoned` instead of whatever happened, if the requests of the engine have been ended meanwhile.
+    Where it lets go, a call raises `Abandoned` instead of whatever happened, if the requests of the engine have been ended
+    meanwhile.
     """
 
     def __init__(self, executor: Executor, books: Books) -> None:

@@ -1,4 +1,5 @@
-"""The interfaces that the engine needs and that others implement. Contracts only.
+"""The interfaces that the engine needs and that others implement; and for observers, groups of several and one that listens
+to nothing.
 
 `Executor` is implemented by every backend, by the simulator and by the hash executor of `testing`;
 `tests/contracts` runs one suite over all of them.

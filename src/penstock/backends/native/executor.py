@@ -1,4 +1,8 @@
-"""Owns the native engine of one model and speaks the `Executor` port for it; a step is one call without the GIL."""
+"""Owns the native engine of one model and speaks the `Executor` port for it.
+
+A step is one call without the GIL (`run`). One whose rows wait for masks is begun when it is submitted (`begin`), and is told
+the masks (`restrict`) before that call.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MAX_NOTED = 64
 
 
 class Journal:
-    """An `Observer` and `QueueObserver` of the engine. Reading is for any thread, through `read`."""
+    """A `RequestJournal` of the engine. Reading is for any thread, through `read`."""
 
     def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
         """`max_ended`: requests that are remembered after their end. `speaks_for_calls`: requests of one call (`parent_id`) are
