@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.lab.cost_model import CostModel
     from penstock.lab.results import Json
 
-_TIMEOUTS = ("request_timeout_s", "queue_timeout_s", "first_token_timeout_s")
 _NO_EFFECT = (
     *(
         "served_model_name",

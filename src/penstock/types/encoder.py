@@ -6,10 +6,10 @@ The loader makes an `EncoderInfo` of the model's files, `deploy` puts it into `M
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 TruncationSide = Literal["left", "right"]
 """Side of a text at which tokens are cut off."""
@@ -71,21 +71,3 @@ class TextTokens(NamedTuple):
     """With the special tokens around and between."""
     second_at: int
     """Position where the token type of a pair's second text begins; 0: one text, or a model without token types."""
-
-
-class TextTokenizer(Protocol):
-    """The part of the tokenizer that encoders need beside `encode_batch`."""
-
-    def encode_texts(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        *,
-        max_tokens: int | None = None,
-        truncation_side: TruncationSide = "right",
-    ) -> list[TextTokens]:
-        """Tokens of texts and of pairs, with the model's special tokens, on several cores.
-
-        A text with more than `max_tokens` is cut off at one side, and its special tokens stay; the longer text of a pair loses
-        tokens first. None: nothing is cut. Raises `Rejected` as `encode_batch`, and if the special tokens alone are more.
-        """
-        ...
