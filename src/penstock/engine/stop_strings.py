@@ -48,8 +48,7 @@ class StopStrings:
 
     def __init__(self, tree: StopTree) -> None:
         self._tree = tree
-        self._root = tree.root
-        self._node = self._root
+        self._node = tree.root
         self._held = ""
 
     def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
@@ -58,7 +57,7 @@ class StopStrings:
         The shown text ends before the stop string; what follows the match is dropped. While not `is_armed`, stop strings that
         end within `text` do not count, but one that begins in it and ends in a later, armed piece does.
         """
-        node, root = self._node, self._root
+        node, root = self._node, self._tree.root
         for idx, char in enumerate(text):
             while (child := node.children.get(char)) is None and node.fail is not None:
                 node = node.fail
@@ -73,7 +72,7 @@ class StopStrings:
 
     def flush(self) -> str:
         """The text that is held at the end: the beginning of a stop string that never came."""
-        held, self._held, self._node = self._held, "", self._root
+        held, self._held, self._node = self._held, "", self._tree.root
         return held
 
     def _cut(self, text: str, stop: str) -> tuple[str, str]:
