@@ -210,7 +210,7 @@ class TestDefaults:
         executor = HashExecutor()
         core = make_core(executor.capacity, make_policies(gate=Open()))
         assert core.scheduler.max_rows == executor.capacity.max_rows
-        assert core.scheduler._takes_beams
+        assert core.scheduler._is_continuous
 
     def test_an_order_is_not_asked_for_ranks(self):
         class Arrival:

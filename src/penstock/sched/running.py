@@ -88,7 +88,7 @@ class Running:
         running = list(self)
         if len(running) > 1:
             reads_priority = self._order.reads_priority
-            senior = min(running, key=lambda request: (reads_priority and request.priority, request.arrival_ns))
+            senior = min(running, key=lambda request: (request.priority if reads_priority else 0, request.arrival_ns))
             spared = self._groups.members(senior)
             return [request for request in running if request not in spared] or running
         return running

@@ -138,8 +138,7 @@ class Scheduler:
         self._flights = Flights(self.kv)
         self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
         self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
-        self._takes_beams = policies.gate.is_continuous
-        self._may_sit_out = policies.gate.is_continuous
+        self._is_continuous = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, which was made ahead, found a request to pause: the next one is not made ahead."""
         self._most_step_ns = most_step_ns
@@ -198,7 +197,7 @@ class Scheduler:
         beams = request.sampling.beams
         if beams is None:
             return None
-        if not self._takes_beams:
+        if not self._is_continuous:
             detail = "A static or dynamic batch takes no beam search, whose rows come and go: that needs --batching continuous."
             return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
         if beams.width > self.max_rows:
@@ -248,7 +247,7 @@ class Scheduler:
 
         `sitting_out`: ids of running requests that get no row if others do. In a batch that a gate calls, they do.
         """
-        plan = self._schedule(now_ns, sitting_out if self._may_sit_out else ())
+        plan = self._schedule(now_ns, sitting_out if self._is_continuous else ())
         if self._adapters.seen:
             self._adapters.seen.clear()
         return plan
