@@ -24,6 +24,8 @@ from typing import IO, Any, NoReturn, cast
 
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_MAX_CHARS = 8 << 20
 MAX_NAMES = 20
 """Names of a model's templates that a message lists."""
@@ -35,6 +37,12 @@ DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
+_RETRY_AFTER_S = 5.0
+_REMEDY = "Correct it, or give another one with --chat-template."
+_START = (
+    "import json, sys; sys.path[:] = sys.argv[2:]; from penstock.text.chat_environment import serve; "
+    "serve(**json.loads(sys.argv[1]))"
+)
 
 
 class ChatTemplate:
@@ -175,20 +183,6 @@ def _cut_at_mark(text: str, content: str) -> str:
     return text[:at].rstrip() if content.strip() else text[:at]
 
 
-def _invalid(detail: str, param: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param=param)
-
-
-_log = logging.getLogger(__name__)
-
-_RETRY_AFTER_S = 5.0
-_REMEDY = "Correct it, or give another one with --chat-template."
-_START = (
-    "import json, sys; sys.path[:] = sys.argv[2:]; from penstock.text.chat_environment import serve; "
-    "serve(**json.loads(sys.argv[1]))"
-)
-
-
 class TemplateProcess:
     """One template, compiled. Thread-safe: callers wait for each other."""
 
@@ -209,7 +203,7 @@ class TemplateProcess:
         try:
             question = json.dumps({"variables": variables, "now": now.isoformat()}).encode()
         except RecursionError as error:
-            raise _refused("The messages are nested too deeply for the chat template.") from error
+            raise _invalid("The messages are nested too deeply for the chat template.", "messages") from error
         with self._lock:
             if self._child.has_ended():
                 try:
@@ -219,7 +213,7 @@ class TemplateProcess:
             try:
                 return self._child.ask(question)
             except _TemplateError as error:
-                raise _refused(str(error)) from error
+                raise _invalid(str(error), "messages") from error
             except _Ended as error:
                 self._blame(error)
 
@@ -242,7 +236,7 @@ class TemplateProcess:
             _log.warning("the process of the chat template ended with status %d; another is started when needed", error.status)
             raise _unavailable("The process of the chat template ended.") from error
         _log.warning("the chat template needed more than %s for one conversation, which was refused", limit)
-        raise _refused(f"The chat template needs more than {limit} for these messages.") from error
+        raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
 
     def _limit(self, error: _Ended) -> str | None:
         """The limit that ended the process, if one did."""
@@ -339,8 +333,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _refused(detail: str) -> Rejected:
-    return Rejected(RejectReason.INVALID, detail, param="messages")
+def _invalid(detail: str, param: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, detail, param=param)
 
 
 def _unavailable(detail: str) -> Rejected:
