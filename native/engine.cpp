@@ -307,7 +307,7 @@ void Engine::compute_angles(Rope& rope, int64_t row) {
 
 // Rows [row, end). Some operations are faster on several at once; the others take one after another.
 void Engine::run_row_op(const RowOp& op, int64_t row, int64_t end) {
-        switch (op.kind) {
+    switch (op.kind) {
         case RowOpKind::kQuantize:
             return kernels_.quantize_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), weights_.vector(op.weight), op.value);
         case RowOpKind::kRound: return kernels_.round_rows(activations_[op.out].view, row, end, buffers_[op.x].data(), op.n != 0);
