@@ -50,7 +50,7 @@ Tell = Callable[[list[TokenEvent], int], None]
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step in flight."""
 
     plan: StepPlan
@@ -95,8 +95,8 @@ class Stepper:
         self._collect = collect or executor.collect
         self._turn_observer: TurnObserver = turn_observer or NullObserver()
         self._depth = executor.depth
-        self._flights: deque[Flight] = deque()
-        self._finishing: Flight | None = None
+        self._flights: deque[StepInFlight] = deque()
+        self._finishing: StepInFlight | None = None
         """The step that is being collected and told."""
         self._untold: tuple[list[TokenEvent], int] = [], 0
         """Events of the last step, and their instant, until they are told."""
@@ -154,7 +154,7 @@ class Stepper:
         if plan is None:
             self._prepare_blocks()
             return None
-        flight = Flight(plan, self._clock.now_ns() - now_ns, core.awaits_masks(plan))
+        flight = StepInFlight(plan, self._clock.now_ns() - now_ns, core.awaits_masks(plan))
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)

@@ -63,7 +63,7 @@ class Told:
         return summary(max((choice for _, choice in self.choices), key=lambda choice: choice.total_ns))
 
 
-class Flight(Protocol):
+class CallInFlight(Protocol):
     """A call that has requests with the engine, as seen by those who ask about it."""
 
     @property
@@ -174,7 +174,7 @@ class InFlight:
         self._isolates = {sharing: isolates_tenants(config, sharing) for sharing in (None, "all", "tenant")}
         """By the models' setting: does each tenant share cached prefixes with itself alone?"""
         self._num_opened = 0
-        self._calls: dict[str, list[Flight]] = {}
+        self._calls: dict[str, list[CallInFlight]] = {}
         """By the client's ids, which need not be unique."""
         self._landed: deque[_Landed] = deque()
         """The last that ended; as many as the journal remembers requests."""
@@ -205,12 +205,12 @@ class InFlight:
         self.add(opened)
         return opened
 
-    def add(self, call: Flight) -> None:
+    def add(self, call: CallInFlight) -> None:
         """The call is in flight from now on, until `land`, and uses its model so long. The caller uses it already."""
         call.running.begin_use(is_user=True)
         self._calls.setdefault(call.terms.request_id, []).append(call)
 
-    def land(self, call: Flight) -> None:
+    def land(self, call: CallInFlight) -> None:
         """Called by whoever has the call when it has ended."""
         if call.running.engine.state is not EngineState.READY:
             # A core that broke may not have told their ends. While it is well it does, on its own thread.
@@ -235,7 +235,7 @@ class InFlight:
 
         The result does the work, on any thread.
         """
-        calls: list[Flight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
+        calls: list[CallInFlight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
         calls = [call for call in reversed(calls) if call.terms.owner == owner]
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
@@ -267,10 +267,10 @@ class InFlight:
         calls = [call for call in self._calls_of(owner) if call.running is running]
         return [one for call in calls for one in call.requests if one.status is not RequestStatus.FINISHED]
 
-    def _calls_of(self, owner: Owner) -> list[Flight]:
+    def _calls_of(self, owner: Owner) -> list[CallInFlight]:
         return [call for calls in self._calls.values() for call in calls if call.terms.owner == owner]
 
-    def _tell(self, call: Flight | _Landed) -> Told | None:
+    def _tell(self, call: CallInFlight | _Landed) -> Told | None:
         landed, requests = (call, ()) if isinstance(call, _Landed) else (_landed(call), call.requests)
         if landed is None:
             return None
@@ -288,7 +288,7 @@ class InFlight:
         num_forgotten = len(call.engine_ids) - len(choices)
         return Told(call.terms.request_id, landed.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices, num_forgotten)
 
-    def _log_slow(self, call: Flight) -> None:
+    def _log_slow(self, call: CallInFlight) -> None:
         limit_s = self.config.slow_request_s
         if limit_s is None:
             return
@@ -302,7 +302,7 @@ class InFlight:
             )
             _log.warning("slow request %s: %s", call.terms.request_id, why)
 
-    def _remember(self, call: Flight) -> None:
+    def _remember(self, call: CallInFlight) -> None:
         """Keep what is needed to explain it after its end."""
         landed = _landed(call)
         if landed is None:
@@ -317,7 +317,7 @@ class InFlight:
                 del self._landed_of[oldest.terms.request_id]
 
 
-def _landed(call: Flight) -> _Landed | None:
+def _landed(call: CallInFlight) -> _Landed | None:
     """The call as it is remembered; None if its model remembers none."""
     running = call.running
     if running.journal is None:

@@ -63,7 +63,7 @@ async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) ->
 
 
 class _RunningTexts:
-    """The texts of one call on their way through the desk. It is an `Asker` of the desk and a `Flight` of `InFlight`."""
+    """The texts of one call on their way through the desk. It is an `Asker` of the desk and a `CallInFlight` of `InFlight`."""
 
     def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], place: Place) -> None:
         self.running: RunningModel = call.running
