@@ -500,7 +500,7 @@ class _Writer:
             if query_len == 1 == row.samples and not others and next_context.get(number) == context_len:
                 goes_on.append(number)
             else:
-                others.append((number, query_len, context_len, int(row.samples)))
+                others.append((number, query_len, context_len, row.samples))
             if number != NOBODY and not is_void:
                 next_context[number] = context_len + query_len
         return goes_on, others

@@ -158,14 +158,11 @@ class StepDraft:
         `is_prefill`: also if it is one token, the last.
         """
         context_len = request.num_computed_tokens
-        samples: int = context_len + query_len == request.num_tokens
-        counts = self.counts
-        counts.num_tokens += query_len
-        if samples and max_samples > 1:
-            samples = max_samples
-            counts.num_tokens += max_samples - 1
+        samples = max_samples if context_len + query_len == request.num_tokens else 0
         row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
         self.rows.append(row)
+        counts = self.counts
+        counts.num_tokens += row.num_positions
         if is_prefill:
             counts.prefills.append(row)
             self.num_scored_left -= len(request.positions_to_score(context_len, query_len))

@@ -96,7 +96,7 @@ class Padding:
             num_missing = row.num_tokens - 1 - row.context_len
             query_len = draft.budget.chunk(num_missing)
             if query_len > 0:
-                self._plan(row, query_len, draft, samples=False)
+                self._plan(row, query_len, draft, samples=0)
             if query_len < num_missing:
                 return False
             self._done.append(self._heads.pop(request.request_id))
@@ -117,7 +117,7 @@ class Padding:
         for row in list(self._tails.values()):
             if row.context_len + 1 >= self._capacity.max_model_len:
                 row = self._shorten(row)
-            self._plan(row, 1, draft, samples=True)
+            self._plan(row, 1, draft, samples=1)
 
     def fail(self, request_ids: Iterable[str]) -> None:
         """Rows that got no token can't go on; those of requests are ignored."""
@@ -144,7 +144,7 @@ class Padding:
         self._tails[shorter.request_id] = shorter
         return shorter
 
-    def _plan(self, row: PaddingRow, query_len: int, draft: StepDraft, *, samples: bool) -> None:
+    def _plan(self, row: PaddingRow, query_len: int, draft: StepDraft, *, samples: int) -> None:
         if not row.is_known:
             draft.admits[row.request_id] = self._admit_row(row)
             row.is_known = True

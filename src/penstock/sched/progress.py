@@ -120,7 +120,7 @@ def plan_decodes(
         if request.num_tokens - context_len > 1:
             prefills.append(request)
         elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
-            add_row(RowPlan(request_id, context_len, 1, (), True))
+            add_row(RowPlan(request_id, context_len, 1, (), 1))
             request.num_inflight_tokens = 1
             num_rows += 1
         else:

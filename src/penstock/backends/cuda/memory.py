@@ -189,9 +189,9 @@ def run_largest_steps(executor: Executor, lens: list[int]) -> None:
         blocks = tuple(range(next_block, next_block + count))
         next_block += count
         admits.append(AdmitRow(f"profile-{idx}", tuple(token % 2 for token in range(length)), length, blocks, 0, COSTLY))
-        rows.append(RowPlan(f"profile-{idx}", 0, length, (), True))
+        rows.append(RowPlan(f"profile-{idx}", 0, length, (), 1))
     names = tuple(row.request_id for row in rows)
-    decodes = tuple(RowPlan(name, length, 1, (), True) for name, length in zip(names, lens, strict=True))
+    decodes = tuple(RowPlan(name, length, 1, (), 1) for name, length in zip(names, lens, strict=True))
     for plan in (
         StepPlan(0, 0, tuple(admits), tuple(rows), ()),
         StepPlan(1, 0, (), () if capacity.is_one_pass else decodes, ()),
@@ -217,7 +217,7 @@ def run_small_steps(executor: GraphExecutor, longest: int) -> None:
         steps.append([(AdmitRow(f"profile-{count}-{i}", (0,), 1, (1 + i,), 0, kinds[i]), 1) for i in range(count)])
     released: tuple[str, ...] = ()
     for step_id, admits in enumerate([*steps, []], start=3):
-        rows = tuple(RowPlan(row.request_id, row.num_computed_tokens, length, (), True) for row, length in admits)
+        rows = tuple(RowPlan(row.request_id, row.num_computed_tokens, length, (), 1) for row, length in admits)
         plan = StepPlan(step_id, 0, tuple(row for row, _ in admits), rows, released)
         ticket = executor.submit(plan)
         mask = b"\xff" * executor.mask_bytes
