@@ -91,7 +91,9 @@ class Deployment:
         """Refuse names of adapters that another adapter or a model has: requests could not ask for them. Raises ConfigError."""
         taken = set(self._by_name)
         for one in self.served:
-            for adapter in () if one.adapters is None else one.adapters.registered():
+            if one.adapters is None:
+                continue
+            for adapter in one.adapters.registered():
                 if adapter.name in taken:
                     raise ConfigError(
                         f"An adapter of {one.name} is called {adapter.name!r}, and so is another adapter, or a model.",

@@ -41,10 +41,11 @@ def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
     from penstock.sched.policies.own import SEAM_FLAGS, OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting
 
-    for setting, flag in _OF_ANSWERS if is_one_pass else ():
-        if getattr(config.scheduler, setting) is not None:
-            why = "The model reads texts and writes none: a text is read in one step, and no answer grows."
-            raise ConfigError(f"{why} {flag} would change nothing.", remedy=f"Leave {flag} out.")
+    if is_one_pass:
+        for setting, flag in _OF_ANSWERS:
+            if getattr(config.scheduler, setting) is not None:
+                why = "The model reads texts and writes none: a text is read in one step, and no answer grows."
+                raise ConfigError(f"{why} {flag} would change nothing.", remedy=f"Leave {flag} out.")
     try:
         policies = _choose_policies(config, preset_of(config, is_one_pass=is_one_pass))
     except LacksSetting as lack:

@@ -335,7 +335,9 @@ class EngineCore:
         """End a request between steps, and with it all beams of its search; no event if it has ended already."""
         request = self._requests.get(request_id)
         events: list[TokenEvent] = []
-        for member in () if request is None else self.scheduler.members(request):
+        if request is None:
+            return events
+        for member in self.scheduler.members(request):
             self.scheduler.end(member, reason, stop_reason)
             self._forget(member, now_ns, reject_reason)
             cached = member.num_cached_tokens

@@ -153,10 +153,11 @@ def _num_found(workload: Workload) -> int:
             before = workload.jobs[job.after]
             history = before.num_prompt_tokens + before.num_output_tokens
         num_blocks = 0
-        for block in job.prefix[: job.num_prompt_tokens // block_tokens] if block_tokens else ():
-            if block not in seen:
-                break
-            num_blocks += 1
+        if block_tokens:
+            for block in job.prefix[: job.num_prompt_tokens // block_tokens]:
+                if block not in seen:
+                    break
+                num_blocks += 1
         seen.update(job.prefix)
         num_found += max(history, num_blocks * block_tokens)
     return num_found

@@ -172,9 +172,10 @@ def _read(recording: Recording) -> _Story:
             case StepDone():
                 last_ns = event.ended_ns
                 steps.append(event)
-                for row in event.rows if following else ():
-                    if row.samples and row.id in following:
-                        following[row.id].note(row.context_len + row.query_len)
+                if following:
+                    for row in event.rows:
+                        if row.samples and row.id in following:
+                            following[row.id].note(row.context_len + row.query_len)
                 begins.add(event.planned_ns)
                 begins.update(end.at_ns for end in ends if end.at_ns != last_ns)
                 begins.update(looks - {last_ns})

@@ -238,14 +238,15 @@ def _cubes(tensors: Tensors) -> tuple[dict[str, Mxfp4Cube], set[str]]:
 
 def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, PackedIntegers], set[str]]:
     """The matrices of packed integers by name, and the names of all tensors that they are made of."""
-    make = _MAKERS.get(quantisation.method)
     found: dict[str, PackedIntegers] = {}
     used: set[str] = set()
-    for name, tensor in tensors.items() if make is not None else ():
+    make = _MAKERS.get(quantisation.method)
+    if make is None:
+        return found, used
+    for name, tensor in tensors.items():
         for end in _ENDS[quantisation.method]:
             if name.endswith(end) and (end != ".weight" or tensor.dtype == "I8"):
                 parts = _Parts(name, end, tensors, set())
-                assert make is not None
                 found[f"{parts.stem}.weight"] = made = make(quantisation, parts)
                 if made.num_groups > 1 and made.shape[1] // made.num_groups not in quantisation.group_sizes:
                     raise parts.error(f"{name} has {made.num_groups} groups of {made.shape[1]} columns, unlike the settings")

@@ -153,9 +153,10 @@ class _Snapshot:
                 rejected.add_metric([self._model, *arm, why], count)
             for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
                 slo.add_metric([self._model, *arm, target, str(is_met).lower()], counts.slo[target, is_met])
-        for why, count in metrics.rejected.items() if metrics.arms else ():
-            if left := count - sum(counts.rejected[why] for counts in metrics.arms.values()):
-                rejected.add_metric([self._model, "", why], left)  # before it had an arm
+        if metrics.arms:
+            for why, count in metrics.rejected.items():
+                if left := count - sum(counts.rejected[why] for counts in metrics.arms.values()):
+                    rejected.add_metric([self._model, "", why], left)  # before it had an arm
         yield from (success, rejected, slo)
 
     @property

@@ -387,8 +387,9 @@ class Scheduler:
                 self._chooser.take(request, result)
         if failures and self._padding.is_active:
             self._padding.fail(failures)
-        for answer in self._chooser.choose(now_ns) if grouped else ():
-            self._tell(answer, outcome, now_ns)
+        if grouped:
+            for answer in self._chooser.choose(now_ns):
+                self._tell(answer, outcome, now_ns)
         return outcome
 
     def max_forced(self, request_id: str) -> int:

@@ -167,8 +167,9 @@ class NativeExecutor:
         self._start_ns = 0
         """When it was."""
         self._poison = poison
-        for block_id in range(1, num_blocks) if poison else ():
-            self._engine.poison_block(block_id)
+        if poison:
+            for block_id in range(1, num_blocks):
+                self._engine.poison_block(block_id)
 
     @property
     def _engine(self) -> Engine:
@@ -267,8 +268,9 @@ class NativeExecutor:
         block_ids = self._placed.pop(number, ())
         if block_ids:
             self._engine.drop_adapter(number)
-        for block_id in block_ids if self._poison else ():
-            self._engine.poison_block(block_id)
+        if self._poison:
+            for block_id in block_ids:
+                self._engine.poison_block(block_id)
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._flight is not None:

@@ -498,7 +498,9 @@ class _Emitter:
         product.
         """
         found: list[int] = []
-        for slot, (op, x) in enumerate(zip(ops, inputs, strict=True)) if self._has_adapters else ():
+        if not self._has_adapters:
+            return found
+        for slot, (op, x) in enumerate(zip(ops, inputs, strict=True)):
             order = self._weights.order(op.weight)
             order_id = NONE if order is None else self._weights.order_id(order)
             matrix = self._weights.matrix(op.weight, is_ordered=True)

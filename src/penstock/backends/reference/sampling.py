@@ -117,13 +117,14 @@ def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], outp
     """Step 4: repetition (CTRL, arXiv 1909.05858), then frequency and presence (OpenAI's definitions)."""
     result = logits.copy()
     penalty = np.float32(params.repetition_penalty)
-    for token_id in set(token_ids) if penalty != 1 else ():
-        value = result[token_id]
-        if np.isfinite(value):
-            with np.errstate(over="ignore"):
-                changed = value / penalty if value > 0 else value * penalty
-            # An extreme penalty saturates: it neither bans nor spoils the logits.
-            result[token_id] = np.clip(changed, -LARGEST, LARGEST)
+    if penalty != 1:
+        for token_id in set(token_ids):
+            value = result[token_id]
+            if np.isfinite(value):
+                with np.errstate(over="ignore"):
+                    changed = value / penalty if value > 0 else value * penalty
+                # An extreme penalty saturates: it neither bans nor spoils the logits.
+                result[token_id] = np.clip(changed, -LARGEST, LARGEST)
     counts = np.bincount(np.array(output_ids, np.int64), minlength=len(logits)).astype(np.float32)
     seen = counts > 0
     result[seen] -= np.float32(params.frequency_penalty) * counts[seen]

@@ -132,7 +132,9 @@ class RunningCall:
     async def next_chunks(self) -> list[OutputChunk]:
         """The stream's chunks, to be told. Those of an empty answer keep no more than their times and ends."""
         chunks = await self.stream.next_chunks()
-        for chunk in chunks if self.answer.is_empty else ():
+        if not self.answer.is_empty:
+            return chunks
+        for chunk in chunks:
             chunk.text, chunk.token_ids, chunk.logprobs, chunk.num_generated_tokens = "", (), (), 0
             if chunk.finish_reason is FinishReason.STOP:
                 chunk.finish_reason, chunk.stop_reason = FinishReason.LENGTH, None
