@@ -696,8 +696,8 @@ class _Asked:
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        from penstock.serve.calls.run import check_encoded
         from penstock.serve.openai.read import check_token_ids
-        from penstock.serve.openai.run import check_encoded
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
@@ -755,8 +755,8 @@ class _Asked:
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
+        from penstock.serve.calls.run import render_here
         from penstock.serve.openai.read import read_conversation
-        from penstock.serve.openai.run import render_here
         from penstock.serve.openai.schemas import ChatTemplateFields
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
@@ -787,9 +787,9 @@ def _requests(
     adapter: AdapterRef | None = None,
 ) -> list[Request]:
     """A request for each of the `n` answers to a prompt."""
+    from penstock.serve.calls.run import banned_sequences
     from penstock.serve.openai.grammars import asked_grammar
     from penstock.serve.openai.read import read_sampling
-    from penstock.serve.openai.run import banned_sequences
 
     model, limit = running.model, running.admission.max_len(adapter)
     body = _body_of(params)

@@ -21,7 +21,7 @@ from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.served import ModelState, ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
-from penstock.serve.openai import run as run_file
+from penstock.serve.calls import run as run_file
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
 
@@ -244,7 +244,7 @@ async def test_the_wait_for_a_model_is_told_apart(kind):
         waited_for = explained["waited"]["for_ms"]
         assert waited_for["model"] >= 50
         assert sum(waited_for.values()) == pytest.approx(explained["time_ms"]["queue"], abs=0.01)
-        assert "for its model to load." in explained["summary"]
+        assert "for its model to load" in explained["summary"]
         second = await ask()
         explained = (await world.client.get("/v1/requests/mine")).json()["choices"][0]
         assert "model" not in explained["waited"]["for_ms"]

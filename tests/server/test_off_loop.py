@@ -13,7 +13,7 @@ from test_errors import COMPLETIONS, check
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
-from penstock.serve.openai.run import MAX_TEXT_CHARS
+from penstock.serve.calls.run import MAX_TEXT_CHARS
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
 

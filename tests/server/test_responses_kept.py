@@ -5,8 +5,8 @@ from harness import make_client
 from test_responses import ASK, PATH, ask
 
 from penstock.clock import VirtualClock
+from penstock.serve.calls.call import Owner
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.call import Owner
 from penstock.serve.responses.store import Kept, ResponseStore
 
 ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")

@@ -12,12 +12,12 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
+from penstock.serve.calls.call import TokenPrompt
+from penstock.serve.calls.run import tokenise
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
-from penstock.serve.openai.call import TokenPrompt
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import Reader
-from penstock.serve.openai.run import tokenise
 from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs

@@ -22,6 +22,7 @@ from penstock.serve.anthropic.endpoints import AnthropicModels, MessagesEndpoint
 from penstock.serve.anthropic.read import MessagesReader
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import anthropic_words
+from penstock.serve.calls.in_flight import InFlight
 from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
@@ -38,7 +39,6 @@ from penstock.serve.ollama.read import error_words as ollama_words
 from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
-from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.loading import AdapterLooks, FolderWatch, when_loaded
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody, IgnoredParameters

@@ -17,13 +17,13 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import NAMES, MessagesReader
 from penstock.serve.anthropic.write import MessageWriter
+from penstock.serve.calls.call import Call
+from penstock.serve.calls.run import check_text_size, render
 from penstock.serve.errors import ApiError, invalid, renamed, shorten
 from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.call import Call
 from penstock.serve.openai.endpoints import CallEndpoint, Listed, ModelsEndpoint
 from penstock.serve.openai.read import read_owner
-from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
 from penstock.serve.openai.write import NewWriter
 

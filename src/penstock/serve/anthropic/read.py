@@ -16,8 +16,8 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS
+from penstock.serve.calls.call import Call, Conversation
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.openai.call import Call, Conversation
 from penstock.serve.openai.read import PART_HINTS, Reader, find_model, read_conversation
 from penstock.serve.openai.schemas import (
     MAX_CALL_ID_CHARS,

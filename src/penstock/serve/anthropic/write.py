@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.tools import as_object
 from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather

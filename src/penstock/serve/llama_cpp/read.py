@@ -19,9 +19,9 @@ from starlette.types import Scope
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.serve.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
-from penstock.serve.openai.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model, read_penalties
 from penstock.serve.openai.schemas import (
     INT32_MAX,

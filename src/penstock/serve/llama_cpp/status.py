@@ -16,9 +16,9 @@ from starlette.responses import Response
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.serve.calls.in_flight import InFlight
 from penstock.serve.errors import ApiError, shorten, unavailable
 from penstock.serve.llama_cpp.write import generation_settings
-from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.read import find_model, read_owner, read_sampling
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.types.request import Request, RequestStatus

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.write import ChoiceRecord, Writer, shown_logprobs, times_ms
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason

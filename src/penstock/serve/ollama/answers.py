@@ -12,6 +12,8 @@ from starlette.types import Scope
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
+from penstock.serve.calls.call import Call
+from penstock.serve.calls.in_flight import InFlight, RunningCall
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import entry_of
 from penstock.serve.ollama.read import (
@@ -27,9 +29,7 @@ from penstock.serve.ollama.read import (
     read_body,
 )
 from penstock.serve.ollama.write import OllamaWriter, utc
-from penstock.serve.openai.call import Call
 from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.serve.openai.read import Reader, find_allowed
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
 from penstock.serve.openai.write import NewWriter

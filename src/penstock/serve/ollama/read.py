@@ -19,9 +19,9 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
+from penstock.serve.calls.call import Call
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import is_admin
-from penstock.serve.openai.call import Call
 from penstock.serve.openai.read import Reader, find_allowed, read_penalties
 from penstock.serve.openai.schemas import (
     MAX_CALL_ID_CHARS,

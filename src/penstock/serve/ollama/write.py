@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import orjson
 
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
 from penstock.serve.ollama.read import error_words
-from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs
 from penstock.serve.openai.tools import as_object
 from penstock.serve.openai.write import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, shown_logprobs, times_ms

@@ -20,14 +20,14 @@ from starlette.types import Scope
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop, give_way
 from penstock.deploy.served import ServedModel
+from penstock.serve.calls.call import Call
+from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.calls.run import run
 from penstock.serve.errors import ApiError, as_api_error, renamed
 from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.call import Call
-from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.loading import FolderWatch
 from penstock.serve.openai.read import Reader, find_allowed, may_ask
-from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES
 from penstock.serve.openai.write import ChatWriter, CompletionWriter, NewWriter, respond
 from penstock.types.errors import Rejected

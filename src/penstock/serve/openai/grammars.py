@@ -1,28 +1,20 @@
-"""The grammar that a body asks its answers to follow, in OpenAI's words or vLLM's, and a matcher of it for every choice.
+"""The grammar that a body asks its answers to follow, in OpenAI's words or vLLM's.
 
-`read` calls it with bodies whose types and ranges were checked already, `run` for the matchers. Only `text.grammar` knows
-what a grammar is.
+`read` calls it with bodies whose types and ranges were checked already. Only `text.grammar` knows what a grammar is.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from penstock.deploy.running import RunningModel
+from penstock.serve.calls.call import AskedGrammar
 from penstock.serve.errors import invalid
-from penstock.serve.openai.call import AskedGrammar, Terms
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
-from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind
-from penstock.types.errors import Rejected, RejectReason
-from penstock.types.sampling import Matcher
-
-if TYPE_CHECKING:
-    from penstock.text.answer_matcher import AnswerPlan
+from penstock.text.grammar import Grammar, GrammarKind
 
 _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
     {
@@ -38,12 +30,6 @@ _KINDS: Mapping[str, GrammarKind] = MappingProxyType(
 
 _SYNTAXES: Mapping[str, GrammarKind] = MappingProxyType({"lark": GrammarKind.LARK, "gbnf": GrammarKind.GBNF})
 """By the values of `grammar_syntax`."""
-
-_MAX_INLINE_CHARS = 1 << 15
-"""Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
-
-_MAX_TRIES = 4
-"""To find a grammar that others have just used up, or pushed out of what is kept."""
 
 _NOT_WITH: Mapping[str, str] = MappingProxyType(
     {
@@ -68,66 +54,6 @@ def asked_grammar(body: GenerationBody) -> AskedGrammar | None:
     if asked is not None:
         check_combinations(body, asked.param.split(".")[0])
     return asked
-
-
-async def matchers_of(
-    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
-) -> list[Matcher]:
-    """A matcher for each of so many choices. `plan` says what comes before the grammar; there is at least one of both.
-
-    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read, and the reason of a
-    limit of time that passes meanwhile.
-    """
-    if asked is None:
-        assert plan is not None, "else nothing is to be followed"
-        return [running.grammars.free_matcher(plan) for _ in range(number)]
-    try:
-        matchers = _known(number, asked.grammar, plan, running)
-        if matchers is not None:
-            return matchers
-        return await _in_time(_matchers_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
-    except Rejected as rejected:
-        if rejected.reason is not RejectReason.INVALID:
-            raise
-        subject = f"'{asked.param}'" if asked.grammar.other is None else f"'{asked.param}' beside 'tools'"
-        detail = f"{subject} is refused. {rejected.detail}"
-        raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
-
-
-def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
-    """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
-    is_small = number * len(grammar.source) <= _MAX_INLINE_CHARS
-    return running.grammars.known(grammar, plan, number) if is_small else None
-
-
-async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
-    """The matchers, if the first limit of time does not pass before. A compilation that nobody waits for is not begun."""
-    if not terms.time_limits:
-        return await compiling
-    limit_ns, reason = min(terms.time_limits)
-    try:
-        async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
-            return await compiling
-    except TimeoutError:
-        running.metrics.count_rejected(reason, terms.arm, terms.owner.tenant)
-        allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
-        detail = (
-            f"Its grammar was not compiled within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
-        )
-        raise Rejected(reason, detail) from None
-
-
-async def _matchers_compiled(
-    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
-) -> list[Matcher]:
-    """Calls that ask for the same new grammar wait for one compilation, if it is small and has enough answers for each."""
-    grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
-    can_share = size <= _MAX_INLINE_CHARS and number <= ANSWERS_PER_COMPILATION
-    for _ in range(_MAX_TRIES if can_share else 0):
-        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, number), key=grammar)
-        if matchers := grammars.known(grammar, plan, number):
-            return matchers
-    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
 
 def _of_format(asked: ResponseFormat) -> AskedGrammar | None:

@@ -23,9 +23,7 @@ from penstock.deploy.arms import Arms
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
-from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
-from penstock.serve.openai.call import (
+from penstock.serve.calls.call import (
     AnswerOptions,
     AskedGrammar,
     Call,
@@ -37,6 +35,8 @@ from penstock.serve.openai.call import (
     TokenPrompt,
     ToolUse,
 )
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, shorten, unavailable
+from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
 from penstock.serve.openai.grammars import asked_grammar, check_combinations
 from penstock.serve.openai.schemas import (
     CACHE_CONTROL,

@@ -14,11 +14,11 @@ from starlette.types import Scope
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.serve.calls.call import Conversation
+from penstock.serve.calls.run import check_text_size, render
 from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.call import Conversation
 from penstock.serve.openai.read import check_token_ids, find_model, read_conversation, read_owner
-from penstock.serve.openai.run import check_text_size, render
 from penstock.serve.openai.schemas import (
     INLINE_MAX_BYTES,
     MAX_TOKEN_IDS,

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from penstock.serve.calls.call import AskedGrammar, ToolUse
 from penstock.serve.errors import invalid, refuse_unknown
-from penstock.serve.openai.call import AskedGrammar, ToolUse
 from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, IgnoredParameters, ToolBody
 from penstock.text.dialects import NAME_CHARS, Dialect, PastCall
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind

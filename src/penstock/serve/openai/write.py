@@ -22,11 +22,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.call import AnswerOptions, Terms
+from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
-from penstock.serve.openai.call import AnswerOptions, Terms
-from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from penstock.text.answers import (
     Answer,

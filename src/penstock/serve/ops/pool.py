@@ -11,8 +11,8 @@ from starlette.responses import Response
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
+from penstock.serve.calls.in_flight import InFlight
 from penstock.serve.errors import unavailable
-from penstock.serve.openai.in_flight import InFlight
 from penstock.serve.openai.read import find_model, read_owner
 from penstock.serve.ops.requests import json_answer
 

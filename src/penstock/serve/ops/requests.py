@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
+from penstock.serve.calls.in_flight import InFlight, Told
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.openai.in_flight import InFlight, Told
 from penstock.serve.openai.read import read_owner
 from penstock.serve.openai.write import FINISH_WORDS
 from penstock.types.request import FinishReason

@@ -18,13 +18,13 @@ from starlette.responses import Response as HttpResponse
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
+from penstock.serve.calls.call import Owner
+from penstock.serve.calls.in_flight import InFlight, RunningCall
+from penstock.serve.calls.run import run
 from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
 from penstock.serve.http.checks import entry_of, identity_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.call import Owner
-from penstock.serve.openai.in_flight import InFlight, RunningCall
 from penstock.serve.openai.read import Reader, read_owner
-from penstock.serve.openai.run import run
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
 from penstock.serve.openai.write import error_of, respond
 from penstock.serve.responses.read import NAMES, Question, read, references

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import orjson
 from starlette.types import Scope
 
+from penstock.serve.calls.call import Call
 from penstock.serve.errors import invalid, refuse_unknown, shorten
 from penstock.serve.http.checks import identity_of
-from penstock.serve.openai.call import Call
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import (
     MAX_MESSAGES,

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.in_flight import RunningCall
 from penstock.serve.openai.logprobs import ChatLogprobs
 from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer, fingerprint
 from penstock.serve.responses.read import Item, Question

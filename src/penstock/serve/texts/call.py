@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.call import Terms
+from penstock.serve.calls.call import Terms
 from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048

@@ -17,10 +17,10 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.call import Terms
+from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.calls.run import ask_of, at_the_door
 from penstock.serve.errors import ApiError, cancelled
-from penstock.serve.openai.call import Terms
-from penstock.serve.openai.in_flight import InFlight
-from penstock.serve.openai.run import ask_of, at_the_door
 from penstock.serve.openai.write import error_of, server_timing, times_ms
 from penstock.serve.texts.call import Text, TextInput, TextResult, TextResults, TextsCall, TokenIds
 from penstock.serve.texts.desk import SAMPLING, Desk, Urgency

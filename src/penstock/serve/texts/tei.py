@@ -17,8 +17,8 @@ from starlette.types import Scope
 
 import penstock
 from penstock.deploy.off_loop import give_way
+from penstock.serve.calls.run import check_text_size
 from penstock.serve.errors import ApiError, in_words, invalid
-from penstock.serve.openai.run import check_text_size
 from penstock.serve.openai.schemas import Body, load_json
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.run import check_encoded, check_text_size
+from penstock.serve.calls.run import check_encoded, check_text_size
 from penstock.serve.texts.call import Text, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import TextTokens
 from penstock.types.errors import Rejected, RejectReason

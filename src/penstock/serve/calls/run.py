@@ -6,8 +6,9 @@ long. If the client leaves, its endpoint cancels `run`. Knows neither JSON nor H
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.openai.call import (
+from penstock.serve.calls.call import (
     AskedGrammar,
     Call,
     Conversation,
@@ -27,12 +28,11 @@ from penstock.serve.openai.call import (
     TextPrompt,
     TokenPrompt,
 )
-from penstock.serve.openai.grammars import matchers_of
-from penstock.serve.openai.in_flight import InFlight, RunningCall
+from penstock.serve.calls.in_flight import InFlight, RunningCall
 from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import for_template
-from penstock.text.grammar import Lead
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
@@ -53,6 +53,10 @@ _MAX_NAMES = 16
 """Tokens of the names of a repository and a file that nobody has named, and of what stands around them."""
 _DEFAULT_ROOM = 16
 """Tokens that a truncated prompt leaves room for, if the client does not say how many it wants."""
+_MAX_INLINE_GRAMMAR_CHARS = 1 << 15
+"""Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
+_MAX_COMPILATIONS = 4
+"""To find a grammar that others have just used up, or pushed out of what is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
             grammar, plan = _planned(call, form)
             asked_ns = running.clock.now_ns()
             try:
-                matchers = await matchers_of(grammar, plan, num_requests, running, call.terms)
+                matchers = await _matchers(grammar, plan, num_requests, running, call.terms)
             finally:
                 grammar_wait_ns = running.clock.now_ns() - asked_ns
                 running.metrics.count_grammar_wait(grammar_wait_ns)
@@ -236,6 +240,66 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[AskedGrammar | None, 
         tool_names=_tool_names(call),
     )
     return grammar, plan
+
+
+async def _matchers(
+    asked: AskedGrammar | None, plan: AnswerPlan | None, number: int, running: RunningModel, terms: Terms
+) -> list[Matcher]:
+    """A matcher for each of so many choices. `plan` says what comes before the grammar; there is at least one of both.
+
+    Raises `Rejected`: INVALID if it is no grammar, QUEUE_FULL if too many of the tenant's are being read, and the reason of a
+    limit of time that passes meanwhile.
+    """
+    if asked is None:
+        assert plan is not None, "else nothing is to be followed"
+        return [running.grammars.free_matcher(plan) for _ in range(number)]
+    try:
+        matchers = _known(number, asked.grammar, plan, running)
+        if matchers is not None:
+            return matchers
+        return await _in_time(_matchers_compiled(number, asked.grammar, plan, running, terms.owner.tenant), running, terms)
+    except Rejected as rejected:
+        if rejected.reason is not RejectReason.INVALID:
+            raise
+        subject = f"'{asked.param}'" if asked.grammar.other is None else f"'{asked.param}' beside 'tools'"
+        detail = f"{subject} is refused. {rejected.detail}"
+        raise Rejected(RejectReason.INVALID, detail, param=asked.param) from rejected
+
+
+def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
+    """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
+    is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
+    return running.grammars.known(grammar, plan, number) if is_small else None
+
+
+async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, terms: Terms) -> list[Matcher]:
+    """The matchers, if the first limit of time does not pass before. A compilation that nobody waits for is not begun."""
+    if not terms.time_limits:
+        return await compiling
+    limit_ns, reason = min(terms.time_limits)
+    try:
+        async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
+            return await compiling
+    except TimeoutError:
+        running.metrics.count_rejected(reason, terms.arm, terms.owner.tenant)
+        allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
+        detail = (
+            f"Its grammar was not compiled within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
+        )
+        raise Rejected(reason, detail) from None
+
+
+async def _matchers_compiled(
+    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, tenant: str
+) -> list[Matcher]:
+    """Calls that ask for the same new grammar wait for one compilation, if it is small and has enough answers for each."""
+    grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
+    can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and number <= ANSWERS_PER_COMPILATION
+    for _ in range(_MAX_COMPILATIONS if can_share else 0):
+        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, number), key=grammar)
+        if matchers := grammars.known(grammar, plan, number):
+            return matchers
+    return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
 
 
 async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> str:

@@ -22,7 +22,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import Explanation, explain_intake, summary
 from penstock.obs.explain.journal import Journal
-from penstock.serve.openai.call import Call, Owner, Terms
+from penstock.serve.calls.call import Call, Owner, Terms
 from penstock.text.answers import AnswerForm
 from penstock.types.request import FinishReason, Request, RequestStatus
 
