@@ -571,8 +571,13 @@ def test_a_call_that_needs_more_answers_than_are_left_takes_none(grammars):
     assert grammars.known(regex("a"), None, few) is None
     assert len(grammars.known(regex("a"), None, few - 1)) == few - 1
     assert grammars.known(regex("a")) is None
-    grammars.prepare(regex("a"), few)
-    assert len(grammars.known(regex("a"), None, few)) == few
+
+
+def test_a_grammar_is_prepared_anew_for_more_answers_than_are_left(grammars):
+    grammars.prepare(regex("a"))
+    grammars.known(regex("a"), None, ANSWERS_PER_COMPILATION - 2)
+    grammars.prepare(regex("a"), 4)
+    assert len(grammars.known(regex("a"), None, 4)) == 4
 
 
 def test_few_grammars_are_kept_the_latest_used(grammars, monkeypatch):
