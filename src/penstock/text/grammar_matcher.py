@@ -136,8 +136,9 @@ class GrammarTokens:
         mask = self._all.copy()
         for bar in barred:
             mask &= ~np.frombuffer(bar, np.uint8)
-        for token_id in () if may_end else self._end_ids:
-            mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        if not may_end:
+            for token_id in self._end_ids:
+                mask[token_id // 8] &= ~np.uint8(1 << token_id % 8)
         return mask.tobytes()
 
     def _special_id(self, text: str) -> int | None:

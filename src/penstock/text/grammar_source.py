@@ -390,7 +390,9 @@ def _inside(together: Sequence[dict[str, Any]], count: SchemaCount) -> list[list
     for node in together:
         for key, part in _parts(node).items():
             places.setdefault(key, []).append(part)
-    for node in together if len(together) > 1 else ():
+    if len(together) == 1:
+        return list(places.values())
+    for node in together:
         # What it says of properties and items that only others name.
         own = _parts(node)
         properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]

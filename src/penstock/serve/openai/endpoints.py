@@ -123,7 +123,9 @@ class ModelsEndpoint:
         found: list[Listed] = []
         for served in [one for one in self._deployment.served if one.is_there]:
             found += [Listed(name, served) for name in served.names if may_ask(scope, served, name, self._deployment)]
-            for index, one in enumerate(() if served.adapters is None else served.adapters.registered()):
+            if served.adapters is None:
+                continue
+            for index, one in enumerate(served.adapters.registered()):
                 if may_ask(scope, served, one.name, self._deployment):
                     found.append(Listed(one.name, served, one.path, is_adapter=True))
                 if index % LISTED_AT_ONCE == 0:
