@@ -363,9 +363,9 @@ class Compiling:
     def known(self, grammar, plan, number):
         return self._grammars.known(grammar, plan, number)
 
-    def prepare(self, grammar, number):
+    def prepare(self, grammar, plan, number):
         self._note(grammar)
-        self._grammars.prepare(grammar, number)
+        self._grammars.prepare(grammar, plan, number)
 
     def matcher(self, grammar, plan=None):
         self._note(grammar)

@@ -11,6 +11,7 @@ from test_errors import CHAT, check
 
 from penstock.testing import HashExecutor, HashModel
 from penstock.text.dialects import Dialect, ReasoningFormat
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammars
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
@@ -497,6 +498,21 @@ async def test_each_choice_has_calls_of_its_own():
     choices = response.json()["choices"]
     assert [calls_of(choice["message"]) for choice in choices] == [[ROME]] * 3
     assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
+
+
+async def test_many_choices_that_may_call_share_one_compilation(monkeypatch):
+    """They count as answers of it only once they call, so no number of them is too many."""
+    compiled, compile_one = [], Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: compiled.append("new") or compile_one(self, grammar))
+    matcher = Grammars.matcher
+    monkeypatch.setattr(Grammars, "matcher", lambda *args: compiled.append("one by one") or matcher(*args))
+    runtime = says("Fine.", chat_template=TOOLS_TEMPLATE)
+    async with make_client(runtime) as client:
+        for _ in range(2):
+            response = await client.post(CHAT, json=ASK | {"tools": [WEATHER, NOW], "n": ANSWERS_PER_COMPILATION + 1})
+            assert len(response.json()["choices"]) == ANSWERS_PER_COMPILATION + 1
+    runtime.close()
+    assert compiled == ["new"]
 
 
 async def test_some_of_the_tools_may_be_allowed():

@@ -8,7 +8,7 @@ import pytest
 from penstock.text.answer_matcher import AnswerPlan
 from penstock.text.answers import AnswerForm, gather
 from penstock.text.dialects import BY_NAME, REASONING_FORMATS, TOOL_FORMATS
-from penstock.text.grammar import Grammar, GrammarKind, Grammars, Lead
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Grammars, Lead
 from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tool_grammar import Tool, tool_source
 from penstock.text.vocabulary import byte_level_alphabet
@@ -345,3 +345,22 @@ def test_the_end_of_the_reasoning_is_forced_token_by_token():
         text += PLAIN.decode(forced, is_continuation=True)
         matcher.accept(forced)
     assert "</think>" in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "begins_free"),
+    [
+        (auto("hermes")[1], True),
+        (AnswerPlan(reasoning=REASONING["think"], is_reasoning=True), True),
+        (AnswerPlan(reasoning=REASONING["think"]), False),
+    ],
+    ids=["a trigger", "a block that has begun", "a block that may begin"],
+)
+def test_answers_that_begin_free_need_one_compilation_however_many_they_are(plan, begins_free):
+    """The others are in their grammar from the first token, and one compilation has so many answers alone."""
+    grammars, number = Grammars(PLAIN, vocab_size=PLAIN.vocab_size), ANSWERS_PER_COMPILATION + 1
+    think = REASONING["think"]
+    grammar = auto("hermes")[0] if plan.trigger_of else Grammar(GrammarKind.REGEX, "a", Lead(think.open, think.close))
+    grammars.prepare(grammar, plan, number)
+    matchers = grammars.known(grammar, plan, number)
+    assert (matchers is not None and len(matchers) == number) == begins_free

@@ -576,7 +576,7 @@ def test_a_call_that_needs_more_answers_than_are_left_takes_none(grammars):
 def test_a_grammar_is_prepared_anew_for_more_answers_than_are_left(grammars):
     grammars.prepare(regex("a"))
     grammars.known(regex("a"), None, ANSWERS_PER_COMPILATION - 2)
-    grammars.prepare(regex("a"), 4)
+    grammars.prepare(regex("a"), None, 4)
     assert len(grammars.known(regex("a"), None, 4)) == 4
 
 

@@ -41,6 +41,11 @@ class AnswerPlan:
     tool_names: frozenset[str] = frozenset()
     """Tools that a call without a mark may name; none: there are no such calls."""
 
+    @property
+    def begins_free(self) -> bool:
+        """The answer is in its grammar no earlier than behind a trigger, or behind the block that the prompt has begun."""
+        return self.trigger_of is not None or (self.reasoning is not None and self.is_reasoning)
+
 
 class _State(Enum):
     OPENING = auto()

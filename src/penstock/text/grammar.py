@@ -149,17 +149,17 @@ class Grammars:
 
         return AnswerMatcher(plan, self._tokens, None)
 
-    def prepare(self, grammar: Grammar, number: int = 1) -> None:
-        """Compile it for those who will ask `known` for so many. One that is refused is so when they do."""
+    def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
+        """Compile it for those who will ask `known` for the same. One that is refused is so when they do."""
         with contextlib.suppress(Rejected):
-            self._ready(grammar, number)
+            self._ready(grammar, num_at_once(plan, number))
 
     def known(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> list[Matcher] | None:
         """As `matcher`, for so many answers, if one compilation has that many left, so that an event loop may ask; else None.
 
         Raises `Rejected` for a grammar that was refused before.
         """
-        compiled = self._find(grammar, number)
+        compiled = self._find(grammar, num_at_once(plan, number))
         return None if compiled is None else [self._begin(compiled, plan) for _ in range(number)]
 
     def _begin(self, compiled: CompiledGrammar, plan: AnswerPlan | None) -> Matcher:
@@ -264,6 +264,11 @@ class Grammars:
                 del self._kept[spent]
             while len(self._kept) > MAX_KEPT or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS:
                 self._kept.popitem(last=False)
+
+
+def num_at_once(plan: AnswerPlan | None, number: int) -> int:
+    """One compilation must have so many left for `number` answers. Those that `plan` lets begin free count later, if at all."""
+    return 1 if plan is not None and plan.begins_free else number
 
 
 def _has_left(compiled: CompiledGrammar, number: int) -> bool:

@@ -32,7 +32,7 @@ from penstock.serve.calls.in_flight import InFlight, RunningCall
 from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import for_template
-from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead
+from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
@@ -294,9 +294,9 @@ async def _matchers_compiled(
 ) -> list[Matcher]:
     """Calls that ask for the same new grammar wait for one compilation, if it is small and has enough answers for each."""
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
-    can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and number <= ANSWERS_PER_COMPILATION
+    can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION
     for _ in range(_MAX_COMPILATIONS if can_share else 0):
-        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, number), key=grammar)
+        await off_loop.compile(tenant, len(grammar.source), lambda: grammars.prepare(grammar, plan, number), key=grammar)
         if matchers := grammars.known(grammar, plan, number):
             return matchers
     return await off_loop.compile(tenant, size, lambda: [grammars.matcher(grammar, plan) for _ in range(number)])
