@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from penstock.admission.door import AdmissionLimits
+from penstock.clock import VirtualClock
 from penstock.lab.cost_model import CostModel, Fitted, Residuals
 from penstock.lab.pacing import Pace
 from penstock.lab.records import End
 from penstock.lab.simulation import Simulation
-from penstock.lab.virtual_server import MAX_SAMPLES, Timeline
+from penstock.lab.virtual_server import MAX_SAMPLES, ServerSettings, Timeline, VirtualServer
 from penstock.lab.workload import Job, Workload
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape
 from penstock.types.request import FinishReason
+from penstock.types.stats import AdapterCounts
 
 CAPACITY = Capacity(num_blocks=65, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
 COST = CostModel()
@@ -304,3 +306,13 @@ def test_the_timeline_is_exact_in_the_mean_and_bounded() -> None:
         timeline.note(idx * 10 * MS, idx % 3, 0, 0)
     assert MAX_SAMPLES / 2 <= len(timeline.at_ns) <= MAX_SAMPLES
     assert timeline.means(1_000_000 * MS)[0] == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_load_at_the_door_tells_the_adapters() -> None:
+    """As that of a real engine does."""
+    server = VirtualServer(
+        ServerSettings(capacity=CAPACITY, make_policies=make_policies), VirtualClock(), tell=lambda _events, _now_ns: None
+    )
+    adapters = AdapterCounts(num_resident=2, num_running=1, num_blocks=6, num_placements=3, num_evictions=1)
+    server.core.snapshot = server.core.snapshot._replace(adapters=adapters)
+    assert server.load().adapters == adapters
