@@ -396,6 +396,17 @@ async def test_others_are_answered_while_a_grammar_is_compiled(client, compiling
     assert compiling.asked == [Grammar(GrammarKind.REGEX, "[ab]{3}")]
 
 
+async def test_a_request_whose_grammar_is_compiled_is_told_not_to_have_come_yet(client, compiling):
+    body = {"prompt": "Hello", "max_tokens": 4} | outputs(regex="[ab]")
+    slow = asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "slow"}))
+    await until(lambda: compiling.asked)
+    error = check(await client.get("/v1/requests/slow"), 404, "request_not_found")
+    assert "has not come to the engine yet" in error["message"]
+    compiling.may_go_on.set()
+    assert (await slow).status_code == 200
+    assert (await client.get("/v1/requests/slow")).status_code == 200
+
+
 async def test_a_known_grammar_goes_no_long_way(client, compiling):
     compiling.may_go_on.set()
     for n in (1, 3):

@@ -57,7 +57,7 @@ class RequestsEndpoint:
             raise ApiError(
                 404,
                 f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
-                "(--explained-requests, 0: none is), was refused at the door, or never came.",
+                "(--explained-requests, 0: none is), was refused at the door, has not come to the engine yet, or never came.",
                 code="request_not_found",
             )
 
