@@ -46,7 +46,8 @@ MAX_REFUSED = 256
 """Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
 _starting = threading.Lock()
-"""For the size of new threads' stacks, which is the process's, whatever model compiles."""
+"""For the size of new threads' stacks, which is the process's, whatever model compiles. So it is the one lock of a module: that
+of an object would keep apart the threads of that object alone."""
 
 
 class GrammarKind(StrEnum):
