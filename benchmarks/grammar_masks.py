@@ -11,7 +11,7 @@ mask. `vocabulary` is what the first grammar of a server waits for besides. Wall
 rounds, each of which knows nothing of the one before. The last line printed is one JSON object.
 
 With `--pieces` only the second mask of strings is taken, at their first character, with all of `PIECES` and without each: the
-median of CPU times.
+median of CPU times. A table is all that is printed then.
 """
 
 from __future__ import annotations
