@@ -60,7 +60,29 @@ def test_env_tells_what_serve_would_take_here_and_who_set_it(penstock: Penstock,
     assert facts["kernels"].startswith("portable, set by the settings file; usable: ")
     assert told(env={"PENSTOCK_CONFIG": str(file)})["threads"].startswith("5, set by the settings file; ")
     assert told("--threads", "3", env={"PENSTOCK_THREADS": "7"})["threads"].startswith("3, set by --threads; ")
-    assert "'PENSTOCK_THREADS': 0 is less than 1" in penstock("env", env={"PENSTOCK_THREADS": "0"}).stderr
+
+
+def test_env_tells_a_wrong_value_beside_the_other_facts(penstock: Penstock) -> None:
+    """They are for a report of what goes wrong."""
+    result = penstock("env", env={"PENSTOCK_THREADS": "0", "PENSTOCK_KERNELS": "mmx"})
+    assert result.returncode == 0, result.stderr
+    facts = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert re.match(r"Invalid value for 'PENSTOCK_THREADS': 0 is less than 1; \d+ by default: ", facts["threads"])
+    assert re.match(r"Invalid value for 'PENSTOCK_KERNELS': 'mmx' is not available; .*portable; usable: ", facts["kernels"])
+    assert "can't run" not in facts["kernels"]
+    assert facts["penstock"] == __version__
+
+
+def test_env_tells_the_kernels_that_the_settings_file_sets_for_one_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("penstock.backends.native._native.usable_variants", lambda: ["avx2", "portable"])
+    monkeypatch.setattr("penstock.backends.native._native.why_no_tiles", lambda: "")
+    file = tmp_path / "penstock.toml"
+    file.write_text('[[models]]\nmodel = "a"\nkernels = "portable"\n[[models]]\nmodel = "b"\nkernels = "avx512"\n')
+    kernels = next(line for line in CliRunner().invoke(env, ["--config", str(file)]).output.splitlines() if "kernels" in line)
+    assert "avx2; portable for a, set by the settings file; avx512 for b, set by the settings file, which" in kernels
+    assert kernels.endswith("; usable: avx2, portable")
 
 
 def test_env_tells_kernels_that_serve_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ import importlib.metadata
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from penstock import __version__
-from penstock.cli.options import config_file_option, setting_option, warn_of_unknown_variables
+from penstock.cli.options import config_file_option, printable, setting_option, tables_of_file, warn_of_unknown_variables
 
 if TYPE_CHECKING:
     from penstock.machine import Cores
@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--cache", envvar="PENSTOCK_CACHE", metavar="PATH", help="Folder for fetched weights.")
-@setting_option("threads")
-@setting_option("kernels")
+@setting_option("threads", raises=False)
+@setting_option("kernels", raises=False)
 @config_file_option
-def env(cache: str | None, threads: int | None, kernels: str | None) -> None:
+def env(cache: str | None, threads: int | click.BadParameter | None, kernels: str | click.BadParameter | None) -> None:
     """Show the machine, the threads and the instruction set that serve would take here, versions, and what is missing."""
     warn_of_unknown_variables()
-    for name, value in _facts(cache, threads, kernels):
+    for name, value in _facts(cache, threads, kernels, tables_of_file()):
         print(f"{name:12} {value}")
 
 
-def _facts(cache: str | None, threads: int | None, kernels: str | None) -> Iterator[tuple[str, str]]:
+def _facts(
+    cache: str | None,
+    threads: int | click.BadParameter | None,
+    kernels: str | click.BadParameter | None,
+    tables: Sequence[Mapping[str, object]] = (),
+) -> Iterator[tuple[str, str]]:
+    """A wrong value is told in the place of its fact: whoever reports a bug needs the others all the more."""
     from penstock.config.units import format_size
     from penstock.deploy.device import gpu_facts
     from penstock.machine import available_memory_bytes, cpu_name, find_cores, usable_cpus
@@ -43,26 +49,28 @@ def _facts(cache: str | None, threads: int | None, kernels: str | None) -> Itera
     yield "processor", f"{cpu_name() or platform.machine()}, {counted(usable_cpus(), 'CPU')} usable"
     cores = find_cores()
     default = f"{cores.num_threads} by default: {cores.why}"
-    yield "threads", f"{threads}{_set_by('threads')}; {default}" if threads else f"{default} (--threads sets another number)"
+    yield "threads", f"{_set('threads', threads)}; {default}" if threads else f"{default} (--threads sets another number)"
     yield "memory", f"{format_size(available_memory_bytes())} available"
     yield "nodes", _nodes(cores)
-    yield "kernels", _kernels(kernels)
+    yield "kernels", _kernels(kernels, tables)
     yield "gpu", gpu_facts()
     yield "libraries", ", ".join(f"{name} {version}" for name, version in _requirements() if version)
     yield "cache", _cache(cache)
     yield "missing", "; ".join(_missing(cache)) or "nothing"
 
 
-def _set_by(key: str) -> str:
-    """Where the value of a setting comes from that was set."""
+def _set(key: str, value: object) -> str:
+    """The value of a setting and where it comes from, or what is wrong with it."""
+    if isinstance(value, click.BadParameter):
+        return value.format_message().removesuffix(".")
     names: dict[ParameterSource | None, str] = {
         ParameterSource.ENVIRONMENT: f"PENSTOCK_{key.upper()}",
         ParameterSource.DEFAULT_MAP: "the settings file",
     }
-    return f", set by {names.get(click.get_current_context().get_parameter_source(key), f'--{key}')}"
+    return f"{value}, set by {names.get(click.get_current_context().get_parameter_source(key), f'--{key}')}"
 
 
-def _kernels(chosen: str | None) -> str:
+def _kernels(chosen: str | click.BadParameter | None, tables: Sequence[Mapping[str, object]]) -> str:
     """The native module's own account, or why it can't be used."""
     try:
         from penstock.backends import native
@@ -71,8 +79,15 @@ def _kernels(chosen: str | None) -> str:
     except ImportError as error:
         return f"not usable: {error}"
     without = f"; not the processor's tiles (AMX): {info['why_no_tiles']}" if info["why_no_tiles"] else ""
-    refused = "" if chosen is None or chosen in info["variants"] else ", which this machine can't run"
-    taken = f"{chosen}{_set_by('kernels')}{refused}" if chosen else info["variant"]
+
+    def told(words: str, name: object) -> str:
+        can_run = isinstance(name, click.BadParameter) or name in info["variants"]
+        return words if can_run else f"{words}, which this machine can't run"
+
+    taken = told(_set("kernels", chosen), chosen) if chosen else info["variant"]
+    for table in tables:
+        if name := table.get("kernels"):
+            taken += "; " + told(f"{name} for {printable(str(table['model']))}, set by the settings file", name)
     return f"{taken}; usable: {', '.join(info['variants'])}{without}"
 
 

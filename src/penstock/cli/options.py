@@ -74,9 +74,9 @@ def model_option(command: _Command) -> _Command:
     return setting_option("model", "-m")(command)
 
 
-def setting_option(key: str, *short: str) -> Callable[[_Command], _Command]:
-    """Adds one setting, by its key."""
-    return _option(next(item for item in all_settings() if item.key == key), *short)
+def setting_option(key: str, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
+    """Adds one setting, by its key. If it does not raise, the command gets the error of a wrong value in place of the value."""
+    return _option(next(item for item in all_settings() if item.key == key), *short, raises=raises)
 
 
 def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,14 +109,20 @@ def models_argument(command: Callable[..., Any]) -> Callable[..., Any]:
         if model_words and source is ParameterSource.COMMANDLINE:
             raise click.UsageError("The model is given twice: as an argument and with --model.")
         words = model_words or (() if source is ParameterSource.DEFAULT else (model,))
-        return command(words=words, tables=context.meta.get(_TABLES_KEY, ()), **values)
+        return command(words=words, tables=tables_of_file(), **values)
 
     return click.argument("model_words", nargs=-1, metavar="[MODEL]...", shell_complete=complete_model)(
         model_option(with_models)
     )
 
 
-def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
+def tables_of_file() -> tuple[dict[str, object], ...]:
+    """The tables [[models]] of the file for `--config`, of a command that has this option."""
+    tables: tuple[dict[str, object], ...] = click.get_current_context().meta.get(_TABLES_KEY, ())
+    return tables
+
+
+def _option(item: Setting, *short: str, raises: bool = True) -> Callable[[_Command], _Command]:
     if item.kind is Kind.FLAG:
         names = [f"{item.flag}/--no-{item.flag[2:]}", item.key]
         return click.option(
@@ -132,7 +138,7 @@ def _option(item: Setting, *short: str) -> Callable[[_Command], _Command]:
         item.flag,
         item.key,
         type=click.UNPROCESSED,
-        callback=_parser(item),
+        callback=_parser(item, raises=raises),
         metavar=_metavar(item),
         shell_complete=complete_model if item.key == "model" else _values_of(item),
         default=item.default if item.default_doc else item.shown_default,  # in words, as it is shown
@@ -183,8 +189,8 @@ class _Truth(click.types.BoolParamType):
             raise _bad_value(f"{error}.", ctx, param) from None
 
 
-def _parser(item: Setting) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """A click callback that parses a setting as its declaration says."""
+def _parser(item: Setting, *, raises: bool) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A click callback that parses a setting as its declaration says, and raises or returns the error."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
@@ -192,7 +198,10 @@ def _parser(item: Setting) -> Callable[[click.Context, click.Parameter, Any], An
                 return tuple(item.parse(entry) for entry in value)
             return None if value is None else item.parse(value)
         except ValueError as error:
-            raise _bad_value(f"{error}.", ctx, param) from None
+            bad = _bad_value(f"{error}.", ctx, param)
+            if raises:
+                raise bad from None
+            return bad
 
     return parse
 
