@@ -84,10 +84,10 @@ def _compiled(path: Path) -> bytes:
 
 def main() -> None:
     sizes = installed_mb()
-    largest = ", ".join(f"{name} {size:.1f}" for name, size in list(sizes.items())[:5])
+    largest = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items() if size >= 1)
     print(origin(f"{len(sizes)} packages"))
     total = f"{sum(sizes.values()):.1f} MB without byte code, which takes {byte_code_mb():.1f}"
-    print(f"Installed: {total}; the largest: {largest}.")
+    print(f"Installed: {total}; of 1 MB or more: {largest}.")
 
 
 if __name__ == "__main__":
