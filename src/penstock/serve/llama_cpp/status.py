@@ -91,8 +91,10 @@ def _num_slots(running: RunningModel) -> tuple[int, int]:
 
 
 def _told(request: Request) -> dict[str, Any]:
-    """How far a request of the one who asks has come, in numbers: without keys that may be anybody's. So stop strings are not
-    told, nor biases, of which a request of OpenAI's routes may have one for each token of the vocabulary."""
+    """How far a request of the one who asks has come, and its settings: numbers, booleans and the names of samplers.
+
+    Where there are no keys, whoever asks may be another client. So stop strings are not told, nor biases, of which a request of
+    OpenAI's routes may have one for each token of the vocabulary."""
     sampling, num_decoded = replace(request.sampling, logit_bias=()), len(request.output_token_ids)
     settings = generation_settings(sampling, n_predict=sampling.max_tokens)
     del settings["logit_bias"], settings["stop"]
