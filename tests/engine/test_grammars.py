@@ -13,7 +13,7 @@ from penstock.clock import VirtualClock
 from penstock.engine.books import Abandoned
 from penstock.engine.core import BROKEN
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import NullObserver, Observer, OutputChunk
+from penstock.engine.ports import NullObserver, OutputChunk
 from penstock.engine.thread import Engine
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -65,18 +65,15 @@ class Journal(HashExecutor):
 class Rig:
     """An engine without a thread."""
 
-    def __init__(
-        self, depth: int, executor: Journal | None = None, *, observer: Observer | None = None, **engine_fields
-    ) -> None:
+    def __init__(self, depth: int, executor: Journal | None = None, **engine_fields) -> None:
         self.executor = executor or Journal(depth=depth)
         self.chunks: list[OutputChunk] = []
-        self.core = make_core(SMALL, make_policies(reserve=Watermark(share=0.0, growth_tokens=0)), observer=observer)
-        self.clock = VirtualClock()
+        self.core = make_core(SMALL, make_policies(reserve=Watermark(share=0.0, growth_tokens=0)))
         self.engine = Engine(
             self.core,
             self.executor,
             OutputStage(lambda skip_special_tokens: Numbers()),
-            clock=self.clock,
+            clock=VirtualClock(),
             sink=self.chunks.extend,
             **engine_fields,
         )
@@ -295,34 +292,6 @@ def test_stop_strings_and_aborts_end_an_answer_with_a_grammar(depth):
     assert rig.tokens_of("a") == wanted[:5]
     assert rig.end_of("a").finish_reason is FinishReason.STOP
     assert rig.end_of("b").finish_reason is FinishReason.ABORT
-
-
-class Ends(NullObserver):
-    def __init__(self) -> None:
-        self.reasons: list[FinishReason] = []
-
-    def on_finish(self, stats) -> None:
-        self.reasons.append(stats.finish_reason)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_turns", range(3, 7))
-@pytest.mark.parametrize("also_ends_by", ["abort", "deadline", "grammar"])
-def test_an_answer_that_ends_in_two_ways_at_once_is_counted_as_its_client_is_told(depth, num_turns, also_ends_by):
-    """One of the turns finds a stop string in text that waits for masks, when the other end comes."""
-    ends = Ends()
-    rig = Rig(depth, observer=ends)
-    wanted = expected(make_request("a", 3, max_tokens=30), grammar(1)).token_ids
-    follows = grammar(1, fails_after=num_turns if also_ends_by == "grammar" else None)
-    limit = {"deadline_ns": 7} if also_ends_by == "deadline" else {}
-    rig.engine.submit(make_request("a", 3, max_tokens=30, matcher=follows, stop=(f"{wanted[4]} ",), **limit))
-    for _ in range(num_turns):
-        rig.engine.turn()
-    if also_ends_by == "abort":
-        rig.engine.abort("a")
-    rig.clock.advance(7)
-    rig.run()
-    assert ends.reasons == [rig.end_of("a").finish_reason]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -159,12 +159,6 @@ class EngineCore:
             self.snapshot = self._take_snapshot()
         return events
 
-    def may_end(self, commands: Sequence[Command], now_ns: int) -> bool:
-        """Whether `apply` might end a request that runs. Its last tokens are to be told before: their text may end it, too."""
-        overdue = self._deadlines.peek()
-        is_overdue = overdue is not None and overdue[0][0] <= now_ns
-        return is_overdue or self._following.has_failed or any(isinstance(command, Abort) for command in commands)
-
     def begin(self, now_ns: int) -> StepPlan | None:
         """The next step, with what the executor must forget; None if there is nothing to compute now.
 
@@ -434,11 +428,6 @@ class Following:
     def __bool__(self) -> bool:
         """Whether `settle` has something to do."""
         return bool(self._matchers or self._took)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `take_failed` has something to tell."""
-        return bool(self._failed)
 
     @property
     def sitting_out(self) -> Collection[str]:

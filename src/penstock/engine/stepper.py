@@ -4,8 +4,7 @@ Driven by the engine's thread under the wall clock, and by the test driver and t
 is the same in all of them. It takes the commands that have come and the time; it never waits for either, and makes no text.
 
     begin    arrivals    take over the contents that came from the tier below the pool, if there is one
-             commands    apply them; requests that end by one (refused, cancelled) are told at once. If they may end one that
-                         runs, events of the step before are told first: a stop string in their text ends it, then
+             commands    apply them; requests that end by one (refused, cancelled) are told at once
              plan        ask the core for the next step
              departures  copy what is spilled, begin loads; they go on while the step runs
              adapters    dropped, also without a plan, as the next two: what was evicted may be the destination of a copy
@@ -143,8 +142,6 @@ class Stepper:
         if transfers is not None:
             transfers.arrive()
         now_ns = self._clock.now_ns()
-        if core.may_end(commands, now_ns):
-            self.tell_untold()  # else a client is told of a stop string, and the end that comes now is counted
         if events := core.apply(commands, now_ns):
             self.tell_untold()
             self._tell(events, now_ns)
