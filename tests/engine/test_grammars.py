@@ -14,6 +14,7 @@ from penstock.engine.books import Abandoned
 from penstock.engine.core import BROKEN
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import NullObserver, OutputChunk
+from penstock.engine.stepper import Stepper
 from penstock.engine.thread import Engine
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -413,6 +414,23 @@ def test_what_grammars_take_of_the_host_is_told():
         {"schedule", "commit", "grammar", "output"},
         {"schedule", "commit", "output"},
     ]
+
+
+def test_time_that_tells_events_is_counted_once():
+    """Events that waited for masks, and the end of a cancelled request, are told before the plan."""
+    parts: list[dict[str, int]] = []
+
+    class Listener:
+        def on_turn(self, parts_ns) -> None:
+            parts.append(dict(parts_ns))
+
+    clock, core = VirtualClock(), make_core(SMALL)
+    executor = HashExecutor(SMALL, model=MODEL)
+    stepper = Stepper(core, executor, clock, tell=lambda *_: clock.advance(STEP_NS), turn_observer=Listener())
+    stepper.turn([Add(make_request("a", 3, max_tokens=9, matcher=grammar())), Add(make_request("b", 3, max_tokens=9))])
+    stepper.turn([Abort("b")])
+    assert parts[1]["schedule"] == 0
+    assert sum(one["output"] for one in parts) == clock.now_ns()
 
 
 class Slow(HashMatcher):

@@ -4,7 +4,7 @@ Driven by the engine's thread under the wall clock, and by the test driver and t
 is the same in all of them. It takes the commands that have come and the time; it never waits for either, and makes no text.
 
     begin    arrivals    take over the contents that came from the tier below the pool, if there is one
-             commands    apply them; requests that end by one (refused, cancelled) are told at once
+             commands    apply them; requests that end by one (refused, cancelled) are told at once, with what still waits
              plan        ask the core for the next step
              departures  copy what is spilled, begin loads; they go on while the step runs
              adapters    dropped, also without a plan, as the next two: what was evicted may be the destination of a copy
@@ -98,9 +98,9 @@ class Stepper:
         self._finishing: StepInFlight | None = None
         """The step that is being collected and told."""
         self._untold: tuple[list[TokenEvent], int] = [], 0
-        """Events of the last step, and their instant, until they are told."""
+        """Events that wait to be told, and the instant at which they are known."""
         self._output_ns = 0
-        """How long it took to tell events of steps since the last `finish`."""
+        """How long it took to tell events since the last `finish`."""
 
     @property
     def has_flights(self) -> bool:
@@ -141,17 +141,19 @@ class Stepper:
         core, transfers = self._core, self._transfers
         if transfers is not None:
             transfers.arrive()
-        now_ns = self._clock.now_ns()
+        now_ns, output_ns = self._clock.now_ns(), self._output_ns
         if events := core.apply(commands, now_ns):
+            # Together, and as of now: what ends by its text then has no row in the plan.
+            self._untold = self._untold[0] + events, now_ns
             self.tell_untold()
-            self._tell(events, now_ns)
         plan = core.begin(now_ns)
         if transfers is not None:
             transfers.depart()
         if plan is None:
             self._prepare_blocks()
             return None
-        flight = StepInFlight(plan, self._clock.now_ns() - now_ns, core.awaits_masks(plan))
+        schedule_ns = self._clock.now_ns() - now_ns - (self._output_ns - output_ns)
+        flight = StepInFlight(plan, schedule_ns, core.awaits_masks(plan))
         self._flights.append(flight)
         self._prepare_blocks()
         flight.ticket = self._executor.submit(plan)
@@ -198,7 +200,7 @@ class Stepper:
         return flight.plan
 
     def tell_untold(self) -> None:
-        """Tell the events of the last step, if they had to wait. Turns do so; for one who ends all after a turn that failed."""
+        """Tell the events that wait. Turns do so; for one who ends all after a turn that failed."""
         (events, now_ns), self._untold = self._untold, ([], 0)
         if events:
             began_ns = self._clock.now_ns()
