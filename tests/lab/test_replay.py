@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from engine.test_thread import Numbers
 from penstock.clock import Clock, WallClock
 from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
-from penstock.engine.ports import OutputChunk
+from penstock.engine.ports import Detokenizer, OutputChunk
 from penstock.engine.thread import Engine
-from penstock.lab.recording import Arrival, Departure, RecordingError, Seen, StepDone, open_recording
+from penstock.lab.recording import Arrival, Departure, Recording, RecordingError, Seen, StepDone, open_recording
 from penstock.lab.replay import replay
 from penstock.obs.recording import Recorder
 from penstock.sched.policies.base import Policies
@@ -34,6 +35,7 @@ from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
+from penstock.types.sampling import LineLimits
 
 CAPACITY = Capacity(num_blocks=29, block_size=4, max_rows=8, max_step_tokens=24, max_model_len=80)
 MODEL = HashModel(vocab_size=40, eos_token_id=3, eos_period=25)
@@ -62,11 +64,14 @@ def policies_of(preset: str) -> Policies:
 class Traffic(HashExecutor):
     """An executor during whose steps requests come and go: sessions over shared beginnings, stop strings, cancels."""
 
-    def __init__(self, depth: int, num_adapters: int = 0, *, has_grammars: bool = False) -> None:
+    def __init__(
+        self, depth: int, num_adapters: int = 0, *, has_grammars: bool = False, grammar_fails_after: int | None = None
+    ) -> None:
         """Requests ask for `num_adapters` in turn, and now and then for none. `has_grammars`: every third follows one."""
         super().__init__(CAPACITY, model=MODEL, depth=depth, seed=5)
         self._num_adapters = num_adapters
         self._has_grammars = has_grammars
+        self._grammar_fails_after = grammar_fails_after
         self.engine: Engine | None = None
         self._num_collected = 0
         self.is_over = threading.Event()
@@ -93,6 +98,9 @@ class Traffic(HashExecutor):
         self._num_sent += 1
         self._num_open += 1
         shared = [1, 2, 5, 4, 1, 6, 7, 8, 9, 10, 11][: 4 + idx % 8]
+        matcher = None
+        if self._has_grammars and idx % 3 == 0:
+            matcher = BusyMatcher(MODEL.vocab_size, seed=idx, num_forced=4, fails_after=self._grammar_fails_after)
         request = make_request(
             f"r{idx}",
             prompt or [*shared, *(10 + (idx * 7 + pos) % 23 for pos in range(idx * 5 % 30))],
@@ -101,9 +109,10 @@ class Traffic(HashExecutor):
             max_tokens=3 + idx * 11 % 21,
             stop_token_ids=(3,),
             stop=("7 ",) if idx % 3 == 0 else (),
+            lines=LineLimits(min_indent=1) if idx % 3 == 1 else None,
             tenant=f"t{idx % 3}",
             cache_salt=b"salt" if idx % 11 == 10 else b"",
-            matcher=BusyMatcher(MODEL.vocab_size, seed=idx, num_forced=4) if self._has_grammars and idx % 3 == 0 else None,
+            matcher=matcher,
             adapter=make_adapter(number) if (number := idx * 5 % (self._num_adapters + 1)) else None,
         )
         self._turns[request.request_id], self._answers[request.request_id] = request, []
@@ -200,9 +209,12 @@ def record(
     has_prefix_caching: bool = True,
     has_adapters: bool = False,
     has_grammars: bool = False,
+    grammar_fails_after: int | None = None,
+    make_text: Callable[[], Detokenizer] = Numbers,
 ) -> None:
     """Serve the traffic with an engine's own thread, under the wall clock."""
-    executor, clock = Traffic(depth, NUM_ADAPTERS if has_adapters else 0, has_grammars=has_grammars), WallClock()
+    num_adapters, clock = NUM_ADAPTERS if has_adapters else 0, WallClock()
+    executor = Traffic(depth, num_adapters, has_grammars=has_grammars, grammar_fails_after=grammar_fails_after)
     adapters = SlowAdapters() if has_adapters else None
     recorder = make_recorder(
         path, clock, depth=depth, has_prefix_caching=has_prefix_caching, max_adapters=MAX_ADAPTERS if has_adapters else 0
@@ -216,7 +228,7 @@ def record(
         max_adapters=MAX_ADAPTERS,
     )
     core = EngineCore(scheduler, journal=recorder)
-    output = OutputStage(lambda skip_special_tokens: Numbers())
+    output = OutputStage(lambda skip_special_tokens: make_text())
     engine = Engine(core, executor, output, clock=clock, sink=executor.sink, turn_observer=recorder)
     executor.engine = engine
     executor.send()
@@ -266,6 +278,108 @@ def test_recorded_durations_give_the_same_plans(preset: str, depth: int, tmp_pat
     replayed = replay(recording, make)
     assert replayed.difference == ""
     assert replayed.num_equal == replayed.num_steps == len(steps)
+
+
+class Failing(Numbers):
+    """The text of a fifth token can't be made."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._num_tokens += len(token_ids)
+        if self._num_tokens >= 5:
+            raise ValueError("no text")
+        return super().push(token_ids)
+
+
+class Lines(Numbers):
+    """One token in four ends a line. No line is indented."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join("x" if token_id % 4 else "\n" for token_id in token_ids)
+
+
+def reasons_of(recording: Recording) -> Counter[FinishReason]:
+    return Counter(event.reason for event in recording.events() if isinstance(event, Departure))
+
+
+@pytest.mark.parametrize("preset", ["penstock", "vllm", "sglang"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_whose_text_can_not_be_made_end_again(preset: str, depth: int, tmp_path: Path) -> None:
+    path, make, texts = tmp_path / "recording", partial(policies_of, preset), cycle((Numbers, Failing))
+    record(path, make, depth=depth, make_text=lambda: next(texts)())
+    recording = open_recording(path)
+    assert reasons_of(recording)[FinishReason.ERROR] > 5
+    replayed = replay(recording, make)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_that_end_with_a_line_end_again(depth: int, tmp_path: Path) -> None:
+    path, make = tmp_path / "recording", partial(policies_of, "penstock")
+    record(path, make, depth=depth, make_text=Lines)
+    recording = open_recording(path)
+    lengths = [
+        (request.departure.num_output_tokens, request.arrival.max_tokens)
+        for request in recording.requests()
+        if request.departure is not None and request.departure.reason is FinishReason.LENGTH
+    ]
+    assert sum(num_tokens < max_tokens for num_tokens, max_tokens in lengths) > 2
+    replayed = replay(recording, make)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_whose_grammars_fail_end_again(depth: int, tmp_path: Path) -> None:
+    path, make = tmp_path / "recording", partial(policies_of, "penstock")
+    record(path, make, depth=depth, has_grammars=True, grammar_fails_after=2)
+    recording = open_recording(path)
+    assert reasons_of(recording)[FinishReason.ERROR] > 5
+    replayed = replay(recording, make)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
+@pytest.mark.parametrize("comes", ["a cancel", "a cancel of nobody", "a request that is refused"])
+def test_a_stop_string_whose_text_waits_for_masks_ends_its_answer_where_it_did(comes: str, tmp_path: Path) -> None:
+    """Something else comes in the turn in which it is found."""
+    clock = WallClock()
+    told: list[OutputChunk] = []
+
+    def make_engine(recorder: Recorder | None = None) -> Engine:
+        core = EngineCore(Scheduler(CAPACITY, make_policies()), journal=recorder)
+        output = OutputStage(lambda skip_special_tokens: Numbers())
+        executor = HashExecutor(CAPACITY, model=MODEL, seed=5)
+        return Engine(core, executor, output, clock=clock, sink=told.extend, turn_observer=recorder)
+
+    def follows(**fields: object) -> Request:
+        matcher = HashMatcher(MODEL.vocab_size, seed=1)
+        return make_request("a", 5, arrival_ns=clock.now_ns(), temperature=0.0, max_tokens=12, matcher=matcher, **fields)
+
+    engine, whole = make_engine(), follows()
+    engine.submit(whole)
+    while engine.turn():
+        pass
+    stop_id = whole.output_token_ids[4]
+    told.clear()
+
+    path = tmp_path / "recording"
+    recorder = make_recorder(path, clock)
+    engine, request = make_engine(recorder), follows(stop=(f"{stop_id} ",))
+    engine.submit(request, make_request("b", 4, arrival_ns=clock.now_ns(), temperature=0.0, max_tokens=20))
+    while request.output_token_ids[-1:] != [stop_id]:
+        engine.turn()
+    assert sum(len(chunk.token_ids) for chunk in told if chunk.request_id == "a") == 4, "the fifth is not told yet"
+    if comes == "a request that is refused":
+        engine.submit(make_request("c", 1 + CAPACITY.max_model_len, arrival_ns=clock.now_ns()))
+    else:
+        engine.abort("a" if comes == "a cancel" else "nobody")
+    while engine.turn():
+        pass
+    recorder.close()
+    assert [chunk.finish_reason for chunk in told if chunk.request_id == "a"][-1] is FinishReason.STOP
+    replayed = replay(open_recording(path), make_policies)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
 
 
 def test_other_policies_make_other_plans(tmp_path: Path) -> None:

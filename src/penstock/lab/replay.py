@@ -32,7 +32,7 @@ from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.adapter import BASE, AdapterOutlook, AdapterRef, AdapterState, NoAdapters, PackedAdapter
-from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
+from penstock.types.events import Add, Command, Stop, TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, StepTiming, TokenLogprobs
@@ -111,7 +111,7 @@ class _Story:
     script: deque[tuple[int, Command]]
     """Commands, by the instants at which the core obeyed them, in their order."""
     told: dict[int, list[Command]]
-    """Ends that followed from the text of a step's tokens, by the end of the step."""
+    """Ends that followed from a step's tokens or their text, by the end of the step."""
     begins: deque[int]
     """Instants of turns, ascending."""
     outputs: Mapping[str, deque[int]]
@@ -165,10 +165,8 @@ def _read(recording: Recording) -> _Story:
                 if event.at_ns != last_ns:
                     commands.append((event.at_ns, event))
                     ends.append(event)
-                elif event.is_by_text:
-                    told[last_ns].append(Stop(str(event.id), ""))
-                elif event.reason in (FinishReason.ABORT, FinishReason.ERROR):
-                    told[last_ns].append(Abort(str(event.id)))
+                else:  # by its text, perhaps; if by a token, it has ended already when it is told to
+                    told[last_ns].append(_end(event))
             case StepDone():
                 last_ns = event.ended_ns
                 steps.append(event)
@@ -194,7 +192,7 @@ def _read(recording: Recording) -> _Story:
     begins.update(looks)
     script: deque[tuple[int, Command]] = deque()
     for at_ns, event in commands:
-        script.append((at_ns, Add(requests[event.id]) if isinstance(event, Arrival) else Abort(str(event.id))))
+        script.append((at_ns, Add(requests[event.id]) if isinstance(event, Arrival) else _end(event)))
     return _Story(
         steps=steps,
         script=script,
@@ -204,6 +202,11 @@ def _read(recording: Recording) -> _Story:
         failed={str(number) for number, end in departures.items() if end.reason is FinishReason.ERROR},
         seen=seen,
     )
+
+
+def _end(departure: Departure) -> Command:
+    """Ends the request for its reason, whatever ended it: on that depends what is kept of it, and learnt."""
+    return Stop(str(departure.id), None, departure.reason)
 
 
 def _request(arrival: Arrival, contents: _Contents, matcher: Matcher | None) -> Request:
