@@ -345,7 +345,7 @@ def test_kernels_that_the_machine_cannot_run_are_refused_with_those_that_it_can(
     assert settle("cpu", kernels="portable").backend.kernels == "portable"
     with pytest.raises(ConfigError, match=r"can't run the amx kernels \(the system refuses them\)") as raised:
         settle("cpu", kernels="amx")
-    assert raised.value.remedy == "Set --kernels to one of avx2, portable, or leave it out."
+    assert raised.value.remedy == "Set --kernels (PENSTOCK_KERNELS) to one of avx2, portable, or leave it unset."
     with pytest.raises(ConfigError, match=r"can't run the avx512 kernels\. "):
         settle("cpu", kernels="avx512")
 

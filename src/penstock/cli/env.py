@@ -62,7 +62,7 @@ def _facts(
 def _set(key: str, value: object) -> str:
     """The value of a setting and where it comes from, or what is wrong with it."""
     if isinstance(value, click.BadParameter):
-        return value.format_message().removesuffix(".")
+        return f"{value.format_message().removesuffix('.')}: serve refuses it"
     names: dict[ParameterSource | None, str] = {
         ParameterSource.ENVIRONMENT: f"PENSTOCK_{key.upper()}",
         ParameterSource.DEFAULT_MAP: "the settings file",

@@ -192,7 +192,7 @@ def _check_kernels(backend: BackendConfig) -> None:
         why = f" ({usable['why_no_tiles']})" if backend.kernels == "amx" and usable["why_no_tiles"] else ""
         raise ConfigError(
             f"This machine can't run the {backend.kernels} kernels{why}.",
-            remedy=f"Set --kernels to one of {', '.join(usable['variants'])}, or leave it out.",
+            remedy=f"Set --kernels (PENSTOCK_KERNELS) to one of {', '.join(usable['variants'])}, or leave it unset.",
         )
 
 

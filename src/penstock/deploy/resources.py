@@ -254,8 +254,8 @@ class Resources:
 def _warn_of_too_many(num_threads: int) -> None:
     if num_threads > (num_cpus := usable_cpus()):
         _log.warning(
-            "%s compute, and this process may use %s: every step waits for those that have no CPU. Leave out --threads, "
-            "or set it to %d at most",
+            "%s compute, and this process may use %s: every step waits for those that have no CPU. Leave --threads "
+            "(PENSTOCK_THREADS) unset, or set it to %d at most",
             counted(num_threads, "thread"),
             counted(num_cpus, "CPU"),
             num_cpus,
