@@ -26,7 +26,7 @@ def thread_s(work: Callable[[], object]) -> float:
 
 @contextmanager
 def others_are_no_garbage() -> Iterator[None]:
-    """The garbage collector does not look at what is there already: at the end of the suite that takes it 0.7 s."""
+    """The garbage collector does not look at what is there already: late in the suite that takes long."""
     gc.freeze()
     try:
         yield

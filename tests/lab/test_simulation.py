@@ -309,7 +309,6 @@ def test_the_timeline_is_exact_in_the_mean_and_bounded() -> None:
 
 
 def test_the_load_at_the_door_tells_the_adapters() -> None:
-    """As that of a real engine does."""
     server = VirtualServer(
         ServerSettings(capacity=CAPACITY, make_policies=make_policies), VirtualClock(), tell=lambda _events, _now_ns: None
     )

@@ -607,6 +607,7 @@ async def test_a_disk_that_hangs_refuses_new_names_and_no_others(small, slow_dis
     answers.set()
     monkeypatch.setattr(loading, "MAX_LOOK_S", 5.0)
     async with asyncio.timeout(20):  # until the looks that were put off have ended
+        # No event says when a lookup gives its place back.
         while (await client.post("/v1/completions", json=ASK | {"model": "red"})).status_code == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert await tokens_of(client, "red") == expected["red"]

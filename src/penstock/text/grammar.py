@@ -46,8 +46,8 @@ MAX_REFUSED = 256
 """Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
 
 _starting = threading.Lock()
-"""For the size of new threads' stacks, which is the process's, whatever model compiles. So it is the one lock of a module: that
-of an object would keep apart the threads of that object alone."""
+"""Guards the size of new threads' stacks. That belongs to the process, so a lock of each `Grammars` would not keep two models
+apart that compile at once: this is the one lock of a module."""
 
 
 class GrammarKind(StrEnum):
@@ -156,7 +156,7 @@ class Grammars:
             self._ready(grammar, num_at_once(plan, number))
 
     def known(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> list[Matcher] | None:
-        """As `matcher`, for so many answers, if one compilation has that many left, so that an event loop may ask; else None.
+        """Return `number` matchers if the grammar is compiled and has that many left, else None. Fast enough for an event loop.
 
         Raises `Rejected` for a grammar that was refused before.
         """

@@ -56,7 +56,7 @@ _DEFAULT_ROOM = 16
 _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
 """Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
 _MAX_COMPILATIONS = 4
-"""To find a grammar that others have just used up, or pushed out of what is kept."""
+"""A call compiles a grammar so often to share it: other calls may use it up, or push it out of those that are kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ async def _matchers(
 
 
 def _known(number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel) -> list[Matcher] | None:
-    """At once if the grammar is known and small, like most: the way to a thread would be what takes long. Else None."""
+    """The matchers, if the grammar is known and small, like most: the way to a thread would take longer. Else None."""
     is_small = number * len(grammar.source) <= _MAX_INLINE_GRAMMAR_CHARS
     return running.grammars.known(grammar, plan, number) if is_small else None
 
