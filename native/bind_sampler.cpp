@@ -27,7 +27,8 @@ using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 void init_row(RowSampling* self, double temperature, int top_k, double top_p, double min_p, float repetition_penalty,
               float frequency_penalty, float presence_penalty, uint64_t seed, int min_tokens, int num_logprobs,
               std::optional<std::vector<int32_t>> allowed_ids, const std::vector<std::pair<int32_t, float>>& bias,
-              const std::vector<std::vector<int32_t>>& banned_sequences, std::vector<int32_t> stop_ids, int num_prompt_logprobs) {
+              const std::vector<std::vector<int32_t>>& banned_sequences, std::vector<int32_t> stop_ids, int num_prompt_logprobs,
+              std::optional<int32_t> penalty_window) {
     new (self) RowSampling();
     self->temperature = temperature;
     self->top_k = top_k;
@@ -36,6 +37,7 @@ void init_row(RowSampling* self, double temperature, int top_k, double top_p, do
     self->repetition_penalty = repetition_penalty;
     self->frequency_penalty = frequency_penalty;
     self->presence_penalty = presence_penalty;
+    if (penalty_window) self->penalty_window = *penalty_window;
     self->seed = seed;
     self->min_tokens = min_tokens;
     self->num_logprobs = num_logprobs;
@@ -88,7 +90,7 @@ void bind_sampler(nb::module_& m) {
              "min_tokens"_a = 0, "num_logprobs"_a = -1, "allowed_ids"_a.none() = nb::none(),
              "bias"_a = std::vector<std::pair<int32_t, float>>(),
              "banned_sequences"_a = std::vector<std::vector<int32_t>>(), "stop_ids"_a = std::vector<int32_t>(),
-             "num_prompt_logprobs"_a = 0);
+             "num_prompt_logprobs"_a = 0, "penalty_window"_a.none() = nb::none());
     nb::class_<SamplerScratch>(m, "SamplerScratch", "Working memory that calls of `sample` may share, one at a time.")
         .def(nb::init<>());
     m.def("sample", &sample, "logits"_a, "row"_a, "tokens"_a, "num_prompt_tokens"_a, "scratch"_a.none() = nb::none(),

@@ -83,8 +83,9 @@ void penalize(Vocabulary logits, const RowSampling& row, const int32_t* tokens, 
     const size_t vocab_size = logits.end() - logits.begin();
     if (scratch.counts.size() < vocab_size) scratch.counts.resize(vocab_size, 0);
     scratch.touched.clear();
-    if (row.repetition_penalty != 1.0f) count_tokens(logits, tokens, 0, num_prompt_tokens, true, scratch);
-    count_tokens(logits, tokens, num_prompt_tokens, num_tokens, false, scratch);
+    const int start = std::max(0, num_tokens - row.penalty_window);
+    if (row.repetition_penalty != 1.0f) count_tokens(logits, tokens, start, num_prompt_tokens, true, scratch);
+    count_tokens(logits, tokens, std::max(start, num_prompt_tokens), num_tokens, false, scratch);
     for (int32_t id : scratch.touched) {
         const int32_t count = scratch.counts[id] & ~kInPrompt;
         scratch.counts[id] = 0;

@@ -21,6 +21,7 @@ struct RowSampling {
     float repetition_penalty = 1.0f;
     float frequency_penalty = 0.0f;
     float presence_penalty = 0.0f;
+    int32_t penalty_window = std::numeric_limits<int32_t>::max();  // the penalties count only the last so many tokens
     uint64_t seed = 0;
     int32_t min_tokens = 0;
     int32_t num_logprobs = -1;   // -1: none; k: the sampled token's and those of the k most likely

@@ -130,6 +130,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeat_last_n: int = -1
+    """The penalties count only the last so many tokens. -1: all; 0: no penalties."""
     seed: int | None = None
     """The same seed gives the same answer, whatever else runs; None draws one for each prompt."""
     stop: str | Sequence[str] | None = None

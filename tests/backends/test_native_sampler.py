@@ -55,6 +55,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, SamplingParams, list[int], int, 
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.5])),
         presence_penalty=draw(st.sampled_from([0.0, 0.7, -0.3])),
         frequency_penalty=draw(st.sampled_from([0.0, 0.2, -1.1])),
+        penalty_window=draw(st.sampled_from([None, None, 1, 3, 100])),
         seed=draw(st.integers(0, 2**64 - 1)),
         logprobs=draw(st.sampled_from([None, 0, 3, MAX_LOGPROBS])),
         logit_bias=tuple((i, draw(st.floats(-9, 9, width=32))) for i in some_ids) if draw(st.booleans()) else (),
@@ -86,7 +87,7 @@ def possible_tokens(logits, params, history, num_prompt, mask=None) -> set[int]:
     """The tokens that the specification draws if its boundaries are moved by `EDGE`."""
     changed = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     changed = add_bias(restrict(changed, params, history, len(history) - num_prompt, mask=mask), params)
-    changed = penalize(changed, params, history, history[num_prompt:])
+    changed = penalize(changed, params, history, num_prompt)
     if params.temperature == 0.0:
         return {int(np.argmax(changed))}
     result = set()

@@ -128,23 +128,33 @@ def test_bias_is_added():
 
 def test_repetition_penalty_shrinks_positive_and_grows_negative_logits_of_prompt_and_output():
     params = SamplingParams(repetition_penalty=2.0)
-    assert penalize(f32(4, -4, 4, 4), params, [0, 1, 2], [2]).tolist() == [2, -8, 2, 4]
+    assert penalize(f32(4, -4, 4, 4), params, [0, 1, 2], 2).tolist() == [2, -8, 2, 4]
 
 
 def test_an_extreme_repetition_penalty_saturates():
     largest = np.finfo(np.float32).max
-    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=1e-40), [0], []).tolist() == [largest, -4, 1]
-    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=3e38), [0, 1], [])[1] == -largest
+    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=1e-40), [0], 1).tolist() == [largest, -4, 1]
+    assert penalize(f32(4, -4, 1), SamplingParams(repetition_penalty=3e38), [0, 1], 2)[1] == -largest
 
 
 def test_frequency_and_presence_count_the_output_only():
     params = SamplingParams(frequency_penalty=0.5, presence_penalty=1.0)
-    assert penalize(f32(4, 4, 4), params, [0, 1, 1, 2], [1, 1, 2]).tolist() == [4, 2, 2.5]
+    assert penalize(f32(4, 4, 4), params, [0, 1, 1, 2], 1).tolist() == [4, 2, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [(None, [2, 0, 2, 4]), (4, [2, 0, 2, 4]), (3, [4, 0, 2, 4]), (2, [4, 0, 4, 4]), (1, [4, 0.5, 4, 4])],
+)
+def test_penalties_count_the_last_tokens_of_their_window(window, expected):
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=1.0, penalty_window=window)
+    prompt, output = [0, 2], [1, 1]
+    assert penalize(f32(4, 4, 4, 4), params, prompt + output, len(prompt)).tolist() == expected
 
 
 def test_repetition_comes_before_frequency_and_bias_before_both():
     params = SamplingParams(logit_bias=((0, 2.0),), repetition_penalty=2.0, frequency_penalty=1.0, temperature=0.0)
-    changed = penalize(add_bias(f32(4, 0), params), params, [1, 0], [0])
+    changed = penalize(add_bias(f32(4, 0), params), params, [1, 0], 1)
     assert changed.tolist() == [2, 0]  # (4 + 2) / 2 - 1
 
 

@@ -378,7 +378,7 @@ async def test_lines_end_answers():
         ({"return_progress": True}, "'return_progress' is not supported yet"),
         ({"lora": [{"id": 0, "scale": 1}]}, "'lora' is not supported yet"),
         ({"n_cache_reuse": 256}, "'n_cache_reuse' is not supported yet"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "'repeat_last_n' must be -1"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": -2}, "'repeat_last_n' must be at least -1"),
         ({"repeat_penalty": 1000}, "'repeat_penalty' must be at most 100"),
         ({"seed": 2**64}, "'seed' must be an integer of at most 64 bits"),
         ({"samplers": ["top_k", "top_k"]}, "'samplers' has 'top_k' twice"),

@@ -86,6 +86,14 @@ def test_what_is_said_wins_even_if_it_is_zero():
     assert sampling(top_k=-1).top_k == 0
 
 
+def test_repeat_last_n_limits_what_the_penalties_count():
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5}
+    assert sampling(**penalties, repeat_last_n=64).penalty_window == 64
+    assert sampling(**penalties, repeat_last_n=-1).penalty_window is None
+    none = sampling(**penalties, repeat_last_n=0)
+    assert (none.repetition_penalty, none.frequency_penalty) == (1.0, 0.0)
+
+
 @pytest.fixture
 def with_limits(monkeypatch):
     """A model whose files say how long an answer is, and name a token that none has."""

@@ -7,7 +7,8 @@ is the specification):
 2.  The grammar's mask or `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
     (stop tokens are -inf until that many tokens were generated). Bans that would leave no token are lifted for it.
 3.  `logit_bias` is added.
-4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only).
+4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only), each over the last
+    `penalty_window` tokens.
 5.  `temperature` 0: the largest logit, the lowest id among equals. Otherwise divide by it.
 6.  `top_k`, then `top_p`, then `min_p` each narrow the candidates; one is drawn, in ascending order of token id, with the
     uniform number that the generator gives for (seed, position), position being the number of tokens before the new one.
@@ -148,6 +149,8 @@ class SamplingParams:
     """> 0; logits of tokens seen in prompt or output are divided (if positive) or multiplied (if negative) by it."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int | None = None
+    """The penalties count only the last so many tokens, >= 1. None: all."""
     seed: int = 0
     """64-bit unsigned. The maker of the request draws one if the user gave none."""
     logprobs: int | None = None

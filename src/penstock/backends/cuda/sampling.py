@@ -181,7 +181,7 @@ class Sampler:
         repetition, frequency, presence = params[:, 10:13].contiguous().view(torch.float32).unsqueeze(2).unbind(1)
         ids = self._tables.tokens[:, :max_tokens].index_select(0, slots).long()
         place = torch.arange(max_tokens, dtype=torch.int32, device=x.device)
-        is_token = place < positions[:, None]
+        is_token = (place < positions[:, None]) & (place >= positions[:, None] - params[:, 13:14])
         is_output = is_token & (place >= params[:, 9:10])
         is_seen = torch.zeros_like(x).scatter_add_(1, ids, is_token.to(x.dtype)) > 0
         counts = torch.zeros_like(x).scatter_add_(1, ids, is_output.to(x.dtype))

@@ -15,7 +15,7 @@ from penstock.types.sampling import SamplingParams
 
 PARAM_WORDS = 16
 """Words of one row's sampling parameters: float64 1 / temperature (0: greedy), top_p, min_p; int32 top_k, both halves of the
-seed, num_prompt_tokens; float32 repetition, frequency and presence penalty."""
+seed, num_prompt_tokens; float32 repetition, frequency and presence penalty; int32 penalty window."""
 
 MAX_INVERSE_TEMPERATURE = 1e250
 """So that neither 0 nor the largest difference of logits times it leaves the range of float64."""
@@ -89,6 +89,7 @@ def param_words(params: SamplingParams, num_prompt_tokens: int) -> NDArray[np.in
     seed = np.array([params.seed], np.uint64).view(np.int32)
     words[6:10] = top_k, seed[0], seed[1], num_prompt_tokens
     words[10:13].view(np.float32)[:] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    words[13] = np.iinfo(np.int32).max if params.penalty_window is None else params.penalty_window
     return words
 
 

@@ -32,6 +32,7 @@ class RowSampling:
         banned_sequences: Sequence[Sequence[int]] = ...,
         stop_ids: Sequence[int] = ...,
         num_prompt_logprobs: int = 0,
+        penalty_window: int | None = None,
     ) -> None: ...
 
 class SamplerScratch:

@@ -470,4 +470,5 @@ def make_row_sampling(params: SamplingParams) -> RowSampling:
         banned_sequences=[list(sequence) for sequence in params.banned_token_sequences],
         stop_ids=list(params.stop_token_ids),
         num_prompt_logprobs=params.prompt_logprobs or 0,
+        penalty_window=params.penalty_window,
     )

@@ -50,10 +50,9 @@ def sample(
     `mask` has a bit for each token that its grammar allows (`types.sampling`). Raises NoCandidateError.
     """
     raw = np.where(np.isnan(logits), np.float32(-np.inf), logits)
-    output_ids = token_ids[num_prompt_tokens:]
-    changed = restrict(raw, params, token_ids, len(output_ids), mask=mask)
+    changed = restrict(raw, params, token_ids, len(token_ids) - num_prompt_tokens, mask=mask)
     changed = add_bias(changed, params)
-    changed = penalize(changed, params, token_ids, output_ids)
+    changed = penalize(changed, params, token_ids, num_prompt_tokens)
     if not (changed > -np.inf).any():
         raise NoCandidateError("no token can be sampled: every logit is -inf or NaN")
     if params.temperature == 0.0:
@@ -113,8 +112,10 @@ def add_bias(logits: F32, params: SamplingParams) -> F32:
     return result
 
 
-def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], output_ids: Sequence[int]) -> F32:
+def penalize(logits: F32, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> F32:
     """Step 4: repetition (CTRL, arXiv 1909.05858), then frequency and presence (OpenAI's definitions)."""
+    start = 0 if params.penalty_window is None else max(0, len(token_ids) - params.penalty_window)
+    output_ids, token_ids = token_ids[max(start, num_prompt_tokens) :], token_ids[start:]
     result = logits.copy()
     penalty = np.float32(params.repetition_penalty)
     if penalty != 1:

@@ -22,7 +22,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
-from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model, read_penalties
+from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model
 from penstock.serve.openai.schemas import (
     INT32_MAX,
     MAX_BAD_WORD_CHARS,
@@ -34,6 +34,7 @@ from penstock.serve.openai.schemas import (
     CompletionBody,
     IgnoredParameters,
     NotYet,
+    RepeatLastN,
     Schema,
     StopStrings,
     check_body,
@@ -116,8 +117,7 @@ class LlamaBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    """-1: penalties look at all tokens, which here they always do; 0: at none."""
+    repeat_last_n: RepeatLastN | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
@@ -390,13 +390,10 @@ def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, Any]
         "top_k": body.top_k,
         "top_p": body.top_p,
         "min_p": body.min_p,
-        **read_penalties(
-            body.repeat_penalty,
-            body.presence_penalty,
-            body.frequency_penalty,
-            body.repeat_last_n,
-            "repeat_last_n",
-        ),
+        "repetition_penalty": body.repeat_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repeat_last_n": body.repeat_last_n,
     }
     if samplers is None:
         return fields

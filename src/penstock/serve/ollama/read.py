@@ -22,7 +22,7 @@ from penstock.deploy.served import ServedModel
 from penstock.serve.calls.call import Call
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import is_admin
-from penstock.serve.openai.read import Reader, find_allowed, read_penalties
+from penstock.serve.openai.read import Reader, find_allowed
 from penstock.serve.openai.schemas import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -33,6 +33,7 @@ from penstock.serve.openai.schemas import (
     CompletionBody,
     IgnoredParameters,
     NotYet,
+    RepeatLastN,
     StopStrings,
     ToolBody,
     check_body,
@@ -85,8 +86,7 @@ class OptionsBody(Body):
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    """-1: penalties look at all tokens, which here they always do; 0: at none."""
+    repeat_last_n: RepeatLastN | None = None
     num_keep: int | None = None
     """Without effect: no token of a prompt is ever dropped."""
 
@@ -304,13 +304,6 @@ class OllamaReader:
     def _fields(self, body: _AnswerBody) -> dict[str, Any]:
         """Fields that chats and completions of OpenAI have alike."""
         options = body.options or OptionsBody()
-        penalties = read_penalties(
-            options.repeat_penalty,
-            options.presence_penalty,
-            options.frequency_penalty,
-            options.repeat_last_n,
-            "options.repeat_last_n",
-        )
         return {
             "model": name_of(body.model, self._deployment),
             "stream": body.stream is not False,
@@ -320,7 +313,10 @@ class OllamaReader:
             "min_p": options.min_p,
             "seed": options.seed,
             "stop": options.stop,
-            **penalties,
+            "repetition_penalty": options.repeat_penalty,
+            "presence_penalty": options.presence_penalty,
+            "frequency_penalty": options.frequency_penalty,
+            "repeat_last_n": options.repeat_last_n,
             "max_tokens": _limit(options.num_predict),
             "response_format": _response_format(body.format),
         }

@@ -58,7 +58,7 @@ from penstock.text.dialects import Message
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, NameUnknown, counted
 from penstock.types.request import ARM_B
-from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingParams
+from penstock.types.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, BeamParams, EarlyStopping, SamplingDefaults, SamplingParams
 
 _Number = TypeVar("_Number", int, float)
 _log = logging.getLogger(__name__)
@@ -372,9 +372,7 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
         top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         min_p=_first(body.min_p, defaults.min_p, 0.0),
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        **_penalties(body, defaults),
         logprobs=num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias or {}, model.vocab_size),
@@ -389,18 +387,16 @@ def read_sampling(body: GenerationBody, num_logprobs: int | None, running: Runni
     return sampling
 
 
-def read_penalties(
-    repeat: float | None, presence: float | None, frequency: float | None, last_n: int | None, param: str
-) -> dict[str, float | None]:
-    """A completion's penalties, of Ollama's and llama.cpp's, which look at the last `last_n` tokens; -1: at all.
-
-    Raises 400 for any other number but 0. `param`: the field that says it.
-    """
-    if last_n == 0:
-        return {"repetition_penalty": 1.0}
-    if last_n not in (None, -1) and (repeat not in (None, 1) or presence or frequency):
-        raise invalid(f"'{param}' must be -1, or 0 for no penalties: penalties look at all tokens here.", param)
-    return {"repetition_penalty": repeat, "presence_penalty": presence, "frequency_penalty": frequency}
+def _penalties(body: GenerationBody, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Return the penalties as fields of `SamplingParams`. With `repeat_last_n` 0 there are none."""
+    if body.repeat_last_n == 0:
+        return {}
+    return {
+        "repetition_penalty": _first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "penalty_window": None if body.repeat_last_n == -1 else body.repeat_last_n,
+    }
 
 
 def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) -> _Number:

@@ -219,6 +219,8 @@ Prompt = Annotated[
 ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+RepeatLastN = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+"""The penalties count only the last so many tokens. -1: all; 0: no penalties."""
 LogitBias = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
@@ -337,6 +339,8 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repeat_last_n: RepeatLastN | None = None
+    """llama.cpp's."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     use_beam_search: bool | None = None
     """The `n` choices are the hypotheses of a search with as many beams, the best first."""
