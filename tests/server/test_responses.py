@@ -11,6 +11,8 @@ from test_tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, W
 PATH = "/v1/responses"
 ASK = {"input": "hi", "temperature": 0, "max_output_tokens": 12}
 FUNCTIONS = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
+NOW_TOOL = FUNCTIONS[1]
+CLOCK = {"type": "namespace", "name": "clock", "description": "Times.", "tools": [NOW_TOOL]}
 ROME = {"place": "Rome", "days": 3}
 
 
@@ -210,6 +212,73 @@ async def test_calls():
     assert answer["tools"][1] == {"type": "function", "name": "now", "parameters": None, "strict": False}
 
 
+async def test_functions_of_a_namespace():
+    """The model knows each under a longer name. The client sees the name and the namespace."""
+    answer, events = await said(
+        '<tool_call>\n{"name": "clock__now", "arguments": {}}\n</tool_call>', tools=[FUNCTIONS[0], CLOCK]
+    )
+    [call] = answer["output"]
+    assert (call["type"], call["name"], call["namespace"], call["arguments"]) == ("function_call", "now", "clock", "{}")
+    [added] = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert (added["name"], added["namespace"]) == ("now", "clock")
+    assert answer["tools"][1] == CLOCK | {"tools": [NOW_TOOL | {"parameters": None, "strict": False}]}
+    answer, _ = await said(CALL_NOW, tools=[CLOCK, NOW_TOOL])
+    assert "namespace" not in answer["output"][0]
+
+
+async def test_the_model_sees_a_namespace_as_functions():
+    flat = [{"type": "function", "name": "clock__now", "description": "Times."}]
+    history = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "c", "name": "now", "namespace": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "name": "now", "namespace": "clock", "output": "noon"},
+    ]
+    flat_history = [history[0], {"type": "function_call", "call_id": "c", "name": "clock__now", "arguments": "{}"}]
+    runtime = says("Noon.", chat_template=TOOLS_TEMPLATE)
+    try:
+        async with make_client(runtime) as client:
+            fields = {"input": history, "tools": [CLOCK]}
+            flat_fields = {
+                "input": [*flat_history, {"type": history[2]["type"], "call_id": "c", "output": "noon"}],
+                "tools": flat,
+            }
+            first = await ask(client, **fields)
+            assert first["usage"]["input_tokens"] == await prompt_of(client, **flat_fields)
+            listed = (await client.get(f"{PATH}/{first['id']}/input_items", params={"order": "asc"})).json()["data"]
+            assert (listed[1]["name"], listed[1]["namespace"]) == ("now", "clock")
+            followed = await ask(client, previous_response_id=first["id"], tools=[CLOCK])
+            assert text_of(followed) == "Noon."
+    finally:
+        runtime.close()
+
+
+async def test_tools_that_run_elsewhere_are_left_out(caplog):
+    """The answer is the one without them; its header and one line of the log name their types."""
+    others = [
+        {"type": "web_search", "external_web_access": True},
+        {"type": "image_generation", "output_format": "png"},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}},
+        {"type": "tool_search", "execution": "client", "parameters": {}},
+    ]
+    runtime = says("Sun.", chat_template=TOOLS_TEMPLATE)
+    try:
+        async with make_client(runtime) as client:
+            alone = await client.post(PATH, json=ASK | {"tools": FUNCTIONS})
+            assert "x-tools-left-out" not in alone.headers
+            for more in ({}, {"stream": True}, {"background": True}):
+                response = await client.post(PATH, json=ASK | {"tools": [*others, *FUNCTIONS]} | more)
+                assert response.status_code == 200, response.text
+                assert response.headers["x-tools-left-out"] == "custom, image_generation, tool_search, web_search"
+            answer = await ask(client, tools=[*others, *FUNCTIONS])
+            assert answer["usage"]["input_tokens"] == alone.json()["usage"]["input_tokens"]
+            assert answer["tools"] == alone.json()["tools"]
+    finally:
+        runtime.close()
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(told) == len(others)
+    assert len(set(told)) == len(others)
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
@@ -351,9 +420,25 @@ WRONG = [
         "input[0].encrypted_content",
         "not supported",
     ),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search', which runs at OpenAI"),
-    ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0]", "'file_search', which runs at OpenAI"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0].type", "'file_search', which this server"),
+    ({"tools": {}}, "tools", "must be a list"),
+    ({"tools": [3]}, "tools[0]", "must be an object"),
+    ({"tools": [{"name": "now"}]}, "tools[0].type", "Missing required parameter"),
+    ({"tools": [{"type": "namespace", "name": "clock", "tools": [NOW_TOOL] * 129}]}, "tools[0].tools", "at most 128"),
+    (
+        {"tools": [{"type": "namespace", "name": name, "tools": [NOW_TOOL] * 100} for name in "ab"]},
+        "tools",
+        "have 200 functions",
+    ),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "'tools[0].name' must be 1 to 128"),
+    (
+        {"tools": [{"type": "web_search"}, {**CLOCK, "tools": [NOW_TOOL, {"type": "function", "name": "a b"}]}]},
+        "tools[1].tools[1].name",
+        "'tools[1].tools[1].name' must be 1 to 128",
+    ),
+    ({"tools": [{**CLOCK, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name", "Missing required parameter"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "not supported"),
     ({"tools": [FUNCTIONS[1], FUNCTIONS[1]]}, "tools[1].name", "the name of another tool"),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "none of the 'tools' has"),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search' is not supported"),

@@ -58,7 +58,7 @@ JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 
 _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
-_WORDS_KEY = "penstock.error_words"
+_WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 """Keys of a request's scope, under which the checks leave their findings."""
 NO_WORDS: Mapping[str, ErrorWords] = MappingProxyType({})
 ENTRY_KEY = "penstock.access_entry"
@@ -115,6 +115,11 @@ def request_id_of(scope: Scope) -> str:
     """The id that the answer was given; empty before the checks."""
     identity = scope.get(_IDENTITY_KEY)
     return identity.request_id if isinstance(identity, RequestIdentity) else ""
+
+
+def add_header(scope: Scope, name: bytes, value: bytes) -> None:
+    """Add a header to the answer, whatever the answer is. `name`: in small letters."""
+    scope[_ANSWER_HEADERS_KEY].append((name, value))
 
 
 def key_name(scope: Scope) -> str:
@@ -215,7 +220,8 @@ class RequestChecks:
                 await exchange.send({"type": "http.response.body"})
                 return
         if ANTHROPIC_VERSION in headers_of(scope):
-            exchange.more_headers = [*exchange.more_headers, (_ANTHROPIC_ID_HEADER, identity.request_id.encode())]
+            exchange.more_headers.append((_ANTHROPIC_ID_HEADER, identity.request_id.encode()))
+        scope[_ANSWER_HEADERS_KEY] = exchange.more_headers
         try:
             self._check_head(scope, identity)
             exchange.check_length(_announced_bytes(scope))

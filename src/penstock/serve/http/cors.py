@@ -15,7 +15,7 @@ from starlette.types import Message
 from penstock.types.errors import ConfigError
 
 _METHODS = b"GET, POST, DELETE"
-_EXPOSED = b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms"
+_EXPOSED = b"X-Request-Id, Request-Id, Server-Timing, Retry-After, Retry-After-Ms, X-Tools-Left-Out"
 """Headers of an answer that a page may read, beside those that it always may."""
 _MAX_AGE_S = 600
 """A browser need not ask again for so long."""

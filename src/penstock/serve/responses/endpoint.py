@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.serve.calls.call import Owner
 from penstock.serve.calls.in_flight import InFlight, RunningCall
 from penstock.serve.calls.run import run
 from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
-from penstock.serve.http.checks import entry_of, identity_of
+from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.read import Reader, read_owner
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
@@ -50,6 +51,8 @@ class ResponsesEndpoint:
         self._store = ResponseStore(config.response_store_bytes, config.response_ttl_s, clock)
         self._tasks: set[asyncio.Task[None]] = set()
         """The tasks of responses in the background: the loop keeps none of its tasks alive."""
+        self._told_kinds: set[str] = set()
+        """Types of tools that were left out and logged; there are few types."""
 
     async def create(self, data: bytes, http: HttpRequest) -> HttpResponse:
         """Answer items with items: messages, reasoning, calls of functions. The answer is kept, unless `store` is false."""
@@ -83,6 +86,8 @@ class ResponsesEndpoint:
         )
         if (entry := entry_of(http.scope)) is not None:
             entry.model = call.answer.model_name
+        if question.tools.left_out:
+            self._tell_left_out(question.tools.left_out, http)
         opened = await unless_gone(http, run(call, self._in_flight))
         if body.background:
             return self._begin(opened, question, owner)
@@ -97,6 +102,12 @@ class ResponsesEndpoint:
         if (ended := writers[0].ended) is not None:
             self._keep(question, owner, ended)
         return response
+
+    def _tell_left_out(self, kinds: Set[str], http: HttpRequest) -> None:
+        add_header(http.scope, b"x-tools-left-out", ", ".join(sorted(kinds)).encode())
+        for kind in sorted(kinds - self._told_kinds):
+            _log.warning("tools of the type %r are left out of /v1/responses: this server does not run them", kind)
+        self._told_kinds |= kinds
 
     def _check_store(self, body: ResponsesBody) -> None:
         if body.store and not self._store.keeps:

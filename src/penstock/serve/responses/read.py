@@ -16,19 +16,16 @@ import orjson
 from starlette.types import Scope
 
 from penstock.serve.calls.call import Call
-from penstock.serve.errors import invalid, refuse_unknown, shorten
+from penstock.serve.errors import ApiError, invalid, refuse_unknown, renamed, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     CalledFunction,
     ChatCompletionBody,
     ChatMessage,
-    FunctionBody,
     JsonSchemaFormat,
     ResponseFormat,
-    ToolBody,
     ToolCallBody,
     check_part,
 )
@@ -45,6 +42,7 @@ from penstock.serve.responses.schemas import (
     TextFormat,
     TextPart,
 )
+from penstock.serve.responses.tools import Tools, chat_name, read_tools
 
 Item = dict[str, Any]
 """An item as it is told and kept: plain JSON data, with an `id`."""
@@ -95,7 +93,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "response_format": "text.format",
         "max_completion_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
-        **{f"tools[{index}].function": f"tools[{index}]" for index in range(MAX_TOOLS)},
     }
 )
 """Fields of a chat, and what they are called in a response."""
@@ -122,6 +119,7 @@ class Question:
     """The fields of the answer that repeat the question, `id` and `model` included."""
     items: list[Item]
     """Its own, as they are kept."""
+    tools: Tools
 
     def new_id(self, kind: str, index: int) -> str:
         """The id of an item of the answer."""
@@ -157,14 +155,18 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
     if len(before) + len(items) > MAX_MESSAGES:
         raise invalid(f"The conversation has {len(before) + len(items)} items; at most {MAX_MESSAGES} are taken.", "input")
     bodies = [*map(_body_of, before), *items]
-    call = reader.read_chat(_chat(body, _messages(body.instructions, bodies)), data, scope)
+    tools = read_tools(body.tools)
+    try:
+        call = reader.read_chat(_chat(body, _messages(body.instructions, bodies), tools), data, scope)
+    except ApiError as error:
+        raise renamed(error, tools.renames) from None
     # A name that a client gives may be given twice; an id that is asked for may not.
     name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
     answer = dataclasses.replace(call.answer, answer_id=response_id)
     call = dataclasses.replace(call, answer=answer, num_bytes=len(data) + past.num_bytes)
     kept = [_kept(item, index, response_id) for index, item in enumerate(items)]
-    return call, Question(response_id, _told(body, call, keeps=keeps), kept)
+    return call, Question(response_id, _told(body, call, tools, keeps=keeps), kept, tools)
 
 
 # Items
@@ -203,7 +205,7 @@ def _checked(item: Any, index: int) -> ItemBody:
     elif isinstance(checked, FunctionOutputItem):
         _text(checked.output, "input", index, "output")
     elif isinstance(checked, FunctionCallItem) and checked.status != "incomplete":
-        past_call(checked.call_id, checked.name, checked.arguments, at)
+        past_call(checked.call_id, chat_name(checked.namespace, checked.name), checked.arguments, at)
     return checked
 
 
@@ -240,7 +242,8 @@ def _kept(item: ItemBody, index: int, response_id: str) -> Item:
             default = "output_text" if item.role == "assistant" else "input_text"
             return kept | {"role": item.role, "content": _kept_parts(item.content, default)}
         case FunctionCallItem():
-            return kept | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            namespace = {} if item.namespace is None else {"namespace": item.namespace}
+            return kept | {"call_id": item.call_id, "name": item.name, **namespace, "arguments": item.arguments}
         case FunctionOutputItem():
             output = item.output if isinstance(item.output, str) else _kept_parts(item.output, "input_text")
             return kept | {"call_id": item.call_id, "output": output}
@@ -293,7 +296,8 @@ def _messages(instructions: str | None, items: Iterable[ItemBody]) -> list[ChatM
                     continue
                 if last["role"] != "assistant":
                     messages.append(_of_assistant())
-                function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+                name = chat_name(item.namespace, item.name)
+                function = CalledFunction.model_construct(name=name, arguments=item.arguments)
                 messages[-1]["tool_calls"].append(
                     ToolCallBody.model_construct(id=item.call_id, type="function", function=function)
                 )
@@ -312,7 +316,7 @@ def _of_assistant(content: str | None = None, reasoning_content: str | None = No
     return {"role": "assistant", "content": content, "reasoning_content": reasoning_content, "tool_calls": []}
 
 
-def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> ChatCompletionBody:
+def _chat(body: ResponsesBody, messages: list[ChatMessage], tools: Tools) -> ChatCompletionBody:
     """The fields of a chat that asks for the same. Raises 400."""
     fields: dict[str, Any] = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     fields["messages"] = messages
@@ -330,18 +334,10 @@ def _chat(body: ResponsesBody, messages: list[ChatMessage]) -> ChatCompletionBod
         fields["response_format"] = _format(body.text.format)
     if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
-    if body.tools:
-        fields["tools"] = [
-            ToolBody.model_construct(
-                type="function",
-                function=FunctionBody.model_construct(
-                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-                ),
-            )
-            for tool in body.tools
-        ]
+    if tools.bodies:
+        fields["tools"] = tools.bodies
     if body.tool_choice is not None:
-        fields["tool_choice"] = _choice(body.tool_choice, [tool.name for tool in body.tools or ()])
+        fields["tool_choice"] = _choice(body.tool_choice, tools.names)
     return ChatCompletionBody.model_construct(**fields)
 
 
@@ -392,7 +388,7 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
 # What the answer says of the question
 
 
-def _told(body: ResponsesBody, call: Call, *, keeps: bool) -> dict[str, Any]:
+def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> dict[str, Any]:
     store: bool = keeps if body.store is None else body.store
     text: TextFormat | Literal["text"] = "text" if body.text is None or body.text.format is None else body.text.format
     shape = {"type": "text"} if text == "text" else text.model_dump(by_alias=True, exclude_none=True)
@@ -422,17 +418,13 @@ def _told(body: ResponsesBody, call: Call, *, keeps: bool) -> dict[str, Any]:
         "temperature": call.sampling.temperature,
         "text": {"format": shape, "verbosity": "medium"},
         "tool_choice": _told_choice(body.tool_choice),
-        "tools": [_told_tool(tool.model_dump(by_alias=True, exclude_none=True)) for tool in body.tools or ()],
+        "tools": tools.told,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": call.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
-
-
-def _told_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"parameters": None, "strict": False} | tool
 
 
 def _told_choice(choice: Any) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import Field, WithJsonSchema
 
-from penstock.serve.errors import RULE, shorten
 from penstock.serve.openai.schemas import (
     CACHE_OPTIONS,
     INT32_MAX,
@@ -49,14 +47,6 @@ Included = Literal[
 reasoning that is encrypted, as it stands here in the clear."""
 
 
-def _only_functions(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        message = "is a tool of the type '{kind}', which runs at OpenAI and not here: only 'function' is supported"
-        raise PydanticCustomError(RULE, message, {"kind": shorten(kind)})
-    return value
-
-
 class FunctionTool(Body):
     """A function that an answer may call. A schema is followed in any case; with `strict`, one that can't be is refused."""
 
@@ -69,6 +59,15 @@ class FunctionTool(Body):
     async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
     defer_loading: Annotated[Any, NotYet(False)] = None
     output_schema: Annotated[Any, NotYet({})] = None
+
+
+class NamespaceTool(Body):
+    """Functions under one name. A call names its function and this."""
+
+    type: Literal["namespace"]
+    name: str
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ReasoningOptions(Body):
@@ -122,10 +121,8 @@ class ResponsesBody(Body):
     truncation: Literal["auto", "disabled"] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: (
-        Annotated[list[Annotated[FunctionTool, BeforeValidator(_only_functions)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
-        | None
-    ) = None
+    tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS})] = None
+    """Checked in `tools`."""
     tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
     """Checked in `read`."""
     parallel_tool_calls: bool | None = None
@@ -193,7 +190,7 @@ class FunctionCallItem(Body):
     """Without effect: what OpenAI's client has made of `arguments`."""
     async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
-    namespace: Annotated[Any, NotYet()] = None
+    namespace: str | None = None
 
 
 class FunctionOutputItem(Body):
@@ -205,7 +202,8 @@ class FunctionOutputItem(Body):
     status: ItemStatus | None = None
     name: str | None = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
-    namespace: Annotated[Any, NotYet()] = None
+    namespace: str | None = None
+    """This and `name` are without effect: `call_id` names the call."""
 
 
 class TextPart(Body):

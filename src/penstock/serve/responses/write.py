@@ -173,9 +173,9 @@ class ResponsesWriter(Writer):
                 self._grow(text)
             case CallBegin(_, call_id, name):
                 self._close()
-                self._begin_item(
-                    {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}, "function_call_arguments"
-                )
+                names = self._question.tools.namespaced.get(name, {"name": name})
+                item = {"type": "function_call", "call_id": call_id, **names, "arguments": ""}
+                self._begin_item(item, "function_call_arguments")
                 self._told_logprobs.clear()
             case CallArguments(_, text):
                 self._grow(text)
