@@ -132,7 +132,7 @@ async def test_all_of_them_at_once(client, expected):
 
 
 async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client, running, monkeypatch):
-    """As it does at the end of the context; a client that asks for more is refused at once, with the numbers."""
+    """As it does at the end of the context; a completion that asks for more is refused at once, with the numbers."""
     num_pages = running.engine.load().num_blocks_total - 2
     monkeypatch.setattr(running.adapters, "outlook", lambda _: AdapterOutlook(num_pages=num_pages))
     chat = {"model": "red", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
@@ -140,7 +140,7 @@ async def test_an_answer_ends_where_the_kv_cache_does_beside_its_adapter(client,
     assert room < running.model.max_model_len
     answer = (await client.post("/v1/chat/completions", json=chat)).json()
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]) == ("length", room)
-    refused = await client.post("/v1/chat/completions", json=chat | {"max_tokens": room})
+    refused = await client.post("/v1/completions", json={"model": "red", "prompt": "hi", "max_tokens": room})
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")

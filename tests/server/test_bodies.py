@@ -16,6 +16,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.openai.schemas import MAX_CONTAINERS, MAX_MESSAGES, ChatCompletionBody, CompletionBody, parse_body
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from penstock.serve.responses.schemas import ResponsesBody
 from work_time import others_are_no_garbage
 
 MAX_BYTES = 4 << 20
@@ -202,7 +203,7 @@ def test_a_field_named_body_is_as_unknown_as_others():
     ],
 )
 def test_metadata_has_openais_limits(metadata, param):
-    assert refusal(orjson.dumps(prompt(metadata=metadata))).param == param
+    assert refusal(orjson.dumps({"input": "a", "metadata": metadata}), ResponsesBody).param == param
 
 
 async def test_a_compressed_body_is_named(client):

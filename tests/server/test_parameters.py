@@ -12,21 +12,39 @@ from test_chat import HI_PROMPT
 from test_completions import oracle
 from test_errors import CHAT, COMPLETIONS, check
 
+from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
 from penstock.serve.errors import ApiError
+from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
+from penstock.serve.ollama.models import OllamaShowBody
+from penstock.serve.ollama.read import OptionsBody
+from penstock.serve.openai.read import PART_NO_EFFECT
 from penstock.serve.openai.schemas import (
     MAX_LOGGED_CHARS,
     MAX_LOGGED_NAMES,
+    Body,
+    CalledFunction,
     ChatCompletionBody,
     ChatMessage,
     CompletionBody,
+    GenerationBody,
     IgnoredParameters,
     JsonSchemaFormat,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
+    ToolCallBody,
     parse_body,
 )
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from penstock.serve.responses.schemas import (
+    FunctionCallItem,
+    MessageItem,
+    ResponsesBody,
+    ResponseStreamOptions,
+    TextOptions,
+    TextPart,
+)
+from penstock.serve.texts.openai import EmbeddingsBody
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
@@ -59,6 +77,8 @@ async def test_values_that_ask_for_nothing_are_taken(client, path):
         {"include_reasoning": True},
         {"session_id": "s", "user": "u", "prompt_cache_key": "k"},
         {"cache_control": EPHEMERAL},
+        {"store": True, "service_tier": "flex", "stream_interval": 8},
+        {"metadata": {"a": 1}},
         {"truncation_side": "left"},
         {"response_format": {"type": "text", "schema": None, "json_schema": None}},
         # All that vLLM's own request object has where nothing was set.
@@ -95,16 +115,82 @@ def test_the_docs_show_every_value_that_asks_for_nothing():
                     assert any(orjson.dumps(neutral).decode() in value for value in values), (name, neutral)
 
 
-def test_the_docs_name_every_unsupported_field_and_every_hint():
+def test_the_docs_name_every_unsupported_field():
     text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
     section = text[text.index("## Unknown and unsupported fields") : text.index("## Limits")]
-    table, _, setting = section.partition("`--ignore-unknown-parameters`")
-    hints, _, _ = setting.partition("All other")
+    table, _, _ = section.partition("`--ignore-unknown-parameters`")
     body_types = (CompletionBody, ChatCompletionBody, ChatMessage, StreamOptions, StructuredOutputs)
     for name in set().union(*(body_type.unsupported for body_type in body_types)):
         assert f"{name}`" in table or name.startswith("guided_"), name
-    is_hint = {name for body_type in body_types for name, field in body_type.unsupported.items() if field.is_hint}
-    assert set(re.findall(r"`(\w+)`", hints)) - {"temprature"} == is_hint
+
+
+# Fields without effect
+
+
+def bodies_of(body_type=Body):
+    return {body_type}.union(*map(bodies_of, body_type.__subclasses__()))
+
+
+def test_the_docs_list_every_field_without_effect():
+    """Each row of the table stands for some bodies, and names exactly their fields with the mark."""
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
+    section = text[text.index("## Fields without effect") : text.index("## Unknown and unsupported fields")]
+    rows = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", section, re.MULTILINE))
+    told = {place: set(re.findall(r"`([\w.]+)`", fields)) for place, fields in rows.items()}
+    common = GenerationBody.no_effect
+    assert told == {
+        "chats and completions": {*common, *(f"stream_options.{name}" for name in StreamOptions.no_effect)},
+        "chats": ChatCompletionBody.no_effect - common,
+        "a chat's messages": {
+            *ChatMessage.no_effect,
+            *(f"tool_calls.{name}" for name in ToolCallBody.no_effect),
+            *(f"tool_calls.function.{name}" for name in CalledFunction.no_effect),
+            *(f"content.{name}" for name in PART_NO_EFFECT),
+        },
+        "`/v1/responses`": {
+            *ResponsesBody.no_effect,
+            *(f"text.{name}" for name in TextOptions.no_effect),
+            *(f"stream_options.{name}" for name in ResponseStreamOptions.no_effect),
+        },
+        "items of `input`": {
+            *MessageItem.no_effect,
+            *FunctionCallItem.no_effect,
+            *(f"content.{name}" for name in TextPart.no_effect),
+        },
+        "`/v1/messages`": {
+            *MessagesBody.no_effect,
+            *(f"metadata.{name}" for name in MetadataBody.no_effect),
+            *(f"tools.{name}" for name in ClientTool.no_effect),
+        },
+        "`/completion`, `/infill`": {
+            *LlamaBody.no_effect,
+            *(f"input_extra.{name}" for name in LlamaFileBody.no_effect),
+        },
+        "`/api/...`": {
+            *(f"options.{name}" for name in OptionsBody.no_effect),
+            *OllamaShowBody.no_effect,
+        },
+        "OpenAI's, Jina's and vLLM's routes of encoders": EmbeddingsBody.no_effect,
+    }  # fmt: skip
+    assert {name for body_type in bodies_of() for name in body_type.no_effect} == {
+        name.rpartition(".")[2] for names in told.values() for name in names
+    }
+
+
+ODD = [True, 2**62, -1.5, "x" * 1000, [[], {}, None], {"a": {"b": ["c"]}}]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_of_any_kind_without_effect_are_accepted(client, path):
+    for name in sorted(BODIES[path].no_effect - TEXTS):
+        for value in ODD:
+            await check_plain(client, path, {name: value})
+    for value in ODD:
+        body = INPUTS[path] | {"stream": True, "max_tokens": 1, "stream_options": {"include_obfuscation": value}}
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+TEXTS = {"user", "safety_identifier", "prompt_cache_key", "session_id"}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +200,8 @@ def test_the_docs_name_every_unsupported_field_and_every_hint():
         {"annotations": [], "tool_calls": [], "reasoning_content": "", "reasoning": ""},
         {"parsed": None},
         {"parsed": {"colour": "red"}},
-        {"cache_control": EPHEMERAL},
-        {"content": [{"type": "text", "text": "hi", "cache_control": EPHEMERAL | {"ttl": "1h"}}]},
+        {"cache_control": {"type": "forever"}},
+        {"content": [{"type": "text", "text": "hi", "cache_control": {}}]},
         {"content": [{"type": "text", "text": "hi", "cache_control": None, "prompt_cache_breakpoint": {"mode": "explicit"}}]},
     ],
     ids=range(7),
@@ -131,8 +217,7 @@ async def test_messages_may_have_fields_that_ask_for_nothing(client, fields):
         ({"audio": {"id": "x"}}, "audio"),
         ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),
         ({"reasoning_content": "hm"}, "reasoning_content"),
-        ({"cache_control": {"type": "forever"}}, "cache_control"),
-        ({"content": [{"type": "text", "text": "hi", "cache_control": {}}]}, "content[0].cache_control"),
+        ({"content": [{"type": "text", "text": "hi", "colour": {}}]}, "content[0]"),
     ],
     ids=lambda value: str(value),
 )
@@ -147,9 +232,6 @@ async def test_messages_that_ask_for_more_are_refused_by_name(client, message, p
         ("guided_decoding_backend", "outlines"),
         ("return_mm_kwargs", False),
         ("truncation_side", "right"),
-        ("stream_interval", 8),
-        ("cache_control", {"type": "ephemeral", "ttl": "9h"}),
-        ("prompt_cache_options", {"mode": "explicit"}),
         ("watermarking", 0),
         ("vllm_xargs", {"a": 1}),
     ],
@@ -217,11 +299,11 @@ def ignored_names(caplog):
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_unknown_names_and_hints_are_ignored_and_logged_once(tolerant, caplog, path):
-    fields = {"no_such_thing": [1], "store": True, "service_tier": "flex", "prompt_cache_key": "k"}
+async def test_unknown_names_are_ignored_and_logged_once(tolerant, caplog, path):
+    fields = {"no_such_thing": [1], "nor_this": True, "store": True, "prompt_cache_key": "k"}
     for _ in range(3):
         await check_plain(tolerant, path, fields)
-    assert ignored_names(caplog) == ["no_such_thing", "service_tier", "store"]
+    assert ignored_names(caplog) == ["no_such_thing", "nor_this"]
     assert all(record.levelno == logging.WARNING for record in caplog.records if "is ignored" in record.msg)
 
 

@@ -319,6 +319,20 @@ async def test_reasoning_can_be_left_out_and_turned_off():
         assert choice["message"]["content"] == "Done."
 
 
+async def test_an_effort_of_none_ends_the_block_of_a_template_without_a_switch():
+    always = CHAT_TEMPLATE.replace("{{ suffix }}", "<think>\n{# </think> #}")
+    end = "\n</think>"
+    none = await ask("a" * len(end) + "Hm.", chat_template=always, reasoning_effort="none")
+    assert none["message"]["content"] == "Hm."
+    high = await ask("Hm.</think>Yes.", chat_template=always, reasoning_effort="high")
+    assert (high["message"]["reasoning_content"], high["message"]["content"]) == ("Hm.", "Yes.")
+
+
+async def test_an_effort_has_no_effect_on_a_model_that_does_not_reason():
+    choices = [await ask("Yes.", **fields) for fields in ({}, {"reasoning_effort": "high"})]
+    assert choices[0] == choices[1]
+
+
 async def test_calls_and_grammars_begin_behind_the_reasoning():
     choice = await ask(f"{THOUGHT}{CALL}", chat_template=THINKING_TEMPLATE)
     assert (choice["message"]["reasoning_content"], calls_of(choice["message"])) == ("Hm, <b>.", [ROME])
@@ -393,7 +407,6 @@ REFUSED = [
     ({"functions": [{"name": "a"}]}, "functions"),
     ({"function_call": {"name": "a"}}, "function_call"),
     ({"thinking_budget": 3}, "thinking_budget"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"messages": [{"role": "function", "name": "f", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),

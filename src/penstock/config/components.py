@@ -509,7 +509,7 @@ class ServerConfig(Component):
     )
     ignore_unknown_parameters: bool = flag(
         False,
-        "Requests may have parameters that are unknown, or hints that are not followed, instead of a 400; each is logged once.",
+        "Accept requests with unknown parameters, instead of a 400. Each name is logged once.",
     )
     seed: int | None = count(
         None,

@@ -18,7 +18,7 @@ from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, Messag
 from penstock.serve.anthropic.write import NO_THREADS
 from penstock.serve.calls.call import Call, Conversation
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.openai.read import PART_HINTS, Reader, find_model, read_conversation
+from penstock.serve.openai.read import Reader, find_model, read_conversation
 from penstock.serve.openai.schemas import (
     MAX_CALL_ID_CHARS,
     MAX_TOOLS,
@@ -56,7 +56,6 @@ _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 """The blocks that are understood, and their own fields beside `type`. Signatures say nothing here."""
 _HINTS: Mapping[str, NotYet] = MappingProxyType(
     {
-        "cache_control": PART_HINTS["cache_control"],
         "citations": NotYet([]),
         "caller": NotYet({"type": "direct"}),
         "toolset_name": NotYet(),
@@ -101,7 +100,7 @@ class MessagesReader:
         running = find_model(body.model, self._deployment, scope)
         chat = ChatCompletionBody.model_construct(
             model=body.model,
-            max_tokens=min(body.max_tokens, running.model.max_model_len),
+            max_tokens=body.max_tokens,
             stream=body.stream,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -115,7 +114,6 @@ class MessagesReader:
         return dataclasses.replace(
             call,
             prompts=_conversation(body, call.prompts),
-            ends_with_context=True,
             answer=dataclasses.replace(call.answer, answer_id=f"{ANSWER_PREFIX}{call.terms.request_id}"),
         )
 
@@ -143,8 +141,8 @@ class MessagesReader:
             fields |= _tool_choice(body)
         self._read_thinking(body, dialect, fields, variables)
         output = body.output_config
-        if output is not None and output.effort is not None:
-            self._read_effort(output.effort, dialect, variables)
+        if output is not None and output.effort is not None and dialect.takes_effort:
+            variables["reasoning_effort"] = _EFFORTS[output.effort]
         if output is not None and output.format is not None:
             check_depth(output.format.schema_, "output_config.format.schema")
             schema = JsonSchemaFormat.model_construct(name="answer", schema_=output.format.schema_)
@@ -169,27 +167,10 @@ class MessagesReader:
             variables["enable_thinking"] = kind != "disabled"
         elif kind == "disabled" and dialect.reasoning is not None:
             fields["thinking_budget"] = 0
-        if dialect.reasoning is None and kind == "enabled":
-            if self._ignored is None:
-                message = (
-                    "'thinking' is 'enabled', but this model does not reason in a block of its own. Send 'disabled', or "
-                    "'adaptive', which lets the model decide."
-                )
-                raise invalid(message, "thinking")
-            self._ignored.note(["thinking"])
-        elif budget is not None:
+        if budget is not None and dialect.reasoning is not None:
             fields["thinking_budget"] = budget
         if thinking is not None and thinking.display == "omitted":
             fields["include_reasoning"] = False
-
-    def _read_effort(self, effort: str, dialect: Dialect, variables: dict[str, Any]) -> None:
-        if dialect.takes_effort:
-            variables["reasoning_effort"] = _EFFORTS[effort]
-        elif effort != "high":  # Anthropic's default
-            if self._ignored is None:
-                message = "'output_config.effort' other than 'high' is for models whose chat template knows efforts."
-                raise invalid(message, "output_config.effort")
-            self._ignored.note(["output_config.effort"])
 
 
 # Tools
@@ -339,7 +320,7 @@ def _checked(blocks: Any, role: str, param: str) -> list[tuple[str, dict[str, An
         for name, value in block.items():
             if name in _HINTS:
                 _HINTS[name].refuse(value, f"{at}.{name}")
-            elif name != "type" and name not in _FIELDS[block["type"]]:
+            elif name not in ("type", "cache_control") and name not in _FIELDS[block["type"]]:
                 raise unknown(f"{at}.{name}")
         checked.append((at, block))
     return checked

@@ -13,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from penstock.serve.errors import RULE, shorten
 from penstock.serve.openai.schemas import (
-    CACHE_CONTROL,
     INT32_MAX,
     MAX_DESCRIPTION_CHARS,
     MAX_MESSAGES,
@@ -22,13 +21,14 @@ from penstock.serve.openai.schemas import (
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
     Body,
+    NoEffect,
     NotYet,
     Schema,
+    Unread,
 )
 
 MAX_USER_ID_CHARS = 512
 """Anthropic's limit."""
-CacheControl = Annotated[Any, NotYet(*CACHE_CONTROL)]
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 
 
@@ -55,9 +55,9 @@ class ClientTool(Body):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     """True: a schema that can't be followed is refused. Else the input is any object then."""
-    eager_input_streaming: bool | None = None
-    """Without effect: input is streamed as it is written."""
-    cache_control: CacheControl = None
+    eager_input_streaming: Unread = None
+    """Input is streamed as it is written in any case."""
+    cache_control: Unread = None
     allowed_callers: Annotated[Any, NotYet([], ["direct"])] = None
     defer_loading: Annotated[Any, NotYet(False)] = None
     input_examples: Annotated[Any, NotYet([])] = None
@@ -89,7 +89,7 @@ class OutputConfigBody(Body):
 
 
 class MetadataBody(Body):
-    user_id: Annotated[str, Field(max_length=MAX_USER_ID_CHARS)] | None = None
+    user_id: Annotated[Annotated[str, Field(max_length=MAX_USER_ID_CHARS)] | None, NoEffect()] = None
 
 
 class CountTokensBody(Body):
@@ -110,10 +110,10 @@ class CountTokensBody(Body):
     """Without it nothing is reasoned."""
     output_config: OutputConfigBody | None = None
 
-    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL, is_hint=True)] = None
+    cache_control: Unread = None
+    speed: Unread = None
     context_management: Annotated[Any, NotYet({}, {"edits": []})] = None
     mcp_servers: Annotated[Any, NotYet([])] = None
-    speed: Annotated[Any, NotYet("standard", is_hint=True)] = None
 
 
 class MessagesBody(CountTokensBody):
@@ -136,7 +136,7 @@ class MessagesBody(CountTokensBody):
     thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
     """Refused in `read`, in the way that has the client send whole conversations."""
 
+    diagnostics: Unread = None
+    inference_geo: Unread = None
+    service_tier: Unread = None
     container: Annotated[Any, NotYet()] = None
-    diagnostics: Annotated[Any, NotYet({}, is_hint=True)] = None
-    inference_geo: Annotated[Any, NotYet(is_hint=True)] = None
-    service_tier: Annotated[Any, NotYet("auto", "standard_only", is_hint=True)] = None

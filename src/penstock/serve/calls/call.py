@@ -190,9 +190,9 @@ class Call:
     max_tokens: int | None
     """None: what the model's files name, or the context leaves."""
     max_tokens_param: str | None
-    """The field that said it; None if it is the API's default."""
+    """The field to name in an error if the prompt leaves less room; None if the limit is the API's default."""
     ends_with_context: bool = False
-    """An answer may have fewer tokens than `max_tokens` because the context is full. Else such a call is refused."""
+    """An answer may have fewer tokens than `max_tokens` because the context is full. Otherwise such a call is refused."""
     answer: AnswerOptions
     num_bytes: int
     """Size of the body."""

@@ -37,6 +37,7 @@ from penstock.serve.openai.schemas import (
     RepeatLastN,
     Schema,
     StopStrings,
+    Unread,
     check_body,
     parse_body,
 )
@@ -148,22 +149,23 @@ class LlamaBody(Body):
     cache_prompt: bool | None = None
     """False: nothing of the cache is used."""
 
-    # Without effect, and so accepted: there are no slots, tokens of a prompt are never dropped, and the limit of the prompt's
-    # time has no effect at llama.cpp's server either.
-    id_slot: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    n_keep: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    n_discard: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    t_max_prompt_ms: Annotated[int, Field(ge=-1)] | None = None
-    # Without effect as long as the fields that they belong to ask for nothing.
-    dynatemp_exponent: float | None = None
-    xtc_threshold: float | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_decay: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Annotated[list[str], Field(max_length=256, fail_fast=True)] | None = None
+    # There are no slots, no token of a prompt is dropped, and llama.cpp's server ignores the limit of the prompt's time, too.
+    id_slot: Unread = None
+    n_keep: Unread = None
+    n_discard: Unread = None
+    t_max_prompt_ms: Unread = None
+    n_cache_reuse: Unread = None
+    sse_ping_interval: Unread = None
+    # These tune samplers that other fields switch on, which are refused.
+    dynatemp_exponent: Unread = None
+    xtc_threshold: Unread = None
+    mirostat_tau: Unread = None
+    mirostat_eta: Unread = None
+    adaptive_decay: Unread = None
+    dry_base: Unread = None
+    dry_allowed_length: Unread = None
+    dry_penalty_last_n: Unread = None
+    dry_sequence_breakers: Unread = None
 
     dynatemp_range: Annotated[Any, NotYet(0, 0.0)] = None
     typical_p: Annotated[Any, NotYet(1, 1.0)] = None
@@ -183,8 +185,6 @@ class LlamaBody(Body):
     verbose: Annotated[Any, NotYet(False)] = None
     lora: Annotated[Any, NotYet([])] = None
     """An adapter is asked for by `model`."""
-    n_cache_reuse: Annotated[Any, NotYet(0, is_hint=True)] = None
-    sse_ping_interval: Annotated[Any, NotYet(-1, is_hint=True)] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -227,8 +227,8 @@ class LlamaFileBody(Body):
 
     text: str
     filename: Annotated[str, Field(max_length=MAX_FILE_NAME_CHARS)] | None = None
-    time: Any = None
-    """Without effect: editors send when they saw it."""
+    time: Unread = None
+    """Editors send when they saw the file."""
 
 
 class LlamaInfillBody(LlamaBody):

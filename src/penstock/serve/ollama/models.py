@@ -23,7 +23,7 @@ from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
 from penstock.serve.openai.loading import FolderWatch
 from penstock.serve.openai.read import find_allowed, may_ask
-from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
+from penstock.serve.openai.schemas import Body, IgnoredParameters, Unread, parse_body
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
@@ -45,8 +45,8 @@ class OllamaShowBody(Body):
     model: Annotated[str, Field(min_length=1)] | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
     """The older word for `model`."""
-    verbose: bool | None = None
-    """Without effect: no lists of tokens are told."""
+    verbose: Unread = None
+    """Lists of tokens are left out in any case."""
 
 
 class OllamaModels:

@@ -36,6 +36,7 @@ from penstock.serve.openai.schemas import (
     RepeatLastN,
     StopStrings,
     ToolBody,
+    Unread,
     check_body,
 )
 from penstock.types.sampling import MAX_LOGPROBS
@@ -87,13 +88,12 @@ class OptionsBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_last_n: RepeatLastN | None = None
-    num_keep: int | None = None
-    """Without effect: no token of a prompt is ever dropped."""
+    num_keep: Unread = None
+    """No token of a prompt is ever dropped."""
 
     mirostat: Annotated[Any, NotYet(0)] = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    """Without effect, as `mirostat` is 0."""
+    mirostat_tau: Unread = None
+    mirostat_eta: Unread = None
     penalize_newline: Annotated[Any, NotYet(True)] = None
     tfs_z: Annotated[Any, NotYet(1, 1.0)] = None
     typical_p: Annotated[Any, NotYet(1, 1.0)] = None

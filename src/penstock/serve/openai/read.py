@@ -39,7 +39,6 @@ from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_
 from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
 from penstock.serve.openai.grammars import asked_grammar, check_combinations
 from penstock.serve.openai.schemas import (
-    CACHE_CONTROL,
     INT32_MAX,
     INT32_MIN,
     MAX_CHOICES,
@@ -49,7 +48,6 @@ from penstock.serve.openai.schemas import (
     CompletionBody,
     GenerationBody,
     IgnoredParameters,
-    NotYet,
     parse_body,
 )
 from penstock.serve.openai.tools import OF_TOOLS, past_calls, read_tool_use, reasoning_variables, told_tools
@@ -71,10 +69,8 @@ _HASHED_BYTES = 1 << 16
 """The end of a body is hashed: two long conversations that begin alike differ there."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS_NOT_YET = ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal", "thinking")
-PART_HINTS: Mapping[str, NotYet] = MappingProxyType(
-    {"cache_control": NotYet(*CACHE_CONTROL), "prompt_cache_breakpoint": NotYet({"mode": "explicit"})}
-)
-"""How far a prompt shall be cached, in Anthropic's word and OpenAI's."""
+PART_NO_EFFECT = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of a message's part without effect: prefixes are cached in any case."""
 _RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 _WITHOUT_BEAMS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -230,12 +226,11 @@ class Reader:
             budget = read_budget(body, dialect)
             if call_grammar is not None or budget is not None:
                 check_combinations(body, "tools" if call_grammar is not None else "thinking_token_budget")
-            variables = {**reasoning_variables(body, dialect, self.ignored), **conversation.variables}
+            variables = {**reasoning_variables(body, dialect), **conversation.variables}
             told = () if tool_use is None else conversation.tools
             conversation = dataclasses.replace(conversation, variables=variables, tools=told)
         if (tool_use is not None or dialect.reasoning is not None) and running.has_special_marks:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)  # the writer leaves out those that are no marks
-        max_tokens, max_tokens_param = _chat_max_tokens(body)
         return _call(
             running,
             adapter,
@@ -249,8 +244,8 @@ class Reader:
             max_reasoning_tokens=budget,
             has_reasoning=body.include_reasoning is not False,
             adds_special_tokens=body.add_special_tokens is True,  # the template has written them already
-            max_tokens=max_tokens,
-            max_tokens_param=max_tokens_param,
+            max_tokens=_chat_max_tokens(body),
+            ends_with_context=True,
             answer_id=f"chatcmpl-{terms.request_id}",
             has_logprobs=num_logprobs is not None,
         )
@@ -418,7 +413,8 @@ def _call(
     prompts: Conversation | tuple[Prompt, ...],
     adds_special_tokens: bool,
     max_tokens: int | None,
-    max_tokens_param: str | None,
+    max_tokens_param: str | None = None,
+    ends_with_context: bool = False,
     answer_id: str,
     has_logprobs: bool,
     has_prompt: bool = False,
@@ -468,6 +464,7 @@ def _call(
         seed=body.seed,
         max_tokens=max_tokens,
         max_tokens_param=max_tokens_param,
+        ends_with_context=ends_with_context,
         answer=answer,
         num_bytes=len(data),
         claim=claim_of(terms.owner.tenant, data),
@@ -530,13 +527,13 @@ def _chat_logprobs(body: ChatCompletionBody) -> int | None:
     return None
 
 
-def _chat_max_tokens(body: ChatCompletionBody) -> tuple[int | None, str | None]:
-    """The limit, and the field that the client said it in."""
+def _chat_max_tokens(body: ChatCompletionBody) -> int | None:
+    """Return the limit, under either name. Raises 400 if both are given and differ."""
     if body.max_completion_tokens is None:
-        return body.max_tokens, None if body.max_tokens is None else "max_tokens"
+        return body.max_tokens
     if body.max_tokens not in (None, body.max_completion_tokens):
         raise invalid("'max_tokens' and 'max_completion_tokens' differ; give one of them.", "max_tokens")
-    return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_completion_tokens
 
 
 def _allowed(token_ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
@@ -676,10 +673,8 @@ def _part_text(part: Any, param: str) -> str:
         raise invalid(f"'{param}.type' {kind!r} is not supported yet; only text is.", f"{param}.type")
     if kind != "text":
         raise invalid(f"'{param}.type' must be 'text'.", f"{param}.type")
-    for name, value in part.items():
-        if name in PART_HINTS:
-            PART_HINTS[name].refuse(value, f"{param}.{name}")
-        elif name not in ("type", "text"):
+    for name in part:
+        if name not in ("type", "text") and name not in PART_NO_EFFECT:
             raise invalid(f"Unknown parameter: '{param}.{name}'."[:300], param)
     if not isinstance(part.get("text"), str):
         raise invalid(f"'{param}.text' must be a string.", f"{param}.text")

@@ -54,8 +54,6 @@ MAX_DESCRIPTION_CHARS = 1 << 15
 MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
 """That one can be chosen from."""
-MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
-"""OpenAI's own limits."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Logits are multiplied or divided by it; in this range none of a real model's overflows."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -74,14 +72,11 @@ MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
 class NotYet:
     """Marks a field of the API that is known and not supported. It may be null, or a value that asks for nothing."""
 
-    def __init__(self, *neutral: Any, is_hint: bool = False, instead: str = "") -> None:
+    def __init__(self, *neutral: Any, instead: str = "") -> None:
         """`neutral`: values that mean the same as leaving the field out. `instead`: the field of `structured_outputs` that
         took its place, at vLLM and here.
-
-        `is_hint`: the field says how an answer is made and not what it is, so `--ignore-unknown-parameters` covers it.
         """
         self.neutral = neutral
-        self.is_hint = is_hint
         self._instead = instead
 
     def is_neutral(self, value: object) -> bool:
@@ -104,10 +99,18 @@ class NotYet:
         return {"description": "Not supported yet: only values that ask for nothing are accepted."}
 
 
-CACHE_CONTROL = ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"})
-"""Anthropic's. Prefixes are cached in any case, so a hint at one asks for nothing."""
-CACHE_OPTIONS: tuple[dict[str, str], ...] = ({}, {"mode": "implicit"}, {"ttl": "30m"}, {"mode": "implicit", "ttl": "30m"})
+class NoEffect:
+    """Marks a field that clients send for their own bookkeeping. The answer is the same with it and without it.
 
+    docs/http-api.md lists all of them in one table, under "Fields without effect".
+    """
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "description": "No effect on the answer."}
+
+
+Unread = Annotated[Any, NoEffect()]
+"""A value that nothing reads. The limits of the whole body bound its size."""
 
 MAX_NAMED = 3
 """Unknown fields that one error names."""
@@ -120,6 +123,7 @@ class Body(BaseModel):
     field_names: ClassVar[frozenset[str]] = frozenset()
     """As clients write them."""
     unsupported: ClassVar[dict[str, NotYet]] = {}
+    no_effect: ClassVar[frozenset[str]] = frozenset()
     kinds: ClassVar[tuple[Any, ...]] = ()
     """The values that a required field `type` may have."""
     remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -130,7 +134,9 @@ class Body(BaseModel):
         fields = cls.model_fields
         cls.field_names = frozenset(field.alias or name for name, field in fields.items())
         cls.kinds = get_args(fields["type"].annotation) if "type" in fields and fields["type"].is_required() else ()
-        cls.unsupported = {name: mark for name, field in fields.items() for mark in field.metadata if isinstance(mark, NotYet)}
+        marks = [(name, mark) for name, field in fields.items() for mark in field.metadata]
+        cls.unsupported = {name: mark for name, mark in marks if isinstance(mark, NotYet)}
+        cls.no_effect = frozenset(name for name, mark in marks if isinstance(mark, NoEffect))
 
     @model_validator(mode="before")
     @classmethod
@@ -147,7 +153,7 @@ class Body(BaseModel):
         raise PydanticCustomError(UNKNOWN_FIELDS, "Unknown fields", told)
 
 
-def _at_most(num_entries: int) -> BeforeValidator:
+def at_most(num_entries: int) -> BeforeValidator:
     """Limits an object before its entries are looked at; `Field(max_length=...)` does so after them."""
 
     def check(value: Any) -> Any:
@@ -227,22 +233,14 @@ LogitBias = Annotated[
 ]
 """Checked in `read`, which knows how many tokens there are, and ends at the first wrong entry."""
 
-Metadata = Annotated[
-    dict[
-        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
-        Annotated[str, Field(max_length=MAX_METADATA_CHARS)],
-    ],
-    _at_most(MAX_METADATA),
-]
-
-TemplateVariables = Annotated[dict[str, Any], _at_most(MAX_TEMPLATE_KWARGS)]
+TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: `usage` so far in every chunk, and not only in one at the end."""
-    include_obfuscation: Annotated[Any, NotYet(False)] = None
+    include_obfuscation: Unread = None
 
 
 Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
@@ -370,22 +368,19 @@ class GenerationBody(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
-    # Without effect on the answer, and so accepted: they inform other parts of a platform.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    session_id: str | None = None
-    metadata: Metadata | None = None
-    spaces_between_special_tokens: bool | None = None
-    """Without effect, too: a token's text is the same wherever it stands."""
-
-    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL, is_hint=True)] = None
-    prompt_cache_options: Annotated[Any, NotYet(*CACHE_OPTIONS, is_hint=True)] = None
-    prompt_cache_retention: Annotated[Any, NotYet("in_memory", "in-memory", is_hint=True)] = None
-    service_tier: Annotated[Any, NotYet("auto", "default", is_hint=True)] = None
-    store: Annotated[Any, NotYet(False, is_hint=True)] = None
-    stream_interval: Annotated[Any, NotYet(1, is_hint=True)] = None
-    thinking_token_budget: Annotated[Any, NotYet(-1, is_hint=True)] = None
+    user: Annotated[str | None, NoEffect()] = None
+    """This and `safety_identifier` choose the arm of an A/B test."""
+    safety_identifier: Annotated[str | None, NoEffect()] = None
+    prompt_cache_key: Annotated[str | None, NoEffect()] = None
+    session_id: Annotated[str | None, NoEffect()] = None
+    metadata: Unread = None
+    cache_control: Unread = None
+    prompt_cache_options: Unread = None
+    prompt_cache_retention: Unread = None
+    service_tier: Unread = None
+    spaces_between_special_tokens: Unread = None
+    store: Unread = None
+    stream_interval: Unread = None
 
     ec_transfer_params: Annotated[Any, NotYet({})] = None
     guided_choice: Annotated[Any, NotYet(instead="choice")] = None
@@ -405,6 +400,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: Annotated[Any, NotYet(False)] = None
     routed_experts_prompt_start: Annotated[Any, NotYet(0)] = None
     structural_tag: Annotated[Any, NotYet(instead="structural_tag")] = None
+    thinking_token_budget: Annotated[Any, NotYet(-1)] = None
     truncation_side: Annotated[Any, NotYet("left")] = None
     vllm_xargs: Annotated[Any, NotYet({})] = None
     watermarking: Annotated[Any, NotYet(False)] = None
@@ -459,8 +455,8 @@ class CalledFunction(Body):
     name: str
     arguments: Any = ""
     """JSON text of an object; also the object itself."""
-    parsed_arguments: Any = None
-    """Without effect: what OpenAI's clients have made of `arguments`, and send along when an answer comes back as a message."""
+    parsed_arguments: Unread = None
+    """OpenAI's clients parse `arguments` into this field, and send it when an answer comes back as a message."""
 
 
 class ToolCallBody(Body):
@@ -469,21 +465,21 @@ class ToolCallBody(Body):
     id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    """Without effect: clients that have put an answer together from a stream send it along."""
+    index: Unread = None
+    """Clients that assemble an answer from a stream keep the index of its events."""
 
 
 class ChatMessage(Body):
     role: Any
     content: Any = None
     name: str | None = None
-    parsed: Any = None
-    """Without effect: what OpenAI's client has made of `content`, and sends along when an answer comes back as a message."""
-    provider_specific_fields: Any = None
-    """Without effect: litellm's copy of an answer's fields that it does not know, sent along likewise."""
+    parsed: Unread = None
+    """OpenAI's client parses `content` into this field, and sends it when an answer comes back as a message."""
+    provider_specific_fields: Unread = None
+    """litellm copies fields of an answer that it does not know to this one, and sends it in the same way."""
     annotations: Annotated[Any, NotYet([])] = None
     audio: Annotated[Any, NotYet()] = None
-    cache_control: Annotated[Any, NotYet(*CACHE_CONTROL)] = None
+    cache_control: Unread = None
     function_call: Annotated[Any, NotYet("none", "auto")] = None
     reasoning: str | None = None
     """vLLM's name for `reasoning_content`."""
@@ -530,8 +526,23 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     max_thinking_tokens: ReasoningBudget | None = None
     thinking_budget: ReasoningBudget | None = None
     """Tokens of the reasoning block, after which its end is forced; one of these three names. -1: no limit."""
-    prediction: Annotated[Any, NotYet(is_hint=True)] = None
-    verbosity: Annotated[Any, NotYet("medium", is_hint=True)] = None
+    prediction: Unread = None
+    verbosity: Unread = None
+
+    # llama.cpp's.
+    cache_prompt: Unread = None
+    id_slot: Unread = None
+
+    # Open WebUI's. It acts on them itself.
+    background_tasks: Unread = None
+    chat_id: Unread = None
+    features: Unread = None
+    filter_ids: Unread = None
+    id: Unread = None
+    model_item: Unread = None
+    tool_ids: Unread = None
+    tool_servers: Unread = None
+    variables: Unread = None
 
     audio: Annotated[Any, NotYet()] = None
     best_of: Annotated[Any, NotYet(1)] = None
@@ -575,7 +586,7 @@ class IgnoredParameters:
 def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
     """The body. Raises 400 for the first thing that is wrong.
 
-    `ignored` takes note of unknown fields and of unsupported hints; without it they are wrong.
+    `ignored` takes note of unknown fields; without it they are wrong.
     """
     return check_body(load_json(data), body_type, ignored)
 
@@ -591,9 +602,7 @@ def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | 
         body = body_type.model_validate(value)
     except ValidationError as error:
         raise from_finding(error.errors(include_url=False)[0]) from None
-    hints = _refuse_unsupported(body, ignores_hints=ignored is not None)
-    if ignored is not None:
-        ignored.note(hints)
+    _refuse_unsupported(body)
     return body
 
 
@@ -608,12 +617,8 @@ def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
     return part
 
 
-def _refuse_unsupported(body: Body, *, prefix: str = "", ignores_hints: bool = False) -> list[str]:
-    """Raise a 400 that names a field which asks for something that is not there yet. Descends into nested bodies.
-
-    With `ignores_hints` those of the body itself are not refused. Returns their names.
-    """
-    hints: list[str] = []
+def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
+    """Raise a 400 that names a field which asks for something that is not there yet. Descends into nested bodies."""
     unsupported = body.unsupported
     for name in sorted(body.model_fields_set):  # few, and the others ask for nothing
         value = getattr(body, name)
@@ -626,12 +631,7 @@ def _refuse_unsupported(body: Body, *, prefix: str = "", ignores_hints: bool = F
             for index, item in enumerate(value):
                 _refuse_unsupported(item, prefix=f"{param}[{index}].")
         elif name in unsupported:
-            field = unsupported[name]
-            if ignores_hints and field.is_hint and not field.is_neutral(value):
-                hints.append(name)
-            else:
-                field.refuse(value, param)
-    return hints
+            unsupported[name].refuse(value, param)
 
 
 def load_json(data: bytes) -> Any:

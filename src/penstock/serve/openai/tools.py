@@ -15,7 +15,7 @@ import orjson
 
 from penstock.serve.calls.call import AskedGrammar, ToolUse
 from penstock.serve.errors import invalid, refuse_unknown
-from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, IgnoredParameters, ToolBody
+from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, ToolBody
 from penstock.text.dialects import NAME_CHARS, Dialect, PastCall
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.text.tool_grammar import Tool, tool_source
@@ -167,7 +167,9 @@ def max_reasoning_tokens(body: ChatCompletionBody, dialect: Dialect) -> int | No
     """The limit of the reasoning block; None: there is none. Raises 400."""
     given: dict[str, int] = {name: value for name in _BUDGETS if (value := getattr(body, name)) not in (None, -1)}
     if not given:
-        return None
+        has_no_switch = not dialect.takes_effort and not dialect.takes_enable_thinking
+        ends_at_once = body.reasoning_effort == "none" and has_no_switch and dialect.reasoning is not None
+        return 0 if ends_at_once else None
     names = list(given)
     if len(set(given.values())) > 1:
         raise invalid(f"'{names[0]}' and '{names[1]}' differ; give one of them.", names[1])
@@ -176,9 +178,8 @@ def max_reasoning_tokens(body: ChatCompletionBody, dialect: Dialect) -> int | No
     return given[names[0]]
 
 
-def reasoning_variables(body: ChatCompletionBody, dialect: Dialect, ignored: IgnoredParameters | None = None) -> dict[str, Any]:
-    """The template's variables that say how much is reasoned. Raises 400 for an effort that the template knows nothing of, or
-    `ignored` takes note of it."""
+def reasoning_variables(body: ChatCompletionBody, dialect: Dialect) -> dict[str, Any]:
+    """Return the template's variables for the reasoning effort, if it has any. Raises 400 for an unknown effort."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
@@ -188,10 +189,4 @@ def reasoning_variables(body: ChatCompletionBody, dialect: Dialect, ignored: Ign
         return {"reasoning_effort": effort}
     if dialect.takes_enable_thinking:
         return {"enable_thinking": effort != "none"}
-    if effort == "none" and dialect.reasoning is None:
-        return {}
-    if ignored is not None:
-        ignored.note(["reasoning_effort"])
-        return {}
-    message = "'reasoning_effort' is for models whose chat template knows it, or 'enable_thinking'; this one does not."
-    raise invalid(message, "reasoning_effort")
+    return {}

@@ -79,7 +79,6 @@ _SAME = (
     "priority",
     "request_id",
     "cache_salt",
-    "metadata",
     "user",
     "safety_identifier",
     "prompt_cache_key",
@@ -322,8 +321,6 @@ def _chat(body: ResponsesBody, messages: list[ChatMessage], tools: Tools) -> Cha
     fields["messages"] = messages
     if body.background and body.stream:
         raise invalid("'background' with 'stream' is not supported yet: leave one of them out.", "background")
-    if body.truncation == "auto":
-        raise invalid("'truncation' is not supported yet (accepted: null or \"disabled\").", "truncation")
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if LOGPROBS in (body.include or ()):

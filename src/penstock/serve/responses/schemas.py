@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from penstock.serve.openai.schemas import (
-    CACHE_OPTIONS,
     INT32_MAX,
     INT32_MIN,
     MAX_CALL_ID_CHARS,
@@ -19,17 +18,29 @@ from penstock.serve.openai.schemas import (
     MIN_REPETITION_PENALTY,
     Body,
     LogitBias,
-    Metadata,
+    NoEffect,
     NotYet,
     ReasoningBudget,
     Schema,
     StopStrings,
     TemplateVariables,
+    Unread,
+    at_most,
 )
 from penstock.types.sampling import MAX_LOGPROBS
 
 MAX_ID_CHARS = 512
 """The longest id of an item or a response that is looked for; those made here are shorter."""
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
+"""OpenAI's own limits."""
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Field(max_length=MAX_METADATA_CHARS)],
+    ],
+    at_most(MAX_METADATA),
+]
+"""Kept with a response, and returned with it."""
 ItemId = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 LOGPROBS = "message.output_text.logprobs"
@@ -89,11 +100,11 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, NotYet("medium")] = None
+    verbosity: Unread = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Annotated[Any, NotYet(False)] = None
+    include_obfuscation: Unread = None
 
 
 class ResponsesBody(Body):
@@ -118,7 +129,8 @@ class ResponsesBody(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Annotated[Literal["auto", "disabled"] | None, NoEffect()] = None
+    """No item is ever dropped: a conversation that is too long is refused."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS})] = None
@@ -127,8 +139,8 @@ class ResponsesBody(Body):
     """Checked in `read`."""
     parallel_tool_calls: bool | None = None
     """False: one call at most."""
-    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Without effect: it is a limit of built-in tools."""
+    max_tool_calls: Annotated[Annotated[int, Field(ge=1, le=INT32_MAX)] | None, NoEffect()] = None
+    """A limit of built-in tools."""
 
     # vLLM's names for what OpenAI does not have.
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -145,15 +157,14 @@ class ResponsesBody(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
-    # Told back, and without effect on the answer.
-    metadata: Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    prompt_cache_options: Annotated[Any, NotYet(*CACHE_OPTIONS, is_hint=True)] = None
-    prompt_cache_retention: Annotated[Any, NotYet("in_memory", "in-memory", is_hint=True)] = None
-    service_tier: Annotated[Any, NotYet("auto", "default", is_hint=True)] = None
+    # The answer repeats the first four.
+    metadata: Annotated[Metadata | None, NoEffect()] = None
+    user: Annotated[str | None, NoEffect()] = None
+    safety_identifier: Annotated[str | None, NoEffect()] = None
+    prompt_cache_key: Annotated[str | None, NoEffect()] = None
+    prompt_cache_options: Unread = None
+    prompt_cache_retention: Unread = None
+    service_tier: Unread = None
 
     access_programs: Annotated[Any, NotYet({})] = None
     background_options: Annotated[Any, NotYet({}, {"completion_window": "soonest"})] = None
@@ -174,8 +185,7 @@ class MessageItem(Body):
     """A string, or a list of parts, which `read` checks."""
     id: ItemId | None = None
     status: ItemStatus | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-    """Without effect, as the next items' `id` and `status` are: clients send back what they were told."""
+    phase: Unread = None
 
 
 class FunctionCallItem(Body):
@@ -186,8 +196,8 @@ class FunctionCallItem(Body):
     """JSON text of an object."""
     id: ItemId | None = None
     status: ItemStatus | None = None
-    parsed_arguments: Any = None
-    """Without effect: what OpenAI's client has made of `arguments`."""
+    parsed_arguments: Unread = None
+    """OpenAI's client parses `arguments` into this field."""
     async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
@@ -212,10 +222,10 @@ class TextPart(Body):
     type: str
     text: str
     annotations: Annotated[Any, NotYet([])] = None
-    logprobs: Any = None
-    parsed: Any = None
-    """Without effect, as `logprobs`: clients send back what they were told, and what they have made of it."""
-    prompt_cache_breakpoint: Annotated[Any, NotYet({"mode": "explicit"})] = None
+    logprobs: Unread = None
+    parsed: Unread = None
+    """OpenAI's client parses `text` into this field."""
+    prompt_cache_breakpoint: Unread = None
 
 
 class ReasoningItem(Body):

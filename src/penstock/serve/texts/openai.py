@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.serve.openai.schemas import Body, NotYet
+from penstock.serve.openai.schemas import Body, NoEffect, NotYet
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import as_base64, embedding
@@ -36,8 +36,8 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """The vectors' first numbers, so many of them, made a vector of length 1 again."""
-    user: str | None = None
-    """Without effect, but for an A/B test."""
+    user: Annotated[str | None, NoEffect()] = None
+    """It chooses the arm of an A/B test."""
     prompt_name: str | None = None
     """The name of a prompt of the model's files that is put before each text."""
     truncate_prompt_tokens: KeptTokens | None = None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.serve.errors import invalid
-from penstock.serve.openai.schemas import Body, NotYet
+from penstock.serve.openai.schemas import Body, NoEffect, NotYet
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import ranking
@@ -41,8 +41,8 @@ class RerankBody(Body):
     """Answer with so many of the documents; more than there are: with all."""
     return_documents: bool | None = None
     """True by default, but at `/v2/rerank`."""
-    user: str | None = None
-    """Without effect, but for an A/B test."""
+    user: Annotated[str | None, NoEffect()] = None
+    """It chooses the arm of an A/B test."""
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep so many tokens of question and document together; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None

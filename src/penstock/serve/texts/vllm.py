@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.serve.errors import invalid
-from penstock.serve.openai.schemas import Body, NotYet
+from penstock.serve.openai.schemas import Body, NoEffect, NotYet
 from penstock.serve.texts.call import TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import as_base64, rows, scores
@@ -35,8 +35,8 @@ class TextsBody(Body):
     """Fields that all of vLLM's faces have. Null is the same as absent."""
 
     model: str | None = None
-    user: str | None = None
-    """Without effect, but for an A/B test."""
+    user: Annotated[str | None, NoEffect()] = None
+    """It chooses the arm of an A/B test."""
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep so many tokens of a text; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None
