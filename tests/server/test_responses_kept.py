@@ -1,5 +1,8 @@
 """Responses that are kept: bounds of the store, fairness between keys, and answers about those that are gone."""
 
+import tracemalloc
+
+import orjson
 import pytest
 from harness import make_client
 from test_responses import ASK, PATH, ask
@@ -7,7 +10,7 @@ from test_responses import ASK, PATH, ask
 from penstock.clock import VirtualClock
 from penstock.serve.calls.call import Owner
 from penstock.serve.errors import ApiError
-from penstock.serve.responses.store import Kept, ResponseStore
+from penstock.serve.responses.store import Kept, ResponseStore, as_json
 
 ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")
 SECOND_NS = 1_000_000_000
@@ -49,7 +52,7 @@ def test_what_nobody_asks_for_is_forgotten_in_time():
 
 
 def test_the_owner_who_has_most_makes_room():
-    store = ResponseStore(10_000, 60, VirtualClock())
+    store = ResponseStore(8000, 60, VirtualClock())
     keep(store, "yours", YOU)
     for number in range(10):
         keep(store, f"mine{number}")
@@ -64,8 +67,25 @@ def test_the_owner_who_has_most_makes_room():
     assert [is_kept(few, name) for name in "abc"] == [False, True, True]
 
 
+@pytest.mark.parametrize("num_chars", [5, 2000])
+def test_a_full_store_holds_no_more_memory_than_it_may(num_chars):
+    max_bytes = 8 << 20
+    store = ResponseStore(max_bytes, 60, VirtualClock(), max_kept=1 << 20)
+    tracemalloc.start()
+    try:
+        for number in range(2 * max_bytes // (800 + 2 * num_chars)):
+            name = f"resp_{number:032x}"
+            items = [{"id": f"msg_{name}_{place}", "text": "x" * num_chars} for place in range(2)]
+            store.keep(Kept(ME, name, orjson.dumps({"id": name, "output": items[1:]}), as_json(items), 1, None))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not is_kept(store, f"resp_{0:032x}")
+    assert 0.7 * max_bytes <= held_bytes <= 1.2 * max_bytes
+
+
 def test_what_runs_is_not_forgotten():
-    store = ResponseStore(2500, 60, VirtualClock())
+    store = ResponseStore(2000, 60, VirtualClock())
     running = keep(store, "a", cancel=lambda: None)
     for name in "bcd":
         keep(store, name)
@@ -91,7 +111,7 @@ def test_what_runs_fits_into_the_store():
 
 
 def test_a_conversation_loses_its_beginning_last():
-    store = ResponseStore(5000, 60, VirtualClock())
+    store = ResponseStore(4000, 60, VirtualClock())
     keep(store, "a")
     keep(store, "b", previous_id="a")
     store.past(ME, "b", [])

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from sys import getsizeof
 from typing import Any
 
 import orjson
@@ -27,8 +28,8 @@ MAX_RUNNING = 256
 MAX_REMEMBERED = 1 << 12
 """Responses of which it is known why they were forgotten."""
 _RETRY_AFTER_S = 5.0
-_OVERHEAD_BYTES, _ITEM_OVERHEAD_BYTES = 1024, 64
-"""The sizes of Python's objects around one response, and around one item."""
+_ENTRY_BYTES = 640
+"""Python's share of one response: its `Kept`, its names, and its places in the store's dictionaries."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,15 +50,23 @@ class Kept:
     """Done when such a response has ended: the task that reads it."""
     was_background: bool = False
 
+    def __post_init__(self) -> None:
+        self.response = _compact(self.response)
+
     @property
     def num_bytes(self) -> int:
-        num_item_bytes = sum(map(len, self.items)) + len(self.items) * _ITEM_OVERHEAD_BYTES
-        return len(self.response) + num_item_bytes + _OVERHEAD_BYTES
+        """Memory of the response with all that the store needs for it."""
+        return sum(map(getsizeof, self.items)) + getsizeof(self.items) + getsizeof(self.response) + _ENTRY_BYTES
 
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
-    """Items as they are kept."""
-    return tuple(map(orjson.dumps, items))
+    """Return items as they are kept."""
+    return tuple([_compact(orjson.dumps(item)) for item in items])
+
+
+def _compact(data: bytes) -> bytes:
+    """Copy bytes into an allocation of their own size: those of `orjson.dumps` lie in a buffer of 4 KB or more."""
+    return bytes(memoryview(data))
 
 
 def has_id(item: bytes, item_id: str) -> bool:
@@ -135,7 +144,7 @@ class ResponseStore:
     def update(self, kept: Kept, response: dict[str, Any], items: Sequence[Item] | None = None) -> None:
         """Tell another state of a response that runs in the background; with `items` it has ended."""
         before = kept.num_bytes
-        kept.response = orjson.dumps(response)
+        kept.response = _compact(orjson.dumps(response))
         if items is not None:
             kept.items = as_json(items)
             kept.cancel = None
