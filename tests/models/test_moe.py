@@ -50,6 +50,7 @@ def test_every_layer_has_the_experts_that_the_file_tells_of(tmp_path: Path, name
         ("mixtral", {"num_local_experts": 10**9}, "no mixture"),
         ("qwen3_moe", {"moe_intermediate_size": -1}, "no mixture"),
         ("qwen3_moe", {"num_experts": None}, "num_experts is missing"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_experts is 7, and num_local_experts is 8"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("granite_moe", {"logits_scaling": 0.0}, "logits_scaling"),
         ("mixtral_gguf", {"expert_used_count": 9}, "9 of 7 experts"),
@@ -63,6 +64,15 @@ def test_what_is_no_mixture_or_more_than_one_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=complaint):
         load(changed(name, **changes), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss"])
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_both_names_that_transformers_writes_for_the_number_of_experts_are_read(tmp_path: Path, name: str, key: str) -> None:
+    """transformers 5.23 saves a Qwen 3 MoE with `num_local_experts`; the published files have `num_experts`."""
+    case = changed(name, **{"num_experts": None, "num_local_experts": None, key: 7})
+    mlps = [layer.mlp for layer in load(case, tmp_path).spec.layers]
+    assert [mlp.num_experts for mlp in mlps if isinstance(mlp, ExpertsMlp)] == [7] * len(mlps)
 
 
 def test_windows_of_a_qwen_3_moe_are_in_all_layers(tmp_path: Path) -> None:

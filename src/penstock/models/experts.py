@@ -1,4 +1,4 @@
-"""Experts in a model's settings: read from the metadata of a GGUF file of any architecture, and put into each layer's spec."""
+"""Reads the experts in a model's settings and puts them into each layer's spec. The architectures' files call it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from penstock.types.model_spec import ExpertsMlp, ModelSpec
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
+    from penstock.models.hf_config import JsonFile
 
 _MOST_EXPERTS = 1 << 14
 """Far above every published model."""
@@ -24,6 +25,17 @@ GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_down_exps.weight": Parts(("expert_down",)),
 }
 """The names of experts in every GGUF file."""
+
+
+def read_num_experts(config: JsonFile) -> int:
+    """Return the number of experts that config.json names. Raises ModelError.
+
+    Releases of transformers write it as `num_experts` or as `num_local_experts`, whichever name a published file has.
+    """
+    one, other = config.get("num_experts", int), config.get("num_local_experts", int)
+    if one is not None and other is not None and one != other:
+        raise config.error(f"num_experts is {one}, and num_local_experts is {other}")
+    return config.require("num_experts", int) if other is None else other
 
 
 def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = True) -> ModelSpec:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
-from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, with_experts
+from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, read_num_experts, with_experts
 from penstock.models.gemma import local_layers_of_gguf
 from penstock.models.hf_config import JsonFile, with_windows
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
@@ -42,7 +42,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("swiglu_alpha", 1.702)
     config.only("swiglu_limit", 7.0)
     mlp = ExpertsMlp(
-        num_experts=config.require("num_local_experts", int),
+        num_experts=read_num_experts(config),
         num_experts_per_token=config.require("num_experts_per_tok", int),
         intermediate_size=config.require("intermediate_size", int),
     )

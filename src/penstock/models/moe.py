@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.models import granite, llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
-from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, with_experts
+from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, read_num_experts, with_experts
 from penstock.types.model_spec import ExpertsMlp, ModelSpec
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _of_mixtral_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     window = config.get("sliding_window", int) or 0
     spec = spec.with_attention(lambda _, attention: replace(attention, window=window))
-    return _experts_of_hf(config, spec, num_experts="num_local_experts", width="intermediate_size")
+    return _experts_of_hf(config, spec, width="intermediate_size")
 
 
 def _of_qwen3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -60,15 +60,13 @@ def _of_olmoe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return _experts_of_hf(config, granite.of_hf(config, spec), num_experts="num_local_experts", width="intermediate_size")
+    return _experts_of_hf(config, granite.of_hf(config, spec), width="intermediate_size")
 
 
-def _experts_of_hf(
-    config: JsonFile, spec: ModelSpec, *, num_experts: str = "num_experts", width: str, is_renormalised: bool = True
-) -> ModelSpec:
-    """The spec with the experts that config.json tells of, by the names of its keys."""
+def _experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
+    """Return the spec with the experts of config.json; `width` is its key for the columns of one expert."""
     mlp = ExpertsMlp(
-        num_experts=config.require(num_experts, int),
+        num_experts=read_num_experts(config),
         num_experts_per_token=config.require("num_experts_per_tok", int),
         intermediate_size=config.require(width, int),
         is_renormalised=is_renormalised,
