@@ -5,6 +5,7 @@ ARGS ?=
 NAME ?= scheduler
 SOAK_S ?= 600
 MUTANTS ?= 50000
+SEEDS ?= 20
 
 SHELL := /bin/bash
 BIN := .venv/bin
@@ -16,7 +17,7 @@ INSTALLED_DOCS := .venv/.installed-docs
 SOURCES := pyproject.toml CMakeLists.txt src/penstock/__init__.py $(shell find native -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-mutants test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
+.PHONY: help install serve pull test test-page test-clients test-schemas test-openapi test-properties test-mutants test-races test-sanitize test-cuda test-parity test-soak bench lint format docs docs-site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +76,12 @@ test-schemas: $(INSTALLED)  ## answers to JSON schemas against jsonschema and it
 
 test-openapi: $(INSTALLED)  ## every route of /openapi.json against schemathesis, with and without a key (downloads it; minutes)
 	@tests/openapi/run.sh
+
+test-properties: $(INSTALLED_TEST)  ## tests/properties with the random examples of SEEDS new seeds; a failure prints its seed (minutes)
+	@for seed in $$(shuf -i 1-999999999 -n $(SEEDS)); do \
+	  HYPOTHESIS_PROFILE=seeded $(BIN)/pytest tests/properties -q --hypothesis-seed=$$seed $(ARGS) || { \
+	    echo "Failed with seed $$seed. To repeat: HYPOTHESIS_PROFILE=seeded pytest tests/properties --hypothesis-seed=$$seed" >&2; exit 1; }; \
+	done
 
 test-mutants: $(INSTALLED_TEST)  ## MUTANTS mutated requests to all routes: no 5xx, no hang, nothing left behind (minutes)
 	@$(BIN)/penstock pull smollm2:135m

@@ -1,6 +1,7 @@
 """Settings for the whole suite: Ctrl-C works, and hypothesis runs the same examples every time, unless asked for more.
 
-HYPOTHESIS_PROFILE=thorough pytest tests/properties      random examples, twenty times as many
+HYPOTHESIS_PROFILE=seeded pytest tests/properties --hypothesis-seed=N   the examples of a seed, as `make test-properties`
+HYPOTHESIS_PROFILE=thorough pytest tests/properties                     random examples, ten times as many
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Iterator
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile("default", derandomize=True, deadline=None, database=None, max_examples=50)
+# Nothing is shrunk: that can take minutes, and the seed is enough to repeat a failure.
+settings.register_profile("seeded", deadline=None, database=None, max_examples=50, phases=[Phase.explicit, Phase.generate])
 settings.register_profile(
     "thorough", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

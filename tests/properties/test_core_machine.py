@@ -14,11 +14,13 @@ from penstock.engine.stepper import Stepper
 from penstock.kv.block_table import extend_chain, pack, root_hash
 from penstock.sched.policies.fair import FairShares
 from penstock.sched.policies.orders import PriorityClasses
+from penstock.sched.policies.presets import make_policies
+from penstock.sched.policies.reserves import Watermark
 from penstock.testing import expected_tokens, make_adapter, make_request
 from penstock.testing.hash_executor import mix, root_of
 from penstock.types.adapter import BASE
-from penstock.types.events import Abort, Add, Stop, TokenEvent
-from penstock.types.plan import PaddingId, StepPlan, Ticket
+from penstock.types.events import Abort, Add, Command, Stop, TokenEvent
+from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult
 from penstock.types.sampling import SamplingParams
@@ -130,12 +132,12 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.requests[request.request_id] = request
         self.tokens[request.request_id] = []
-        self.record(self.core.apply([Add(request)], self.now_ns))
+        self.apply(Add(request))
 
     @rule(idx=st.integers(0, 20), is_stop=st.booleans())
     def end_early(self, idx: int, is_stop: bool) -> None:
         command = Stop(f"r{idx}", "stop string") if is_stop else Abort(f"r{idx}")
-        self.record(self.core.apply([command], self.now_ns))
+        self.apply(command)
         assert f"r{idx}" in self.ended or f"r{idx}" not in self.requests
 
     @rule(idx=st.integers(0, 2), prompt=prompts(MAX_MODEL_LEN - 1))
@@ -143,7 +145,7 @@ class CoreMachine(RuleBasedStateMachine):
         """Cancelled with a row in flight, and followed at once by another of the same id."""
         running = [name for name, request in self.core.scheduler.running.items() if request.num_inflight_tokens]
         for name in running[idx : idx + 1]:
-            self.record(self.core.apply([Abort(name)], self.now_ns))
+            self.apply(Abort(name))
             del self.ended[name]
             self.check_answer(name)
             self.add_one(name, prompt, SamplingParams(max_tokens=8, temperature=0.0), b"", (0, "", None), None)
@@ -176,7 +178,7 @@ class CoreMachine(RuleBasedStateMachine):
         if self.transfers is not None:  # as the stepper does; here there is a look at the books in between
             self.transfers.arrive()
             self.core.check()
-        self.record(self.core.apply([], self.now_ns))
+        self.apply()
         preempted_before = {name for name, request in self.requests.items() if request.status is RequestStatus.PREEMPTED}
         had_flights = self.stepper.has_flights
         plan = self.stepper.begin()
@@ -187,9 +189,14 @@ class CoreMachine(RuleBasedStateMachine):
         if not had_flights and not is_loading:  # else one that has to wait for the step in flight, or a load, is no wrong
             self.check_work_conserving(plan)
         if plan is not None:
-            self.check_preempted_go_first(preempted_before, plan)
+            self.check_preempted_go_first(preempted_before)
         if self.stepper.must_finish(plan):
             self.stepper.finish()
+
+    def apply(self, *commands: Command) -> None:
+        """Apply commands after telling what was sampled before, as the stepper does."""
+        self.stepper.tell_untold()
+        self.record(self.core.apply(commands, self.now_ns))
 
     def collect(self, ticket: Ticket) -> StepResult:
         result = self.executor.collect(ticket)
@@ -246,8 +253,9 @@ class CoreMachine(RuleBasedStateMachine):
         live = [r for r in self.requests.values() if r.request_id not in self.ended]
         return sum(num_blocks_for(r.max_total_tokens) - num_blocks_for(r.num_computed_tokens) for r in live)
 
-    def check_preempted_go_first(self, preempted_before: set[str], plan: StepPlan) -> None:
-        admitted = [admit.request_id for admit in plan.admits if not isinstance(admit.request_id, PaddingId)]
+    def check_preempted_go_first(self, preempted_before: set[str]) -> None:
+        # Not `plan.admits`: running requests with forced tokens are told to the executor again, in full.
+        admitted = [admission.request_id for admission in self.core.scheduler.news.admissions]
         aside = {follower.request.request_id for follower in self.core.scheduler._waiting.aside}
         left = preempted_before - set(admitted) - aside
         for request_id in admitted:
@@ -325,3 +333,34 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=40)
+
+
+def test_a_running_request_that_is_told_again_has_overtaken_nobody() -> None:
+    """A plan's `admits` also has running requests with forced tokens, which the executor is told of in full."""
+    machine = CoreMachine()
+    capacity = Capacity(num_blocks=21, block_size=2, max_rows=2, max_step_tokens=40, max_model_len=MAX_MODEL_LEN)
+    policies = make_policies(reserve=Watermark(share=0.0, growth_tokens=0))
+    machine.start(engine=Engine(capacity, policies, enable_prefix_caching=True))
+    forced = SamplingParams(max_tokens=38, temperature=0.0, seed=1, follows_grammar=True)
+    plain = SamplingParams(max_tokens=18, temperature=0.0)
+    for prompt, sampling in (((1, 2), forced), ((1,) * 19, plain)):
+        machine.add(1, prompt, sampling, b"", (0, "", None), None, False, BASE)
+    was_preempted = False
+    while "r0" not in machine.ended:
+        machine.steps(1)
+        was_preempted |= machine.requests["r1"].status is RequestStatus.PREEMPTED
+    assert was_preempted
+    machine.teardown()
+
+
+def test_what_was_sampled_is_told_before_the_end_that_a_command_brings() -> None:
+    """With a grammar, the stepper tells a step's tokens only once the next one was submitted, or before commands."""
+    machine = CoreMachine()
+    capacity = Capacity(num_blocks=21, block_size=2, max_rows=2, max_step_tokens=40, max_model_len=MAX_MODEL_LEN)
+    machine.start(engine=Engine(capacity, make_policies(), enable_prefix_caching=True))
+    forced = SamplingParams(max_tokens=38, temperature=0.0, follows_grammar=True)
+    machine.add(1, (1, 2), forced, b"", (0, "", None), None, False, BASE)
+    machine.steps(2)
+    machine.end_early(0, False)
+    machine.steps(1)
+    machine.teardown()
