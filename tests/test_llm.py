@@ -566,6 +566,19 @@ def test_texts_become_vectors_in_their_order(encoders: dict[str, Path]) -> None:
     assert np.isclose(score.outputs.score, first @ second)
 
 
+@pytest.mark.parametrize(("name", "is_unit"), [("bert", True), ("mpnet", False), ("bert_masked_lm", True)])
+def test_vectors_have_the_length_that_the_files_give_them(tmp_path: Path, name: str, is_unit: bool) -> None:
+    """The first has a `Normalize` module, the second has modules without it, and the third lists no modules."""
+    with LLM(write_encoder(ENCODERS[name], tmp_path / name)) as reader:
+        first, second = (np.array(answer.outputs.embedding) for answer in reader.embed(["some text", "another"]))
+        [short] = reader.embed("some text", dimensions=8)
+        [score] = reader.score("some text", "another")
+    lengths = np.linalg.norm([first, second], axis=1)
+    assert np.allclose(lengths, 1.0) == is_unit, lengths
+    assert np.allclose(short.outputs.embedding, first[:8]) != is_unit
+    assert np.isclose(score.outputs.score, first @ second / lengths.prod())
+
+
 def test_texts_have_the_models_own_prompt_wherever_they_are_asked_for(
     encoders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,7 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     embedding: list[float]
-    """The text's vector, of length 1. [width, or as many dimensions as were asked for]"""
+    """The text's vector: of length 1, unless the model's modules.json lists no `Normalize`. [width, or `dimensions`]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +339,10 @@ class AsyncLLM:
         _check_not_empty("texts", several)
         asked = [prefix + text if isinstance(text, str) else text for text in several]
         answers = await self._read_texts(asked, truncate_prompt_tokens, use_tqdm=use_tqdm)
+        vectors = [embedding(one[2], encoder, dimensions, is_unit=not encoder.has_own_lengths) for one in answers]
         return [
-            EmbeddingRequestOutput(name, list(text.token_ids), EmbeddingOutput(embedding(result, encoder, dimensions).tolist()))
-            for name, text, result in answers
+            EmbeddingRequestOutput(name, list(text.token_ids), EmbeddingOutput(vector.tolist()))
+            for (name, text, _), vector in zip(answers, vectors, strict=True)
         ]
 
     async def classify(
@@ -581,10 +582,12 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of texts, in their order, each of length 1. The model must be an encoder that embeds.
+        """The vectors of texts, in their order. The model must be an encoder that embeds.
+
+        Vectors have length 1, unless the model's modules.json lists no `Normalize` module.
 
         `prompt_name` is a prompt of the model's files that is put before each text (`query`, `passage`); None: the files'
-        default. Vectors are cut to `dimensions` and made of length 1 again. A text that is too long is an error, unless
+        default. Vectors are cut to `dimensions`; those of length 1 get it again. A text that is too long is an error, unless
         `truncate_prompt_tokens` says how many tokens to keep; -1: as many as the model reads. Raises PenstockError.
         """
         return self._wait(

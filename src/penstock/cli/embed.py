@@ -48,7 +48,7 @@ _NOT_HERE = (
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy behind it.")
 @click.option("--field", help="Key of the text in each object of a .jsonl FILE.  [default: text]")
 @click.option("--prompt-name", help="Prompt of the model's files before each text, such as query; by default the files' own.")
-@click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to so many numbers, and make them of length 1 again.")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut vectors to so many numbers; those of length 1 get it again.")
 @click.option("--truncate", is_flag=True, help="Cut texts that are too long at their ends; otherwise one is an error.")
 @config_options(*_COMPONENTS, without=_NOT_HERE)
 def embed(

@@ -150,8 +150,12 @@ def encoder_info(
     max_tokens: int | None = None,
     prompts: Mapping[str, str] = MappingProxyType({}),
     default_prompt: str = "",
+    has_modules: bool = False,
 ) -> EncoderInfo | None:
-    """The facts that clients of an encoder may know; None for a model that writes text. `max_tokens` None: its positions."""
+    """Return the facts that clients of an encoder may know, or None for a model that writes text.
+
+    `max_tokens` None: the model's positions. `has_modules`: the files say whether vectors are normalised.
+    """
     ending = spec.ending
     if ending is None:
         return None
@@ -160,6 +164,7 @@ def encoder_info(
         pooling=ending.pooling,
         max_tokens=min(max_tokens or spec.max_model_len, spec.max_model_len),
         is_normalised=ending.is_normalised,
+        has_own_lengths=has_modules and not ending.is_normalised,
         labels=ending.labels,
         scores=scores,
         prompts=prompts,

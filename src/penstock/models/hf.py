@@ -149,7 +149,12 @@ def load_hf_directory(
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
         encoder=endings.encoder_info(
-            spec, scores, max_tokens=files.max_tokens, prompts=files.prompts, default_prompt=files.default_prompt
+            spec,
+            scores,
+            max_tokens=files.max_tokens,
+            prompts=files.prompts,
+            default_prompt=files.default_prompt,
+            has_modules=files.pooling is not None,
         ),
         notes=notes,
     )

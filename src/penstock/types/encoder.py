@@ -44,6 +44,8 @@ class EncoderInfo:
     """Longest text in tokens, special ones included: the files' `max_seq_length`, or else the model's positions."""
     is_normalised: bool = False
     """The model's vectors have length 1 already."""
+    has_own_lengths: bool = False
+    """The files list the model's modules, without a `Normalize`: vectors keep their lengths where the API lets them."""
     labels: tuple[str, ...] = ()
     """Names of the columns if there is a head, `width` of them."""
     scores: ScoreFunction = ScoreFunction.NONE
