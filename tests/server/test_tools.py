@@ -125,6 +125,19 @@ async def test_fenced_json_is_a_call_if_it_names_a_tool(chat_template):
         assert "tool_calls" not in choice["message"]
 
 
+async def test_an_object_in_doubled_braces_is_a_call_if_it_names_a_tool():
+    text = '{{"name": "get_weather", "arguments": {"place": "Rome", "days": 3}}}'
+    choice = await ask(text, chat_template=TOOLS_TEMPLATE)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert calls_of(choice["message"]) == [ROME]
+    deltas, finish = await stream(text, chat_template=TOOLS_TEMPLATE)
+    assert finish == "tool_calls"
+    assert not any(delta.get("content") for delta in deltas)
+    for text in ("{{ place }} is a variable.", '{{"name": "Ada", "arguments": {}}}'):
+        choice = await ask(text, chat_template=TOOLS_TEMPLATE)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+
+
 async def test_json_that_was_asked_for_is_no_call_although_it_names_a_tool():
     schema = {"type": "object", "properties": {"name": {"const": "now"}, "arguments": {"const": {}}}}
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema | {"required": ["name", "arguments"]}}}

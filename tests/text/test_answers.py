@@ -111,6 +111,10 @@ def test_text_that_looks_like_a_call_and_is_none_stays_as_it_is(name):
         "```json\n[1, 2]\n```",
         '{"name": "get", "age": {"arguments": 3}}',
         '{"name": "getx", "arguments": {}}',
+        '{{"name": "getx", "arguments": {}}}',
+        '{{"name": "get"}}',
+        "{{ x }} is a variable",
+        "{{{",
         '{"name":' + " " * 300 + '"get", "arguments": {}}',
         'So:\n```json\n{"name": "get", "arguments": {}}\n```',
     ):
@@ -124,6 +128,9 @@ def test_a_call_without_a_mark_is_one_at_the_beginning_alone_and_of_a_tool_that_
         '```json\n{\n  "name": "get",\n  "arguments": {"a": 1}\n}\n```',
         '{"name": "get", "arguments": {"a": 1}}',
         '```json{"name":"get","arguments":{"a": 1}}```',
+        '{{"name": "get", "arguments": {"a": 1}}}',
+        '{ {\n"name": "get", "arguments": {"a": 1} }\n}',
+        '```json\n{{"name": "get", "arguments": {"a": 1}}}\n```',
     ):
         for before in ("", " \n", "<think>Hm.</think>", "\n<think>Hm.</think>\n\n"):
             answer = at_every_split(form, before + text + "\n")

@@ -402,6 +402,22 @@ def test_the_template_option_is_a_name_a_path_or_the_template_itself(tmp_path):
         choose_chat_template(str(path), named)
 
 
+def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_path, caplog):
+    """Qwen2.5-Coder's template shows a call with doubled braces, and the model writes what it was shown."""
+    shown = r'{\"name\": <function-name>, \"arguments\": <args-json-object>}'
+    wrong, right = (f'{{{{- "<tool_call>\\n{call}\\n</tool_call>" }}}}' for call in ("{" + shown + "}", shown))
+    with caplog.at_level("INFO"):
+        assert choose_chat_template(None, {"default": wrong}) == right
+    [record] = caplog.records
+    assert "doubled braces" in record.message
+    assert make(right).render(HELLO) == '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    assert choose_chat_template("default", {"default": wrong}) == right
+    assert choose_chat_template(None, {"default": right}) == right
+    path = tmp_path / "own.jinja"
+    path.write_text(wrong)
+    assert choose_chat_template(str(path), {}) == wrong  # a template that somebody chose stays as it is
+
+
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
 @pytest.mark.parametrize("begin", ["", "\n", "{% macro say(x) %}{{ x }}{% endmacro %}\n"])
 def test_a_template_for_tools_is_taken_where_there_are_some(begin, end):

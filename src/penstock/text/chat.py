@@ -37,6 +37,7 @@ DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
+_DOUBLED_CALL = r'{{\"name\": <function-name>, \"arguments\": <args-json-object>}}'
 _RETRY_AFTER_S = 5.0
 _REMEDY = "Correct it, or give another one with --chat-template."
 _START = (
@@ -144,6 +145,7 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
     None: the one that the model calls `default`, if it has one, and for requests with tools its `tool_use`. Raises
     `ConfigError`.
     """
+    named = {name: _with_single_braces(source) for name, source in named.items()}
     if value is None:
         plain, with_tools = named.get("default"), named.get("tool_use")
         return plain if plain is None or with_tools is None else _either(with_tools, plain)
@@ -160,6 +162,14 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
             remedy="--chat-template takes the path of a Jinja2 file, the template itself, or a name that the model has for "
             f"one: {', '.join(sorted(named)[:MAX_NAMES]) or 'it has none'}.",
         ) from error
+
+
+def _with_single_braces(source: str) -> str:
+    """Mend the example of a call in Qwen2.5-Coder's template, whose doubled braces the model copies."""
+    if _DOUBLED_CALL not in source:
+        return source
+    _log.info("The chat template shows calls of tools in doubled braces; the model is shown single ones.")
+    return source.replace(_DOUBLED_CALL, _DOUBLED_CALL[1:-1])
 
 
 def _either(with_tools: str, plain: str) -> str:

@@ -83,11 +83,15 @@ _HERMES = Way(trigger="<tool_call>", call=f"<tool_call>\n{_OBJECT}\n</tool_call>
 _LLAMA = Way(trigger='{"name":', call='{"name": "NAME", "parameters": ARGUMENTS}', between="; ")
 
 # Qwen2.5-Coder writes these instead: https://github.com/QwenLM/Qwen3-Coder/issues/180
+# The braces are doubled in the instructions of its template.
 _INDENTED = '{ "name": "NAME", "arguments": ARGUMENTS }'
-_FENCED = Way(trigger='```json\n{ "name": "', begin="```json\n", call=_INDENTED, between="\n", end="\n```", has_no_mark=True)
-_BARE = Way(trigger='{ "name": "', call=_INDENTED, between="\n", has_no_mark=True)
+_UNMARKED = tuple(
+    Way(trigger=f'{begin}{braces} "name": "', begin=begin, call=call, between="\n", end=end, has_no_mark=True)
+    for braces, call in (("{", _INDENTED), ("{ {", f"{{ {_INDENTED} }}"))
+    for begin, end in (("```json\n", "\n```"), ("", ""))
+)
 
-GENERIC = ToolFormat(name="generic", ways=(_HERMES, _FENCED, _BARE))
+GENERIC = ToolFormat(name="generic", ways=(_HERMES, *_UNMARKED))
 """For models whose template knows no tools: they have seen the commonest form elsewhere, or learn it from the prompt."""
 
 # Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
