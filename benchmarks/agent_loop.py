@@ -2,14 +2,15 @@
 
     python benchmarks/agent_loop.py                                   # Qwen2.5-Coder-1.5B, 50 calls
     python benchmarks/agent_loop.py --model smollm2:135m --calls 20
+    python benchmarks/agent_loop.py --tool-choice auto                # how often does it call of its own accord?
 
 Each task is a conversation. The model may call (`auto`), must (`required`), or must call one tool (a name), in turn, streamed
 and not; results go back to it, and an answer in words begins the next task. Every call is parsed as JSON and checked against
 its tool's schema, here, by hand-written rules that know nothing of the server's grammars. After that, each of the tasks
 is asked again with few tokens, so that answers end within a call: none of those may be told as a call.
 
-Told are calls by choice, answers in words, faults of each kind, and seconds. The last line is JSON. Ends with 1 if there was
-a fault.
+Told are calls by choice, answers in words, how many of those have JSON of a call in them, faults of each kind, and seconds.
+The last line is JSON. Ends with 1 if there was a fault.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from processes import Contender, started
 MAX_TOKENS = 300
 SHORT_TOKENS = (3, 8, 14, 20, 27)
 """Few enough that most calls do not fit."""
+CHOICES = ("auto", "required", "named")
 MAX_TURNS = 6
 """Answers in one conversation."""
 SYSTEM = "You are an agent in a shop's back office. Call the tools to do what you are asked, one step after the other."
@@ -202,11 +204,13 @@ def assembled(choices: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
 class Loop:
     """Conversations with one server, and the counts of what came back."""
 
-    def __init__(self, port: int, model: str) -> None:
-        self._port, self._model = port, model
+    def __init__(self, port: int, model: str, kinds: Sequence[str]) -> None:
+        self._port, self._model, self._kinds = port, model, kinds
         self.num_asked = 0
         self.calls: Counter[str] = Counter()
         self.words: Counter[str] = Counter()
+        self.written: Counter[str] = Counter()
+        """Answers in words that have the JSON of a call in them."""
         self.faults: Counter[str] = Counter()
 
     @property
@@ -215,7 +219,7 @@ class Loop:
         return self.num_asked % 2 == 0
 
     def choice(self) -> tuple[str, object]:
-        kind = ("auto", "required", "named")[self.num_asked // 2 % 3]
+        kind = self._kinds[self.num_asked // 2 % len(self._kinds)]
         name = list(TOOLS)[self.num_asked % len(TOOLS)]
         return kind, {"type": "function", "function": {"name": name}} if kind == "named" else kind
 
@@ -246,6 +250,7 @@ class Loop:
             self.calls[kind] += len(calls)
             if not calls or self.calls.total() >= num_calls:
                 self.words[kind] += not calls
+                self.written[kind] += not calls and '"arguments"' in (message.get("content") or "")
                 return
             messages.append(message)
             messages += [
@@ -267,21 +272,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-coder:1.5b")
     parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--tool-choice", choices=CHOICES, help="of every answer (default: these in turn)")
     args = parser.parse_args()
     command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}"]
     server = Contender(name="penstock", command=command)
     with tempfile.TemporaryDirectory() as folder, started(server, Path(folder, "log")) as (_, port):
-        loop, began_s, number = Loop(port, args.model), time.monotonic(), 0
-        while loop.calls.total() < args.calls:
+        kinds = CHOICES if args.tool_choice is None else [args.tool_choice]
+        loop, began_s, number = Loop(port, args.model, kinds), time.monotonic(), 0
+        while loop.calls.total() < args.calls and number < args.calls:
             loop.converse(TASKS[number % len(TASKS)], args.calls)
             number += 1
         for task in TASKS:
             loop.cut(task)
         seconds = time.monotonic() - began_s
     print(origin(f"{args.model}, {number} conversations, {loop.num_asked} answers, {seconds:.0f} s"))
-    print(table(["choice", "calls", "answers in words"], [[kind, loop.calls[kind], loop.words[kind]] for kind in loop.calls]))
+    rows = [[kind, loop.calls[kind], loop.words[kind], loop.written[kind]] for kind in kinds]
+    print(table(["choice", "calls", "answers in words", "with JSON of a call"], rows))
     print(f"faults: {dict(loop.faults) or 'none'}")
-    print(json.dumps({"calls": dict(loop.calls), "words": dict(loop.words), "faults": dict(loop.faults), "seconds": seconds}))
+    counts = {name: dict(getattr(loop, name)) for name in ("calls", "words", "written", "faults")}
+    print(json.dumps({**counts, "seconds": seconds}))
     sys.exit(1 if loop.faults else 0)
 
 

@@ -1,4 +1,5 @@
-"""The frameworks over OpenAI's API, by a server's URL: litellm, LangChain, instructor, pydantic-ai and smolagents.
+"""The frameworks over OpenAI's API, by a server's URL: litellm, LangChain, instructor, pydantic-ai, smolagents,
+openai-agents, LlamaIndex and AutoGen.
 
     python tests/clients/frameworks.py litellm smollm2:135m http://127.0.0.1:8000      # run.sh starts a server of the model
 
@@ -35,6 +36,10 @@ class Report(BaseModel):
     place: Place
     sky: Literal["sunny", "grey"]
     degrees: Literal[12, 24]
+
+
+class Where(BaseModel):
+    place: Place
 
 
 def get_weather(place: Place) -> str:
@@ -147,12 +152,95 @@ def with_smolagents(served: Served) -> None:
     assert agent.memory.steps[1].observations.startswith("sunny, 24 degrees in ")
 
 
+def with_openai_agents(served: Served) -> None:
+    """A tool that the model calls of its own accord, whole and as a stream."""
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="openai-agents", max_retries=0)
+    agent = Agent(
+        name="Weather",
+        instructions="Be brief.",
+        model=OpenAIChatCompletionsModel(model=served.model, openai_client=client),
+        model_settings=ModelSettings(temperature=0, max_tokens=100),
+        tools=[function_tool(get_weather)],
+        tool_use_behavior="stop_on_first_tool",
+    )
+
+    async def ask() -> None:
+        whole = await Runner.run(agent, QUESTION)
+        assert whole.final_output == get_weather("Rome")
+        streamed = Runner.run_streamed(agent, QUESTION)
+        names = [getattr(event, "name", None) async for event in streamed.stream_events()]
+        assert "tool_called" in names
+        assert streamed.final_output == whole.final_output
+
+    asyncio.run(ask())
+
+
+def with_llama_index(served: Served) -> None:
+    """A tool that the model calls of its own accord, whole and as a stream, and words."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=served.model,
+        api_base=f"{served.url}/v1",
+        api_key="llama-index",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        temperature=0,
+        max_tokens=100,
+        max_retries=0,
+    )
+    tools = [FunctionTool.from_defaults(get_weather, fn_schema=Where)]
+    called = model.chat_with_tools(tools, user_msg=QUESTION)
+    [call] = model.get_tool_calls_from_response(called)
+    assert call.tool_kwargs == {"place": "Rome"}
+    *_, last = model.stream_chat_with_tools(tools, user_msg=QUESTION)
+    assert [each.tool_kwargs for each in model.get_tool_calls_from_response(last)] == [call.tool_kwargs]
+    result = ChatMessage(get_weather("Rome"), role="tool", additional_kwargs={"tool_call_id": call.tool_id})
+    assert model.chat([ChatMessage(QUESTION, role="user"), called.message, result]).message.content
+
+
+def with_autogen(served: Served) -> None:
+    """A tool that the model calls of its own accord, whole and as a stream."""
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    able = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True, "family": "unknown"}
+    client = OpenAIChatCompletionClient(
+        model=served.model,
+        base_url=f"{served.url}/v1",
+        api_key="autogen",
+        model_info=able,
+        temperature=0,
+        max_tokens=100,
+        max_retries=0,
+    )
+
+    async def ask() -> None:
+        for is_stream in (False, True):
+            few = {"tools": [get_weather], "system_message": "Be brief.", "model_client_stream": is_stream}
+            agent = AssistantAgent("weather", model_client=client, **few)
+            answer = await agent.run(task=QUESTION)
+            assert answer.messages[-1].to_text() == get_weather("Rome")
+        await client.close()
+
+    asyncio.run(ask())
+
+
 CHECKS = {
     "litellm": with_litellm,
     "langchain": with_langchain,
     "instructor": with_instructor,
     "pydantic-ai": with_pydantic_ai,
     "smolagents": with_smolagents,
+    "openai-agents": with_openai_agents,
+    "llama-index": with_llama_index,
+    "autogen": with_autogen,
 }
 
 

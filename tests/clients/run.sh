@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PORT=${PORT:-8971}
 HERE=tests/clients
 BUILT=build/clients
-ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents javascript lm-eval)
+ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript lm-eval)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
 # start PORT COMMAND: waits until what it runs answers there.
@@ -98,6 +98,9 @@ check() {
     instructor) framework instructor smollm2:135m instructor ;;
     pydantic-ai) framework pydantic-ai qwen2.5-coder:1.5b 'pydantic-ai-slim[openai]' ;;
     smolagents) framework smolagents smollm2:135m 'smolagents[openai]' ;;
+    openai-agents) framework openai-agents qwen2.5-coder:1.5b openai-agents ;;
+    llama-index) framework llama-index qwen2.5-coder:1.5b llama-index-llms-openai-like ;;
+    autogen) framework autogen qwen2.5-coder:1.5b 'autogen-ext[openai]' autogen-agentchat ;;
     javascript) javascript ;;
     lm-eval)
       install lm-eval 'lm-eval[api]' transformers

@@ -404,7 +404,7 @@ def test_the_template_option_is_a_name_a_path_or_the_template_itself(tmp_path):
 
 def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_path, caplog):
     """Qwen2.5-Coder's template shows a call with doubled braces, and the model writes what it was shown."""
-    shown = r'{\"name\": <function-name>, \"arguments\": <args-json-object>}'
+    shown = r"{\"name\": <function-name>, \"arguments\": <args-json-object>}"
     wrong, right = (f'{{{{- "<tool_call>\\n{call}\\n</tool_call>" }}}}' for call in ("{" + shown + "}", shown))
     with caplog.at_level("INFO"):
         assert choose_chat_template(None, {"default": wrong}) == right

@@ -37,7 +37,7 @@ DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 """Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
 _CONTINUE_MARK = "<|penstock continues here|> "
 """Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
-_DOUBLED_CALL = r'{{\"name\": <function-name>, \"arguments\": <args-json-object>}}'
+_DOUBLED_CALL = r"{{\"name\": <function-name>, \"arguments\": <args-json-object>}}"
 _RETRY_AFTER_S = 5.0
 _REMEDY = "Correct it, or give another one with --chat-template."
 _START = (
