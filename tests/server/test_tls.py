@@ -116,8 +116,9 @@ def test_clients_believe_the_file_that_they_are_told(tmp_path):
     key, paper = make_certificate(tmp_path)
     with serving(key, paper) as server:
         url = f"https://127.0.0.1:{server.port}"
-        for words in (["--cafile", paper], ["--insecure"]):
-            result = CliRunner().invoke(cli, ["top", url, "--once", "--interval", "100ms", *words])
+        port = str(server.port)
+        for words in ([url, "--cafile", paper], [url, "--insecure"], ["--port", port, "--insecure"]):
+            result = CliRunner().invoke(cli, ["top", "--once", "--interval", "100ms", *words])
             assert result.exit_code == 0, result.output
             assert "toy" in result.output
         result = CliRunner().invoke(cli, ["top", url, "--once"])

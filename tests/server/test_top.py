@@ -201,9 +201,23 @@ async def test_of_several_keys_in_the_environment_it_sends_the_first() -> None:
         assert shown.exit_code == 0, shown.exception
 
 
+async def test_a_port_stands_for_a_server_on_this_machine() -> None:
+    with running() as server:
+        port = server.url.rpartition(":")[2]
+        shown = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--port", port, "--once", "--interval", "100ms"])
+        assert shown.exit_code == 0, shown.output
+        assert f"toy at http://127.0.0.1:{port}" in shown.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["ftp://x"], "does not begin with http"), (["--interval", "soon"], "'soon'"), (["--interval", "1ms"], "less than 100ms")],
+    [
+        (["ftp://x"], "does not begin with http"),
+        (["--interval", "soon"], "'soon'"),
+        (["--interval", "1ms"], "less than 100ms"),
+        (["http://127.0.0.1:8000", "--port", "8000"], "Give the URL or --port"),
+        (["--port", "0"], "0"),
+    ],
 )
 def test_wrong_usage_is_told(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, ["top", *arguments])

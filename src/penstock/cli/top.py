@@ -33,7 +33,7 @@ from penstock.cli.options import client_tls, tls_options, warn_of_unknown_variab
 from penstock.config.units import format_size, parse_duration
 from penstock.types.errors import PenstockError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_PORT = 8000
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The terminal's other screen, without a cursor; and back."""
@@ -55,14 +55,18 @@ _NAME_WIDTH = 20
 
 
 @click.command()
-@click.argument("url", default=DEFAULT_URL)
+@click.argument("url", required=False)
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="N", help="Port of a server on this machine, instead of the URL."
+)
 @click.option("--api-key", envvar="PENSTOCK_API_KEY", metavar="KEY", help="Key that the server asks for.")
 @click.option("--model", metavar="NAME", help="Model whose rates and KV cache are shown, of several.  [default: the first]")
 @click.option("--interval", default="1s", show_default=True, metavar="DURATION", help="Time between two looks.")
 @click.option("--once", is_flag=True, help="Show it once, as plain text. So it does if its output is no terminal.")
 @tls_options
 def top(
-    url: str,
+    url: str | None,
+    port: int | None,
     api_key: str | None,
     model: str | None,
     interval: str,
@@ -71,18 +75,35 @@ def top(
     once: bool,
     insecure: bool,
 ) -> None:
-    """Watch the server at URL: its models, their rates and queues, the KV cache as a map of blocks, your requests."""
+    """Watch the server at URL: its models, their rates and queues, the KV cache as a map of blocks, your requests.
+
+    URL is http://127.0.0.1:8000 unless given; https with --cafile or --insecure.
+    """
     warn_of_unknown_variables()
     interval_s = _interval_s(interval)
-    if not url.startswith(("http://", "https://")):
-        raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
-    reader = Reader(url.rstrip("/"), _one_key(api_key), model, tls=client_tls(cafile, insecure=insecure))
+    reader = Reader(
+        _server_url(url, port, is_tls=insecure or cafile is not None),
+        _one_key(api_key),
+        model,
+        tls=client_tls(cafile, insecure=insecure),
+    )
     if sys.stdout.isatty() and not once:
         _show_live(reader, interval_s)
         return
     before = reader.read()
     time.sleep(interval_s)
     print("\n".join(_lines(before, reader.read(), Look(width=110, height=1000))))
+
+
+def _server_url(url: str | None, port: int | None, *, is_tls: bool) -> str:
+    """Return the address of the server, without a slash at its end."""
+    if url is None:
+        return f"{'https' if is_tls else 'http'}://127.0.0.1:{port or DEFAULT_PORT}"
+    if port is not None:
+        raise click.UsageError("Give the URL or --port, and not both: a URL has its port in it, as http://host:8000.")
+    if not url.startswith(("http://", "https://")):
+        raise click.BadParameter(f"{url!r} does not begin with http:// or https://.", param_hint="'URL'")
+    return url.rstrip("/")
 
 
 def _show_live(reader: Reader, interval_s: float) -> None:
