@@ -87,7 +87,7 @@ async def test_load_says_how_busy_it_is_now_and_of_late(client):
 async def test_model_cards(client):
     cards = (await client.get("/v1/models")).json()
     assert [card["id"] for card in cards["data"]] == ["toy", "org/toy"]
-    assert cards["data"][0]["max_model_len"] == 2048
+    assert (cards["data"][0]["max_model_len"], cards["data"][0]["task"]) == (2048, "generate")
     assert (await client.get("/v1/models/org/toy")).json() == cards["data"][1]
 
 

@@ -197,6 +197,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             root=_TEXT,
             parent=_or_null(_TEXT),
             max_model_len=_or_null(_COUNT),
+            task=_or_null(_word("generate", "embed", "rerank", "classify")),
             status=_object(value=_TEXT, cause_if_any=_TEXT),
         ),
         "ModelList": _object(object=_word("list"), data=_list(_ref("ModelCard"))),

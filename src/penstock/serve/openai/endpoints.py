@@ -97,6 +97,7 @@ class Listed:
             "root": root,
             "parent": served.name if self.is_adapter else None,
             "max_model_len": None if info is None else info.max_model_len,
+            "task": None if info is None else "generate" if info.encoder is None else info.encoder.task,
             "status": {"value": served.state.value} | ({"cause": served.failure} if served.failure else {}),
         }
 
