@@ -6,6 +6,7 @@ import pytest
 
 from e2e.conftest import weights
 from page.browser import browsing, missing
+from page.servers import speaking
 
 __all__ = ["weights"]
 
@@ -28,3 +29,12 @@ def browser(chromium):
     chromium.open("about:blank")  # so that no test's page asks a server that is gone
     chromium.complaints()
     assert complaints == []
+
+
+@pytest.fixture
+def page(browser):
+    """The page of a server that says hello: `page.server`."""
+    with speaking("Hello, reader.") as server:
+        browser.open(server.url)
+        browser.server = server
+        yield browser

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from page.browser import ENTER, ESCAPE, TAB
+from page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
 from page.servers import speaking
 from penstock.admission.door import AdmissionLimits
 from penstock.config import ServerConfig
-from server.harness import wait_until
+from server.harness import EMBEDDER, make_text_runtime, wait_until
 
 MARKDOWN = """# Rivers
 
@@ -42,32 +43,6 @@ ATTACK = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</scrip
 ```<b>
 </code></pre><script>window.hacked=1</script>
 ```"""
-
-
-@pytest.fixture
-def page(browser):
-    """The page of a server that says hello."""
-    with speaking("Hello, reader.") as server:
-        browser.open(server.url)
-        browser.server = server
-        yield browser
-
-
-def ask(page, text="What is a river?") -> None:
-    page.type("#prompt", text)
-    page.press(ENTER)
-
-
-def complete(page) -> str:
-    """The answer's text, once it is complete."""
-    page.wait_text("#status", "complete")
-    return page.run("return Array.from(document.querySelectorAll('.answer > .text')).at(-1).innerText")
-
-
-def roles_sent(page) -> list[tuple[str, str]]:
-    """The conversation as the browser keeps it."""
-    kept = json.loads(page.run("return localStorage.getItem('penstock.chat')"))
-    return [(message["role"], message["content"]) for message in kept["messages"]]
 
 
 def test_an_answer_streams_in_with_its_figures(browser):
@@ -161,7 +136,7 @@ def test_stopping_keeps_what_was_said(browser):
         assert browser.focused() == "prompt"
 
 
-def test_an_edited_message_replaces_what_follows(page):
+def test_an_edited_message_is_answered_in_place_of_what_followed(page):
     ask(page, "First")
     complete(page)
     ask(page, "Second")
@@ -174,7 +149,7 @@ def test_an_edited_message_replaces_what_follows(page):
     page.press(ENTER)
     page.wait_text(".answer > .text", "Another answer")
     complete(page)
-    assert roles_sent(page) == [("user", "First, but better"), ("assistant", "Another answer.")]
+    assert shown(kept(page)[0]) == [("user", "First, but better"), ("assistant", "Another answer.")]
 
 
 def test_an_edit_can_be_given_up(page):
@@ -190,10 +165,10 @@ def test_an_answer_is_made_anew(page):
     ask(page)
     complete(page)
     page.server.says[0] = "A second try."
-    page.click(".answer .tools button:last-child")
+    press(page, "Regenerate")
     page.wait_text(".answer > .text", "A second try")
     complete(page)
-    assert roles_sent(page) == [("user", "What is a river?"), ("assistant", "A second try.")]
+    assert shown(kept(page)[0]) == [("user", "What is a river?"), ("assistant", "A second try.")]
 
 
 def test_settings_reach_the_request(page):
@@ -201,15 +176,15 @@ def test_settings_reach_the_request(page):
     page.type("#max_tokens", "5")
     page.type("#temperature", "0")
     page.type("#seed", "-3")
-    page.run("""
-        const usual = window.fetch;
-        window.fetch = (path, options) => { if (options.body) window.sent = options.body; return usual(path, options); };
-    """)
+    page.type("#top_k", "40")
+    page.type("#min_p", "0.05")
+    watch_requests(page)
     ask(page)
     assert complete(page) == "Hello"
     page.wait_text(".facts-line", "cut at its limit")
-    sent = json.loads(page.run("return window.sent"))
+    sent = last_request(page)
     assert (sent["temperature"], sent["seed"], sent["max_tokens"], sent["model"]) == (0, -3, 5, "toy")
+    assert (sent["top_k"], sent["min_p"]) == (40, 0.05)
     assert "top_p" not in sent
     assert [message["role"] for message in sent["messages"]] == ["system", "user"]
 
@@ -218,7 +193,28 @@ def test_a_setting_that_is_no_number_in_its_range_is_not_sent(page):
     page.type("#top_p", "7")
     ask(page)
     page.until("return document.activeElement.id === 'top_p'")
-    assert page.run("return document.querySelectorAll('.answer').length") == 0
+    assert page.run("return document.querySelectorAll('.question, .answer').length") == 0
+    assert page.run("return document.getElementById('prompt').value") == "What is a river?"
+
+
+@pytest.mark.parametrize("has_writer", [True, False])
+def test_encoders_are_not_offered(browser, has_writer):
+    """They have names in the list of models, and answer no chat."""
+    encoder = make_text_runtime(served_names=("minilm",), aliases=())
+    try:
+        fields = {} if has_writer else {"encoder": EMBEDDER, "chat_template": None}
+        with speaking("Hello.", others=(encoder,), **fields) as server:
+            browser.open(server.url)
+            names = "Array.from(document.querySelectorAll('#model option'), (one) => one.value).join()"
+            told = "document.getElementById('no-model').checkVisibility()"
+            browser.until(f"return {names} || {told}")
+            assert browser.run(f"return {names}") == ("toy,org/toy" if has_writer else "")
+            assert ("no model that writes text" in browser.text("#settings")) is not has_writer
+            if has_writer:
+                ask(browser)
+                assert complete(browser) == "Hello."
+    finally:
+        encoder.close()
 
 
 def test_an_answer_follows_a_schema(page):
@@ -234,7 +230,7 @@ def test_an_answer_follows_a_schema(page):
 def test_a_schema_that_is_no_json_is_told_beside_it(page):
     page.type("#schema", '{"type": ')
     ask(page)
-    page.wait_text("#schema-error", "This is no JSON")
+    page.wait_text("#schema-error", "This is not JSON")
     assert page.run("return [document.activeElement.id, document.getElementById('schema').ariaInvalid]") == ["schema", "true"]
 
 
@@ -307,17 +303,6 @@ def test_a_refusal_is_told_with_its_remedy_and_can_be_tried_again(browser):
         browser.wait_text(".answer .error", r"\w+")
         browser.wait_text(".answer .tools", "Try again")
         assert [message for message in browser.complaints() if "503" not in message] == []
-
-
-def test_a_conversation_is_kept_until_it_is_cleared(page):
-    ask(page)
-    complete(page)
-    page.open(page.server.url)
-    page.wait_text(".answer > .text", "Hello, reader")
-    page.click("#clear")
-    assert roles_sent(page) == []
-    page.open(page.server.url)
-    assert "Ask the model" in page.text("#log")
 
 
 def tab_to(page, name, *, shift=False) -> None:

@@ -1,16 +1,21 @@
 """The page at `/`: its files, without a browser. tests/page has one."""
 
+import hashlib
 import re
+from pathlib import Path
 
 import harness
 import pytest
 
+import penstock.serve
 from penstock.config import ServerConfig
 from penstock.serve.ops.page import PAGE_PATHS, POLICY
 from penstock.serve.server import ready_text
 
 KINDS = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
 MAX_BYTES = 100_000
+FOLDER = Path(penstock.serve.__file__).parent / "page"
+VENDOR = "/page/vendor/"
 
 
 @pytest.mark.parametrize("path", sorted(PAGE_PATHS))
@@ -25,13 +30,26 @@ async def test_each_file_has_its_type_and_its_policy(client, path):
 
 async def test_the_page_is_small_and_names_only_files_that_are_there(client):
     html = (await client.get("/")).text
-    scripts = {path: (await client.get(path)).text for path in PAGE_PATHS if path.endswith(".js")}
+    own = {path for path in PAGE_PATHS if not path.startswith(VENDOR)}
+    scripts = {path: (await client.get(path)).text for path in own if path.endswith(".js")}
     named = {f"/{name}" for name in re.findall(r'(?:href|src)="([^"#]+)"', html)}
     named |= {f"/page/{name}" for text in scripts.values() for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert named == PAGE_PATHS - {"/"}
+    assert named == own - {"/"}
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", html)
     assert not any(re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", text) for text in scripts.values())
     assert sum(len(text) for text in scripts.values()) < MAX_BYTES
+
+
+def test_the_libraries_are_those_that_were_fetched():
+    """`packaging/page_libraries.sh` writes them and their checksums, and keeps their licences beside them."""
+    lines = (FOLDER / "vendor/checksums.txt").read_text().splitlines()
+    listed = {name.removeprefix("./"): checksum for checksum, name in (line.split() for line in lines)}
+    files = {str(path.relative_to(FOLDER / "vendor")): path for path in (FOLDER / "vendor").rglob("*") if path.is_file()}
+    assert files.keys() == listed.keys() | {"checksums.txt"}
+    assert {name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in listed} == listed
+    served = {path.removeprefix(VENDOR) for path in PAGE_PATHS if path.startswith(VENDOR)}
+    assert served == listed.keys() - {"highlight/LICENSE", "temml/LICENSE"}
+    assert sum(path.stat().st_size for path in files.values()) < 250_000
 
 
 async def test_a_file_that_the_browser_has_is_not_sent_again(client):

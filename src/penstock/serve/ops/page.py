@@ -24,8 +24,20 @@ https://www.w3.org/TR/CSP3/, https://www.w3.org/TR/trusted-types/"""
 
 _FOLDER = Path(__file__).parent.parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_SCRIPTS = ("shell.js", "chat.js", "live.js", "why.js", "markdown.js", "shared.js")
-_FILES = {"/": "index.html"} | {f"/page/{name}": name for name in (*_SCRIPTS, "style.css", "icon.svg")}
+_SCRIPTS = (
+    *("shell.js", "shared.js", "chat.js", "stream.js", "answers.js", "conversations.js", "list.js", "settings.js"),
+    *("markdown.js", "highlight.js", "formulas.js", "why.js", "live.js"),
+)
+_LANGUAGES = (
+    *("bash", "cpp", "csharp", "diff", "dockerfile", "go", "ini", "java", "json", "makefile", "python", "rust", "shell"),
+    *("sql", "typescript", "xml", "yaml"),
+)
+"""Grammars of highlight.js. `highlight.js` says which names of languages they are for."""
+_VENDOR = ("temml/temml.min.js", *(f"highlight/{name}.min.js" for name in ("core", *_LANGUAGES)))
+"""Libraries of others, as `packaging/page_libraries.sh` fetches them."""
+_FILES = {"/": "index.html"} | {
+    f"/page/{name}": name for name in (*_SCRIPTS, "style.css", "icon.svg", *(f"vendor/{name}" for name in _VENDOR))
+}
 PAGE_PATHS = frozenset(_FILES)
 """The paths of all files."""
 

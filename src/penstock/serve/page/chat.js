@@ -1,329 +1,213 @@
-// The chat: a conversation, its settings, and the stream that answers. The conversation is kept in localStorage.
+// The chat: the conversation that is open, and the answers that are on their way, at most one for each conversation.
 
-import { ask, askJson, byId, counted, duration, element, eventsOf, newRequestId, ServerError } from "./shared.js";
-import { codeBlock, copy, MarkdownView } from "./markdown.js";
-import { showWhy } from "./why.js";
+import { AnswerView, isSend, questionItem } from "./answers.js";
+import { branch, conversations, followOtherTabs, keep, newConversation, pathOf } from "./conversations.js";
+import { showList } from "./list.js";
+import { recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
+import { button, byId, counted, element, newId, ServerError } from "./shared.js";
+import { stream, tokensOfStopped } from "./stream.js";
 
-const STORE = "penstock.chat";
-const FIELDS = ["model", "system", "temperature", "top_p", "max_tokens", "seed", "schema"];
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
-const WAIT_MS = 1000; // After it without a token, the server is asked what the request waits for; and again each time it passes.
+const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
+const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
 
-/** What was said: `{role, content}`; of an answer also `reasoning`, `toolCalls`, `facts`, `error`. */
-let messages = [];
-let running = null; // The AbortController of the answer that is on its way.
+let open = newConversation();
+const running = new Map(); // Conversation id -> `{message, view, controller}`.
 
 const log = byId("log");
 const prompt = byId("prompt");
 const status = (text) => { byId("status").textContent = text; };
 
-// What the browser keeps
+const list = {
+  openId: () => open.id,
+  isAnswering: (id) => running.has(id),
+  open: (conversation) => {
+    show(conversation);
+    unfold("list", false);
+  },
+  gone: (conversation) => {
+    running.get(conversation.id)?.controller.abort();
+    running.delete(conversation.id);
+    if (conversation.id === open.id) show(newConversation());
+    else showList(list);
+    status("The conversation was deleted.");
+    prompt.focus();
+  },
+};
 
-function keep() {
-  const settings = Object.fromEntries(FIELDS.map((name) => [name, byId(name).value]));
-  try {
-    localStorage.setItem(STORE, JSON.stringify({ settings, messages }));
-  } catch {
-    status("The browser has no room to keep this conversation. Copy what you need before you leave.");
-  }
+const NO_ROOM = "The browser has no room to keep this conversation. Export it, or delete others.";
+
+function keepOrTell(conversation) {
+  if (!keep(conversation)) status(NO_ROOM);
 }
 
-function recall() {
-  const kept = JSON.parse(localStorage.getItem(STORE) ?? "{}");
-  for (const name of FIELDS) if (name !== "model") byId(name).value = kept.settings?.[name] ?? "";
-  messages = kept.messages ?? [];
-  return kept.settings?.model;
+// The answer
+
+/** The fields of a request that has a message answered, or the answer that is the last message continued. */
+function bodyOf(settings, path) {
+  const said = path.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
+  return { ...settings, messages: [...systemMessages(), ...said] };
 }
 
-// Models
-
-async function loadModels(chosen) {
-  const { data } = await askJson("v1/models");
-  const select = byId("model");
-  select.replaceChildren(...data.map(({ id, status: { value } }) =>
-    element("option", { value: id }, value === "loaded" ? id : `${id} (${value})`)));
-  if (data.some(({ id }) => id === chosen)) select.value = chosen;
+/** The messages up to this one, which is shown. */
+function pathTo(message) {
+  const path = pathOf(open);
+  return path.slice(0, path.indexOf(message) + 1);
 }
 
-// The request
-
-/** The body of the request, or null after the reader was shown which field is wrong. */
-function bodyOf(history) {
-  const wrong = NUMBERS.map(byId).find((field) => !field.checkValidity());
-  const schema = readSchema();
-  if (wrong || schema === null) {
-    openSettings(true);
-    if (wrong) wrong.reportValidity();
-    else byId("schema").focus();
-    return null;
-  }
-  const system = byId("system").value.trim();
-  const body = {
-    model: byId("model").value || undefined,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
-    stream: true,
-    stream_options: { include_usage: true },
-  };
-  for (const name of NUMBERS) if (byId(name).value !== "") body[name] = byId(name).valueAsNumber;
-  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
-  return body;
+/** Have a question of the open conversation answered, beside the answers that it has. An empty one gives way. */
+function answer(question, settings) {
+  question.next = question.next.filter(({ content, reasoning, toolCalls }) => content || reasoning || toolCalls.length);
+  const message = branch(question, { role: "assistant", content: "", reasoning: "", toolCalls: [] });
+  run(question, message, bodyOf(settings, pathTo(question)));
 }
 
-/** The schema, undefined if there is none, null if it is no JSON object. */
-function readSchema() {
-  const text = byId("schema").value.trim();
-  let found;
-  let trouble = "";
-  try {
-    found = text ? JSON.parse(text) : undefined;
-    if (text && (found === null || typeof found !== "object" || Array.isArray(found))) trouble = "A schema is a JSON object.";
-  } catch (error) {
-    trouble = `This is no JSON: ${error.message}`;
-  }
-  byId("schema-error").textContent = trouble;
-  byId("schema").setAttribute("aria-invalid", String(Boolean(trouble)));
-  return trouble ? null : found;
+/** Have the server go on with an answer of the open conversation that is not complete. */
+function goOn(question, message, settings) {
+  delete message.error;
+  run(question, message, { ...bodyOf(settings, pathTo(message)), continue_final_message: true });
 }
 
-/** Have the conversation answered, which ends with a message of the reader. */
-async function answer() {
-  const history = messages.filter(({ error, content }) => !error && content).map(({ role, content }) => ({ role, content }));
-  const body = bodyOf(history);
-  if (!body) return;
-  const message = { role: "assistant", content: "", reasoning: "", toolCalls: [], facts: { requestId: newRequestId(), model: body.model } };
-  messages.push(message);
-  const view = new AnswerView(message);
-  log.append(view.item);
+async function run(question, message, body) {
+  const conversation = open;
+  // What is kept from now on says so, for whoever finds it: the page removes the word when the answer ends.
+  message.facts = { requestId: `page-${newId()}`, model: body.model, end: "interrupted" };
+  const view = viewOf(message, question);
+  const one = { message, view, controller: new AbortController() };
+  running.set(conversation.id, one);
+  keepOrTell(conversation);
+  show(conversation);
   log.scrollTop = log.scrollHeight;
-  setRunning(new AbortController());
   status("The answer is on its way.");
+  const ended = await outcome(body, one, conversation);
+  if (running.get(conversation.id) !== one) return; // The conversation was deleted meanwhile.
+  running.delete(conversation.id);
+  view.finish();
+  const isKept = keep(conversation);
+  showList(list);
+  if (conversation.id !== open.id) return;
+  showRunning();
+  status(isKept ? ended : NO_ROOM);
+}
+
+/** Stream an answer, and note in the message how it ended. Returns words for the status. */
+async function outcome(body, { message, view, controller }, conversation) {
+  const { facts } = message;
+  const keeping = setInterval(() => keepRunning(conversation.id), KEEP_MS);
   try {
-    await stream(body, message, view, running.signal);
-    status(`The answer is complete: ${counted(message.facts.tokens ?? 0, "token")}.`);
+    await stream(body, message, { changed: () => view.change(), waits: (text) => view.wait(text) }, controller.signal);
+    if (facts.end === "interrupted") delete facts.end;
+    return `The answer is complete: ${counted(facts.tokens ?? 0, "token")}.`;
   } catch (error) {
     if (error.name === "AbortError") {
-      message.facts.end = "stopped";
-      status("Stopped.");
-    } else {
-      message.error = error instanceof ServerError ? error.message : "The connection was lost.";
-      message.retryAfterMs = error.retryAfterMs ?? null;
-      status("There is no answer.");
+      facts.end = "stopped";
+      if (message.content) facts.tokens = await tokensOfStopped(message);
+      return "Stopped.";
     }
-  }
-  setRunning(null);
-  await completeFacts(message);
-  view.finish();
-  keep();
-}
-
-async function stream(body, message, view, signal) {
-  const begun = performance.now();
-  const { facts } = message;
-  let last = begun;
-  const waiting = setInterval(() => tellWait(facts.requestId, view), WAIT_MS);
-  try {
-    const response = await ask("v1/chat/completions", {
-      method: "POST", signal, body: JSON.stringify(body),
-      headers: { "Content-Type": "application/json", "X-Request-Id": facts.requestId },
-    });
-    for await (const data of eventsOf(response)) {
-      if (data === "[DONE]") return;
-      const event = JSON.parse(data);
-      if (event.error) throw new ServerError(event.error.message, response.status, event.error.code);
-      if (event.usage) facts.tokens = event.usage.completion_tokens;
-      const choice = event.choices[0];
-      if (!choice) continue;
-      if (addDelta(message, choice.delta)) {
-        clearInterval(waiting);
-        last = performance.now();
-        facts.ttftMs ??= last - begun;
-        facts.decodeMs = last - begun - facts.ttftMs;
-        view.change();
-      }
-      facts.end = choice.finish_reason ?? facts.end;
-    }
-    throw new ServerError("The answer ended before it was complete: the connection was lost.", 0);
+    const isOfServer = error instanceof ServerError && error.status > 0;
+    if (isOfServer) delete facts.end; // Else it was interrupted: the connection was lost, or the reader leaves the page.
+    if (isOfServer || !message.content) message.error = error instanceof ServerError ? error.message : "The connection was lost.";
+    message.retryAfterMs = error.retryAfterMs ?? null;
+    return message.content ? "The answer is not complete." : "There is no answer.";
   } finally {
-    clearInterval(waiting);
+    clearInterval(keeping);
   }
 }
 
-/** Adds a piece of an answer. Returns whether it says anything. */
-function addDelta(message, delta) {
-  const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
-  message.content += delta.content ?? "";
-  message.reasoning += reasoning;
-  for (const call of delta.tool_calls ?? []) {
-    const known = (message.toolCalls[call.index ?? 0] ??= { name: "", arguments: "" });
-    known.name += call.function?.name ?? "";
-    known.arguments += call.function?.arguments ?? "";
-  }
-  return Boolean(delta.content || reasoning || delta.tool_calls?.length);
-}
-
-async function tellWait(requestId, view) {
-  const told = await askJson(`v1/requests/${requestId}`).catch((error) => ({ summary: error.status === 404 ? "" : error.message }));
-  view.wait(told.summary);
-}
-
-/** The tokens of an answer that was stopped are known to the server alone. */
-async function completeFacts({ content, facts }) {
-  if (facts.end !== "stopped" || !content) return;
-  const told = await askJson(`v1/requests/${facts.requestId}`).catch(() => null); // Not remembered: then it is not shown.
-  facts.tokens = told?.choices[0].completion_tokens;
-}
-
-function setRunning(controller) {
-  running = controller;
-  byId("send").hidden = Boolean(controller);
-  byId("stop").hidden = !controller;
-  log.setAttribute("aria-busy", String(Boolean(controller)));
+/** Keep the conversation of an answer that is on its way. One that was deleted has none. */
+function keepRunning(id) {
+  if (running.has(id)) keepOrTell(conversations.get(id));
 }
 
 // What is shown
 
-const button = (text, onclick, properties = {}) => {
-  const made = element("button", { type: "button", className: "plain", ...properties }, text);
-  made.addEventListener("click", onclick);
-  return made;
-};
+/** Show a conversation, and the list beside it. */
+function show(conversation) {
+  const isAnother = conversation !== open;
+  open = conversation;
+  sessionStorage.setItem(OPEN, open.id);
+  log.replaceChildren(...pathOf(open).map(itemOf));
+  if (!open.next.length) log.append(element("p", { className: "empty" }, "Ask the model something."));
+  if (isAnother) {
+    status("");
+    log.scrollTop = log.scrollHeight;
+  }
+  showRunning();
+  showList(list);
+}
 
-/** A message of the reader, which can be edited: what came after it is replaced by a new answer. */
-function questionItem(message) {
-  const text = element("div", { className: "text" }, message.content);
-  const edit = button("Edit", () => {
-    if (running) return;
-    const field = element("textarea", { value: message.content, "aria-label": "Edited message", rows: 3 });
-    const form = element("form", { className: "edit" }, field,
-      element("button", { type: "submit", className: "strong" }, "Send again"), button("Cancel", close));
-    function close() {
-      form.replaceWith(text, tools);
-      edit.focus();
-    }
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      if (!field.value.trim()) return;
-      replaceFrom(message, { role: "user", content: field.value.trim() });
+function showRunning() {
+  const isRunning = running.has(open.id);
+  byId("send").hidden = isRunning;
+  byId("stop").hidden = !isRunning;
+  log.setAttribute("aria-busy", String(isRunning));
+}
+
+function itemOf(message, index, path) {
+  const parent = path[index - 1] ?? open;
+  if (message.role === "user") {
+    return questionItem(message, {
+      edit: (content) => begin((settings) => ask(parent, content, settings)),
+      versions: () => versions(message, parent),
     });
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") close();
-      if (isSend(event)) form.requestSubmit();
-    });
-    tools.remove();
-    text.replaceWith(form);
-    field.focus();
+  }
+  const one = running.get(open.id);
+  if (one?.message === message) return one.view.item;
+  const view = viewOf(message, parent);
+  view.finish();
+  return view.item;
+}
+
+function viewOf(message, question) {
+  const view = new AnswerView(message, {
+    again: () => begin((settings) => answer(question, settings)),
+    goOn: () => begin((settings) => goOn(question, message, settings)),
+    versions: () => versions(message, question),
   });
-  const tools = element("p", { className: "tools" }, edit);
-  return element("article", { className: "question", "aria-label": "You" }, text, tools);
+  if (message.content) view.draw();
+  return view;
 }
 
-/** An answer while it grows and after it. */
-class AnswerView {
-  constructor(message) {
-    this.message = message;
-    this.text = element("div", { className: "text" });
-    this.markdown = new MarkdownView(this.text);
-    const reasoningText = element("div", { className: "text" });
-    this.reasoningMarkdown = new MarkdownView(reasoningText);
-    this.reasoning = element("details", { hidden: true }, element("summary", {}, "Reasoning"), reasoningText);
-    this.calls = element("div");
-    this.note = element("p", { className: "note" }, "…");
-    this.foot = element("div", { className: "foot" });
-    this.item = element("article", { className: "answer", "aria-label": "Answer" },
-      this.reasoning, this.text, this.calls, this.note, this.foot);
-    this.isDrawing = false;
-  }
-
-  wait(text) {
-    if (!this.message.content && text) this.note.textContent = text;
-  }
-
-  /** Draws at most once for each frame of the screen. */
-  change() {
-    if (this.isDrawing) return;
-    this.isDrawing = true;
-    requestAnimationFrame(() => {
-      this.isDrawing = false;
-      this.draw();
-    });
-  }
-
-  draw() {
-    const { content, reasoning, toolCalls } = this.message;
-    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-    this.note.hidden = true;
-    this.markdown.show(content);
-    this.reasoning.hidden = !reasoning;
-    this.reasoningMarkdown.show(reasoning ?? "");
-    this.calls.replaceChildren(...toolCalls.filter(Boolean).map(({ name, arguments: given }) => codeBlock(given, `Call of ${name}`)));
-    if (follows) log.scrollTop = log.scrollHeight;
-  }
-
-  finish() {
-    this.draw();
-    const { error, retryAfterMs, content, facts } = this.message;
-    const wait = retryAfterMs ? ` The server has room in ${duration(retryAfterMs)}.` : "";
-    const told = error ? [element("p", { className: "error" }, error + wait)] : [];
-    const panel = element("div", { className: "why", hidden: true });
-    const why = button("Why was this slow?", () => {
-      panel.hidden = !panel.hidden;
-      why.setAttribute("aria-expanded", String(!panel.hidden));
-      if (!panel.hidden) showWhy(panel, facts.requestId, facts.ttftMs ?? null).then(() => panel.scrollIntoView({ block: "nearest" }));
-    }, { "aria-expanded": "false" });
-    const again = button(error ? "Try again" : "Regenerate", () => {
-      if (!running) replaceFrom(this.message);
-    });
-    const copies = content ? [button("Copy", (event) => copy(content, event.target))] : [];
-    this.foot.replaceChildren(...told,
-      element("p", { className: "facts-line" }, factsLine(facts)),
-      element("p", { className: "tools" }, why, ...copies, again), panel);
-    if (!running) log.scrollTop = log.scrollHeight;
-  }
-}
-
-function factsLine({ tokens, ttftMs, decodeMs, model, end }) {
-  const rate = tokens > 1 && decodeMs > 0 ? `${(((tokens - 1) * 1000) / decodeMs).toFixed(0)} tokens/s` : "";
-  return [
-    rate,
-    ttftMs === undefined ? "" : `first token after ${duration(ttftMs)}`,
-    tokens === undefined ? "" : counted(tokens, "token"),
-    { length: "cut at its limit of tokens", stopped: "stopped" }[end] ?? "",
-    model ?? "",
-  ].filter(Boolean).join(" · ");
-}
-
-/** Drops a message and all after it, puts another in its place if there is one, and has the conversation answered. */
-function replaceFrom(message, other) {
-  messages.splice(messages.indexOf(message), Infinity, ...(other ? [other] : []));
-  show();
-  prompt.focus();
-  answer();
-}
-
-function show() {
-  log.replaceChildren(...messages.map((message) => {
-    if (message.role === "user") return questionItem(message);
-    const view = new AnswerView(message);
-    view.finish();
-    return view.item;
-  }));
-  if (!messages.length) log.append(element("p", { className: "empty" }, "Ask the model something."));
-  log.scrollTop = log.scrollHeight;
+/** Where a message has other versions: which one is shown, and buttons for the one before and after. */
+function versions(message, parent) {
+  const all = parent.next;
+  if (all.length < 2) return [];
+  const at = all.indexOf(message);
+  const turn = (text, label, other) => button(text, () => {
+    parent.chosen = other;
+    keepOrTell(open);
+    show(open);
+    const item = log.children[pathOf(open).indexOf(all[other])];
+    (item.querySelector(`[aria-label="${label}"]:enabled`) ?? item.querySelector(".versions :enabled"))?.focus();
+  }, { "aria-label": label, disabled: !(other in all) });
+  return [element("span", { className: "versions", role: "group", "aria-label": `Version ${at + 1} of ${all.length}` },
+    turn("‹", "Version before", at - 1), `${at + 1}/${all.length}`, turn("›", "Version after", at + 1))];
 }
 
 // The reader's side
 
-const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+/** Begin an answer in the open conversation, unless one is on its way there, or a setting is wrong. Returns whether it began. */
+function begin(how) {
+  if (running.has(open.id)) {
+    status("An answer is on its way. Stop it first.");
+    return false;
+  }
+  const settings = settingsOfRequest();
+  if (!settings) return false;
+  prompt.focus();
+  how(settings);
+  return true;
+}
+
+/** Ask something after a message of the open conversation, or at its beginning. */
+function ask(parent, content, settings) {
+  answer(branch(parent, { role: "user", content }), settings);
+}
 
 function send() {
   const content = prompt.value.trim();
-  if (!content || running) return;
-  messages.push({ role: "user", content });
-  show();
+  if (!content || !begin((settings) => ask(pathOf(open).at(-1) ?? open, content, settings))) return;
   prompt.value = "";
   fit();
-  keep();
-  answer();
 }
 
 /** As high as its text, within the limits of the stylesheet. */
@@ -332,10 +216,7 @@ function fit() {
   prompt.style.height = `${prompt.scrollHeight + 2}px`;
 }
 
-function openSettings(isOpen) {
-  byId("settings-button").setAttribute("aria-expanded", String(isOpen));
-  byId("settings").classList.toggle("open", isOpen);
-}
+const stop = () => running.get(open.id)?.controller.abort();
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -348,28 +229,26 @@ prompt.addEventListener("keydown", (event) => {
   send();
 });
 byId("stop").addEventListener("click", () => {
-  running?.abort();
+  stop();
   prompt.focus();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
+  if (event.key === "Escape") stop();
 });
-byId("settings").addEventListener("submit", (event) => event.preventDefault());
-byId("settings").addEventListener("change", () => {
-  readSchema();
-  keep();
-});
-byId("settings-button").addEventListener("click", (event) => openSettings(event.target.getAttribute("aria-expanded") === "false"));
-byId("clear").addEventListener("click", () => {
-  running?.abort();
-  messages = [];
-  keep();
-  show();
-  status("The conversation was cleared.");
+byId("new").addEventListener("click", () => {
+  list.open(newConversation());
   prompt.focus();
 });
+byId("search").addEventListener("input", () => showList(list));
+addEventListener("pagehide", () => {
+  for (const id of running.keys()) keepRunning(id);
+});
+followOtherTabs((id) => running.has(id), (id) => {
+  if (id !== open.id) showList(list);
+  else show(conversations.get(id) ?? newConversation());
+});
 
-const chosen = recall();
-show();
+show(conversations.get(sessionStorage.getItem(OPEN)) ?? open);
+log.scrollTop = log.scrollHeight;
 prompt.focus();
-loadModels(chosen).catch((error) => status(error.message));
+recallSettings().catch((error) => status(error.message));

@@ -1,7 +1,9 @@
-// Markdown as DOM nodes: headings, lists, quotes, tables, code, bold, italic, links. It makes elements and text, never HTML of
-// a string, so whatever a model writes is shown and not run. Each text is read once from left to right.
+// Markdown as DOM nodes: headings, lists, quotes, tables, code, formulas, bold, italic, links. It makes elements and text, never
+// HTML of a string, so whatever a model writes is shown and not run. Each text is read once from left to right.
 
-import { element } from "./shared.js";
+import { formula } from "./formulas.js";
+import { highlight } from "./highlight.js";
+import { button, element } from "./shared.js";
 
 const MAX_DEPTH = 8; // Of quotes, lists and emphasis in each other; deeper marks are shown as they are.
 // Patterns are read in one go, as a line may be long: no two parts of one that can match the same characters stand side by side.
@@ -12,6 +14,9 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(\s+|$)/;
 const QUOTE = /^ {0,3}> ?/;
 const TABLE_RULE = /^(?=[^-]*-)[\s|:-]+$/;
 const MAX_LINK_CHARS = 2000;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/;
+const FORMULA_ENDS = { "$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]" };
+const MAX_FORMULA_LINES = 100; // The end of a formula is looked for in so many lines, so that begun ones cost little.
 const SAFE_LINK = /^(?:https?:\/\/|mailto:)/i;
 
 /** Shows a text that grows: blocks that did not change keep their nodes, and with them what the reader has selected. */
@@ -50,13 +55,17 @@ function blocksOf(lines, depth = 0) {
     const begin = at;
     const fence = FENCE.exec(line);
     const heading = HEADING.exec(line);
+    const formulaEnd = FORMULA.test(line) ? endOfFormula(lines, at) : 0;
     if (!line.trim()) {
       at += 1;
     } else if (fence) {
       const mark = fence[1];
       const isEnd = (other) => other.trim().length >= mark.length && other.trim() === mark[0].repeat(other.trim().length);
       const end = endOf(at + 1, (other) => !isEnd(other));
-      add(Math.min(end + 1, lines.length), () => codeBlock(lines.slice(begin + 1, end).join("\n"), fence[2].trim().split(/\s/)[0]));
+      const language = fence[2].trim().split(/\s/)[0];
+      add(Math.min(end + 1, lines.length), () => codeBlock(lines.slice(begin + 1, end).join("\n"), language, end < lines.length));
+    } else if (formulaEnd) {
+      add(formulaEnd, () => blockFormula(lines.slice(begin, formulaEnd).join("\n").trim()));
     } else if (heading) {
       // A level lower: the page has an h1 of its own.
       add(at + 1, () => element(`h${Math.min(6, heading[1].length + 1)}`, {}, ...inline(heading[2].trimEnd())));
@@ -82,8 +91,21 @@ function blocksOf(lines, depth = 0) {
 const nodesOf = (lines, depth) => blocksOf(lines, depth + 1).map((block) => block.make());
 
 const isParagraph = (line, depth) =>
-  line.trim() && !FENCE.test(line) && !HEADING.test(line) && !RULE.test(line)
+  line.trim() && !FENCE.test(line) && !FORMULA.test(line) && !HEADING.test(line) && !RULE.test(line)
   && (depth >= MAX_DEPTH || !(QUOTE.test(line) || ITEM.test(line)));
+
+/** The index after the last line of the formula that begins at `at`, or 0 if it does not end, or other text follows it. */
+function endOfFormula(lines, at) {
+  const mark = FORMULA.exec(lines[at])[1];
+  const close = FORMULA_ENDS[mark];
+  for (let next = at; next < Math.min(lines.length, at + MAX_FORMULA_LINES); next += 1) {
+    const end = lines[next].indexOf(close, next === at ? lines[at].indexOf(mark) + mark.length : 0);
+    if (end >= 0) return lines[next].slice(end + close.length).trim() ? 0 : next + 1;
+  }
+  return 0;
+}
+
+const blockFormula = (source) => formula(source.slice(2, -2), source, true);
 
 /** Where the list that begins at `at` ends: before a line that is neither an item nor indented behind one. */
 function endOfList(lines, at) {
@@ -129,13 +151,13 @@ function table(lines) {
   return element("div", { className: "scroll", tabIndex: 0, role: "group", "aria-label": "Table" }, made);
 }
 
-/** A block of code with a button that copies it. */
-export function codeBlock(text, language = "") {
-  const button = element("button", { type: "button", className: "plain" }, "Copy");
-  button.addEventListener("click", () => copy(text, button));
+/** A block of code with a button that copies it. It gets its colours once it is complete. */
+export function codeBlock(text, language = "", isComplete = false) {
+  const code = element("code", {}, text);
+  if (isComplete) highlight(code, language);
   return element("figure", { className: "code" },
-    element("figcaption", {}, element("span", {}, language || "text"), button),
-    element("pre", { tabIndex: 0 }, element("code", {}, text)));
+    element("figcaption", {}, element("span", {}, language || "text"), button("Copy", (event) => copy(text, event.target))),
+    element("pre", { tabIndex: 0 }, code));
 }
 
 /** Puts a text into the clipboard, and says so on the button for a moment. */
@@ -165,7 +187,7 @@ export function inline(text, depth = 0) {
   };
   while (at < text.length) {
     const char = text[at];
-    if (char === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
+    if (char === "\\" && !(text.slice(at, at + 2) in FORMULA_ENDS) && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
       plain += text[at + 1];
       at += 2;
       continue;
@@ -242,5 +264,19 @@ function linkAt(text, at, search, depth) {
   return { node, end: end + 1 };
 }
 
+/** `\(a\)` and `$a$` within a line, `\[a\]` and `$$a$$` on one of their own. Amounts of money are no formulas: `$5 or $6`. */
+function formulaAt(text, at, search) {
+  const double = text.slice(at, at + 2);
+  const mark = double in FORMULA_ENDS ? double : text[at];
+  const close = FORMULA_ENDS[mark];
+  const from = at + mark.length;
+  const end = close ? search.next(close, from) : -1;
+  const tex = text.slice(from, end);
+  const isMoney = mark === "$" && (/^\s|[\s\\]$/.test(tex) || /[\w$]/.test(text[at - 1] ?? " ") || /[\w$]/.test(text[end + 1] ?? " "));
+  if (end <= from || isMoney) return null;
+  const made = formula(tex, text.slice(at, end + close.length), mark === "$$" || mark === "\\[");
+  return { node: made, end: end + close.length };
+}
+
 const MARKS = { "**": "strong", __: "strong", "~~": "del", "*": "em", _: "em" };
-const FINDERS = { "`": codeAt, "[": linkAt, "*": emphasisAt, _: emphasisAt, "~": emphasisAt };
+const FINDERS = { "$": formulaAt, "\\": formulaAt, "`": codeAt, "[": linkAt, "*": emphasisAt, _: emphasisAt, "~": emphasisAt };

@@ -13,6 +13,23 @@ export function element(tag, properties = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
+/** A plain button. */
+export function button(text, onclick, properties = {}) {
+  const made = element("button", { type: "button", className: "plain", ...properties }, text);
+  made.addEventListener("click", onclick);
+  return made;
+}
+
+/** Keep a text in this browser. Returns false if there is no room for it. */
+export function store(key, text) {
+  try {
+    localStorage.setItem(key, text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 /** `63 ms`, `2.4 s`, `3 min 20 s`. */
 export function duration(ms) {
   if (ms < 10) return `${ms.toFixed(1)} ms`;
@@ -107,8 +124,8 @@ export async function* eventsOf(response) {
   }
 }
 
-/** An id for a request, so that it can be asked about before its answer begins. `crypto.randomUUID` needs HTTPS, this does not. */
-export function newRequestId() {
-  const bytes = crypto.getRandomValues(new Uint8Array(9));
-  return `page-${Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+/** A new id: for a conversation, or for a request, so that it can be asked about before its answer begins. */
+export function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(9)); // `crypto.randomUUID` needs HTTPS.
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

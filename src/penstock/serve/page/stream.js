@@ -1,0 +1,63 @@
+// One streamed answer of the server: from the body of the request to a message that grows.
+
+import { ask, askJson, eventsOf, ServerError } from "./shared.js";
+
+const WAIT_MS = 1000; // After it without a token, the server is asked what the request waits for; and again each time it passes.
+
+/**
+ * Have a chat answered into `message`. `told.changed()` is called for each piece, `told.waits(text)` as long as there is none.
+ * Throws `ServerError`, or an `AbortError` after `signal`.
+ */
+export async function stream(body, message, told, signal) {
+  const begun = performance.now();
+  const { facts } = message;
+  const waiting = setInterval(() => tellWait(facts.requestId, told), WAIT_MS);
+  try {
+    const response = await ask("v1/chat/completions", {
+      method: "POST", signal, body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+      headers: { "Content-Type": "application/json", "X-Request-Id": facts.requestId },
+    });
+    for await (const data of eventsOf(response)) {
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ServerError(event.error.message, response.status, event.error.code);
+      if (event.usage) facts.tokens = event.usage.completion_tokens;
+      const choice = event.choices[0];
+      if (!choice) continue;
+      if (addDelta(message, choice.delta)) {
+        clearInterval(waiting);
+        facts.ttftMs ??= performance.now() - begun;
+        facts.decodeMs = performance.now() - begun - facts.ttftMs;
+        told.changed();
+      }
+      facts.end = choice.finish_reason ?? facts.end;
+    }
+    throw new ServerError("The answer ended before it was complete: the connection was lost.", 0);
+  } finally {
+    clearInterval(waiting);
+  }
+}
+
+/** Add a piece of an answer. Returns whether it says anything. */
+function addDelta(message, delta) {
+  const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+  message.content += delta.content ?? "";
+  message.reasoning += reasoning;
+  for (const call of delta.tool_calls ?? []) {
+    const known = (message.toolCalls[call.index ?? 0] ??= { name: "", arguments: "" });
+    known.name += call.function?.name ?? "";
+    known.arguments += call.function?.arguments ?? "";
+  }
+  return Boolean(delta.content || reasoning || delta.tool_calls?.length);
+}
+
+async function tellWait(requestId, told) {
+  const known = await askJson(`v1/requests/${requestId}`).catch((error) => ({ summary: error.status === 404 ? "" : error.message }));
+  told.waits(known.summary);
+}
+
+/** The number of tokens of an answer that was stopped, which the server alone knows; undefined if it does not any more. */
+export async function tokensOfStopped({ facts }) {
+  const known = await askJson(`v1/requests/${facts.requestId}`).catch(() => null);
+  return known?.choices[0].completion_tokens;
+}

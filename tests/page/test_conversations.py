@@ -1,0 +1,221 @@
+"""The conversations that the page keeps: the list, branches, and answers that were interrupted."""
+
+from __future__ import annotations
+
+import json
+
+from page.browser import ENTER, ESCAPE
+from page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
+from page.servers import speaking
+
+TITLES = "return Array.from(document.querySelectorAll('#conversations .title'), (one) => one.innerText)"
+SAVED = """
+    URL.createObjectURL = (blob) => { blob.text().then((text) => { window.saved = text; }); return "#saved"; };
+    HTMLAnchorElement.prototype.click = function () { window.savedAs = this.download; };
+"""
+
+
+def converse(page, *questions) -> None:
+    """Have a conversation for each question."""
+    for question in questions:
+        press(page, "New chat")
+        ask(page, question)
+        complete(page)
+
+
+def test_conversations_are_listed_and_kept_until_they_are_deleted(page):
+    converse(page, "About rivers", "About lakes")
+    assert page.run(TITLES) == ["About lakes", "About rivers"]
+    page.open(page.server.url)
+    page.wait_text(".question .text", "About lakes")
+    press(page, "About rivers")
+    page.wait_text(".question .text", "About rivers")
+    press(page, "Delete")
+    assert len(kept(page)) == 2
+    press(page, "Really delete")
+    assert [shown(one)[0][1] for one in kept(page)] == ["About lakes"]
+    assert "Ask the model" in page.text("#log")
+    page.open(page.server.url)
+    assert page.run(TITLES) == ["About lakes"]
+
+
+def test_an_unfinished_deletion_is_taken_back_when_the_focus_leaves(page):
+    converse(page, "About rivers")
+    press(page, "Delete")
+    page.click("#prompt")
+    press(page, "Delete")
+    assert len(kept(page)) == 1
+
+
+def test_the_search_looks_into_titles_and_messages(page):
+    converse(page, "About rivers", "About lakes")
+    page.server.says[0] = "The deepest is Baikal."
+    ask(page, "And more?")
+    page.wait_text(".answer > .text", "Baikal")
+    for wanted, titles in (("baikal", ["About lakes"]), ("RIVERS", ["About rivers"]), ("sea", [])):
+        page.type("#search", wanted)
+        assert page.run(TITLES) == titles
+    assert page.text("#none-found") == "No conversation contains this."
+
+
+def test_a_conversation_is_renamed(page):
+    converse(page, "About rivers")
+    press(page, "Rename")
+    page.press("Water" + ENTER)
+    assert page.run(TITLES) == ["Water"]
+    assert page.focused() == "Water"
+    press(page, "Rename")
+    page.press("Fire" + ESCAPE)
+    assert page.run(TITLES) == ["Water"]
+    page.open(page.server.url)
+    assert page.run(TITLES) == ["Water"]
+
+
+def test_a_conversation_is_exported(page):
+    converse(page, "About rivers?")
+    page.run(SAVED)
+    press(page, "Export as Markdown")
+    text = "# About rivers?\n\n## You\n\nAbout rivers?\n\n## Answer\n\nHello, reader.\n"
+    assert page.until("return window.saved") == text
+    assert page.run("return window.savedAs") == "About-rivers.md"
+    page.run("window.saved = null")
+    press(page, "Export as JSON")
+    assert shown(json.loads(page.until("return window.saved"))) == [("user", "About rivers?"), ("assistant", "Hello, reader.")]
+
+
+def test_a_full_browser_is_told(page):
+    page.run("""
+        const usual = Storage.prototype.setItem;
+        Storage.prototype.setItem = function (...entry) {
+          if (this === localStorage) throw new DOMException("full", "QuotaExceededError");
+          usual.apply(this, entry);
+        };
+    """)
+    ask(page)
+    page.wait_text(".answer .tools", "Regenerate")
+    page.wait_text("#status", "no room to keep")
+    assert kept(page) == []
+
+
+def test_a_conversation_of_another_tab_is_listed(page):
+    converse(page, "About rivers")
+    page.run("""
+        const said = {role: "user", content: "x", next: [], chosen: 0};
+        const other = {id: "other", title: "Elsewhere", changedMs: 1, next: [said], chosen: 0};
+        const newValue = JSON.stringify(other);
+        dispatchEvent(new StorageEvent("storage", {key: "penstock.conversation.other", newValue}));
+    """)
+    assert page.run(TITLES) == ["About rivers", "Elsewhere"]
+
+
+def test_what_else_is_in_the_storage_does_no_harm(page):
+    page.run("localStorage.setItem('penstock.conversation.x', '{'); localStorage.setItem('penstock.conversation.y', '7')")
+    page.open(page.server.url)
+    converse(page, "About rivers")
+    assert page.run(TITLES) == ["About rivers"]
+
+
+def test_an_edit_keeps_the_old_branch(page):
+    ask(page, "First")
+    complete(page)
+    ask(page, "Second")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    page.server.says[0] = "Another answer."
+    page.click(".question:first-child .tools button")
+    page.type(".edit textarea", "First, but better")
+    page.press(ENTER)
+    page.wait_text(".answer > .text", "Another answer")
+    complete(page)
+    assert "2/2" in page.text(".question .tools")
+    press(page, "Version before")
+    old = [("user", "First"), ("assistant", "Hello, reader."), ("user", "Second"), ("assistant", "Hello, reader.")]
+    assert shown(kept(page)[0]) == old
+    assert "1/2" in page.text(".question .tools")
+    assert page.focused() == "›"
+    page.open(page.server.url)
+    assert page.run("return document.querySelectorAll('.answer').length") == 2
+    press(page, "Version after")
+    assert page.text(".question .text") == "First, but better"
+
+
+def test_an_answer_that_was_made_anew_has_its_versions_below_it(page):
+    ask(page)
+    complete(page)
+    for says in ("A second try.", "A third try."):
+        page.server.says[0] = says
+        press(page, "Regenerate")
+        page.wait_text(".answer > .text", says)
+        complete(page)
+    assert "3/3" in page.text(".answer .tools")
+    press(page, "Version before")
+    press(page, "Version before")
+    assert page.text(".answer > .text") == "Hello, reader."
+    watch_requests(page)
+    ask(page, "Why?")
+    page.wait_text(".answer > .text", "A third try")
+    assert [message["content"] for message in last_request(page)["messages"]] == ["What is a river?", "Hello, reader.", "Why?"]
+
+
+def test_an_interrupted_answer_survives_a_reload_and_goes_on(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.open(server.url)
+        browser.wait_text(".facts-line", "interrupted")
+        begun = browser.text(".answer > .text")
+        assert begun.startswith("Hello")
+        assert begun != "Hello, reader."
+        server.gate.open()
+        server.says[0] = " And so on."
+        watch_requests(browser)
+        press(browser, "Continue")
+        assert complete(browser) == f"{begun} And so on."
+        sent = last_request(browser)
+        assert sent["continue_final_message"]
+        assert sent["messages"][-1] == {"role": "assistant", "content": begun}
+        assert "interrupted" not in browser.text(".facts-line")
+        assert shown(kept(browser)[0])[1] == ("assistant", f"{begun} And so on.")
+
+
+def test_an_answer_before_its_first_token_can_be_asked_for_again_after_a_reload(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser)
+        browser.find("#stop")
+        browser.open(server.url)
+        server.gate.open()
+        press(browser, "Try again")
+        assert complete(browser) == "Hello, reader."
+        assert len(kept(browser)[0]["next"][0]["next"]) == 1
+
+
+def test_an_answer_goes_on_while_another_conversation_is_open(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "About rivers")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        press(browser, "New chat")
+        browser.wait_text("#conversations", "About rivers\nis being answered")
+        assert not browser.run("return document.getElementById('send').hidden")
+        server.gate.open()
+        browser.until("return !document.getElementById('conversations').innerText.includes('answered')")
+        press(browser, "About rivers")
+        assert browser.text(".answer > .text") == "Hello, reader."
+
+
+def test_deleting_a_conversation_ends_its_answer(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "About rivers")
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        press(browser, "Delete")
+        press(browser, "Really delete")
+        server.gate.open()
+        browser.find("#send")
+        ask(browser, "About lakes")
+        complete(browser)
+        assert [shown(one)[0][1] for one in kept(browser)] == ["About lakes"]

@@ -1,0 +1,126 @@
+"""Code and formulas in answers, whose libraries are loaded when they are needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from page.chatting import ask, complete
+from penstock.serve.ops.page import PAGE_PATHS
+
+FETCHED = (
+    "return performance.getEntriesByType('resource').filter((one) => one.name.includes('/vendor/')).map((one) => one.name)"
+)
+CODE = "def add(a):\n    return \"<b>&amp;\" + a  # 1 < 2 & 'x'"
+FORMULAS = r"""The root of \(x^2 = 2\) is $\sqrt{2}$, and *half* of $$\frac{a}{b}$$ too.
+
+\[
+\sum_{k=1}^{n} k
++ \alpha
+= \frac{n(n+1)}{2}
+\]
+
+$$\int_0^1 x\,dx$$"""
+PLAIN = r"""It costs $5 or $6, in $HOME/$PATH, a \$ and \\(b\\), and $ c $ and \(d.
+
+$$
+not ended"""
+
+
+def fetched(page) -> list[str]:
+    return [name.rpartition("/vendor/")[2] for name in page.run(FETCHED)]
+
+
+def say(page, text) -> None:
+    page.server.says[0] = text
+    ask(page)
+    complete(page)
+
+
+def test_code_has_its_colours_and_its_text(page):
+    say(page, f"```py\n{CODE}\n```")
+    page.find(".answer pre .hljs-keyword")
+    assert page.run("return document.querySelector('.answer pre code').textContent") == CODE
+    words = page.run("return Array.from(document.querySelectorAll('.answer pre .hljs-keyword'), (one) => one.textContent)")
+    assert words == ["def", "return"]
+    assert sorted(fetched(page)) == ["highlight/core.min.js", "highlight/python.min.js"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Hello, *reader*.", "```\nplain\n```", "```nonsense\nplain\n```", "```python\nnot ended", PLAIN]
+)
+def test_nothing_is_loaded_without_need(page, text):
+    say(page, text)
+    assert fetched(page) == []
+    assert page.run("return document.querySelectorAll('#log math, #log [class^=hljs]').length") == 0
+
+
+def test_what_looks_like_a_formula_is_shown_as_it_is(page):
+    say(page, PLAIN)
+    assert page.text(".answer p") == r"It costs $5 or $6, in $HOME/$PATH, a $ and \(b\), and $ c $ and \(d."
+
+
+def test_formulas_become_mathml(page):
+    say(page, FORMULAS)
+    page.until("return document.querySelectorAll('.answer math').length === 5")
+    for selector in (
+        "p msqrt",
+        "p em",
+        "p math[display=block] mfrac",
+        ".formula math munderover",
+        ".formula math[display=block]",
+    ):
+        page.find(f".answer > .text {selector}")
+    assert fetched(page) == ["temml/temml.min.js"]
+    assert "\\" not in page.text(".answer > .text")
+
+
+@pytest.mark.parametrize(
+    "tex",
+    [
+        r"\frac{a",
+        r"\nosuch",
+        r"\href{javascript:window.hacked=1}{x}",
+        r"\includegraphics{http://127.0.0.1:9/x.png}",
+        r"\class{x}{y}",
+        r"\def\a{\a\a}\a",
+    ],
+)
+def test_a_formula_that_cannot_be_drawn_is_shown_as_its_source(page, tex):
+    say(page, f"$${tex}$$")
+    page.until("return document.querySelector('.formula').title !== ''")
+    assert page.text(".answer .formula") == f"$${tex}$$"
+    assert page.run("return document.querySelectorAll('#log :is(math, a, img)').length") == 0
+
+
+def test_a_formula_is_no_larger_than_the_page(page):
+    say(page, r"$$\rule{9000em}{9000em} \kern{9000em}$$")
+    page.find(".answer math")
+    assert page.run("return document.querySelector('.answer .formula').clientHeight") < 500
+    assert page.run("return document.documentElement.scrollWidth") <= 1280
+
+
+@pytest.mark.parametrize("text", ["```json\n" + '"' * 10_001 + "\n```", "$$" + "x" * 5001 + "$$"], ids=["code", "formula"])
+def test_what_is_too_long_stays_as_it_is(page, text):
+    """The time of a grammar grows with the square of odd text."""
+    page.run(
+        """
+        import("/page/markdown.js").then(({ MarkdownView }) => {
+          new MarkdownView(document.getElementById("log")).show(arguments[0]);
+          window.isShown = true;
+        });
+        """,
+        text,
+    )
+    page.until("return window.isShown")
+    assert text.strip("`json$\n") in page.run("return document.getElementById('log').textContent")
+    assert fetched(page) == []
+
+
+def test_every_grammar_that_is_named_is_there(page):
+    names = page.run("""
+        return fetch("/page/highlight.js").then((response) => response.text())
+          .then((text) => Array.from(text.matchAll(/(\\w+): "/g), (one) => one[1]));
+    """)
+    assert len(names) > 10
+    served = {path.removeprefix("/page/vendor/highlight/") for path in PAGE_PATHS if "/highlight/" in path}
+    assert served == {"core.min.js", *(f"{name}.min.js" for name in names)}
