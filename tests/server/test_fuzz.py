@@ -9,11 +9,13 @@ from harness import SPECIAL_TOKENS, make_client, make_runtime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.llama_cpp.endpoints import LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
+from penstock.serve.tgi.generate import TgiBody, TgiParameters
 from penstock.text import fim
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -86,6 +88,11 @@ LIKELY = {
     "grammar": st.sampled_from(['root ::= "a" | "b"', "root ::= [0-9]+", "root ::= x", ""]) | TEXT,
     "response_fields": st.lists(st.sampled_from(["content", "timings/prompt_n", ""]) | TEXT, max_size=3),
     "tokens": st.lists(st.integers(-1, 260), max_size=4),
+    "inputs": TEXT,
+    "parameters": st.fixed_dictionaries(
+        {"max_new_tokens": st.integers(1, 20)},
+        optional={name: JSON for name in TgiParameters.model_fields if name != "max_new_tokens"},
+    ),
 }
 ROUTES = {
     "/v1/completions": (CompletionBody, {"prompt"}),
@@ -94,6 +101,8 @@ ROUTES = {
     "/detokenize": (DetokenizeBody, {"tokens"}),
     "/api/chat": (OllamaChatBody, {"model", "messages", "options"}),
     "/api/generate": (OllamaGenerateBody, {"model", "prompt", "options"}),
+    "/v2/chat": (CohereChatBody, {"messages"}),
+    "/generate": (TgiBody, {"inputs", "parameters"}),
     "/completion": (LlamaCompletionBody, {"prompt", "n_predict"}),
     "/infill": (LlamaInfillBody, {"input_prefix", "input_suffix", "n_predict"}),
 }
@@ -127,7 +136,8 @@ def post():
 def check(response):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
-        error = response.json()["error"]
+        told = response.json()
+        error = told["error"] if "error" in told else told["message"]
         assert isinstance(error, str) or set(error) in ({"message", "type", "param", "code"}, {"message", "type", "code"})
         assert len(error if isinstance(error, str) else error["message"]) < 2000
     elif response.headers["content-type"].startswith("text/event-stream"):
@@ -198,6 +208,6 @@ def test_the_document_describes_what_is_accepted(post):
     runtime.close()
     for model in (
         *(CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody),
-        *(LlamaCompletionBody, LlamaInfillBody, LlamaTokenizeBody),
+        *(LlamaCompletionBody, LlamaInfillBody, LlamaTokenizeBody, CohereChatBody, TgiBody),
     ):
         assert set(document["components"]["schemas"][model.__name__]["properties"]) == set(model.model_fields)

@@ -63,10 +63,10 @@ async def test_a_file_that_the_browser_has_is_not_sent_again(client):
     assert (await client.get("/page/chat.js")).headers["etag"] != etag
 
 
-async def test_head_is_answered_and_post_is_not(client):
+async def test_head_is_answered_and_put_is_not(client):
     assert (await client.head("/")).content == b""
-    response = await client.post("/", json={})
-    assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD")
+    response = await client.put("/", json={})
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, POST")
 
 
 @pytest.mark.parametrize(

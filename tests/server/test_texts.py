@@ -230,6 +230,16 @@ def test_a_reranker_sorts_documents(post, path):
     assert answer["meta"]["billed_units"] == {"search_units": 1}
 
 
+def test_the_root_does_what_the_model_is_for(post):
+    assert ok(post("embed", "/", inputs="hello")) == ok(post("embed", "/embed", inputs="hello"))
+    assert ok(post("classify", "/", inputs="hello")) == ok(post("classify", "/predict", inputs="hello"))
+    texts = {"query": "q", "texts": ["one", "two", "three"]}
+    ranking = ok(post("rerank", "/rerank", **texts))
+    assert ok(post("rerank", "/", **texts)) == ranking
+    assert ok(post("rerank", "/rerank", **texts, top_n=2)) == ranking[:2]
+    assert post("embed", "/", colour=1).json()["error_type"] == "Validation"
+
+
 def test_documents_may_be_objects_and_return_documents_is_obeyed(post):
     body = {"query": "q", "documents": [{"text": "one"}, "two"]}
     assert "document" not in ok(post("rerank", "/v1/rerank", **body, return_documents=False))["results"][0]

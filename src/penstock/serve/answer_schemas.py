@@ -100,6 +100,7 @@ _OLLAMA_END = {
     "eval_duration_if_any": _COUNT,
     "logprobs_if_any": _list(_ref("ChatToken")),
 }
+_TGI_END = {"finish_reason": _word("length", "eos_token", "stop_sequence"), "generated_tokens": _COUNT, "seed": _INTEGER}
 _OLLAMA_MODEL = {"name": _TEXT, "model": _TEXT, "digest": _TEXT, "details": _ref("OllamaDetails")}
 
 SCHEMAS: Mapping[str, Schema] = MappingProxyType(
@@ -437,6 +438,35 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             docker_label=_NULL,
         ),
         "TeiError": _object(error=_TEXT, error_type=_TEXT),
+        # text-generation-inference's
+        "TgiAnswer": _object(
+            generated_text=_TEXT,
+            details_if_any=_object(**_TGI_END, prefill=_list(_ANYTHING), tokens=_list(_ref("TgiToken"))),
+        ),
+        "TgiToken": _object(id=_COUNT, text=_TEXT, logprob=_NUMBER, special=_FLAG),
+        "TgiEvent": _object(
+            index=_COUNT,
+            token=_ref("TgiToken"),
+            generated_text=_or_null(_TEXT),
+            details=_or_null(_object(**_TGI_END, input_length=_COUNT)),
+        ),
+        # Cohere's chat
+        "CohereAnswer": _object(
+            id=_TEXT,
+            finish_reason=_word("COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL"),
+            message=_object(
+                role=_word("assistant"),
+                content=_list(
+                    _any(_object(type=_word("text"), text=_TEXT), _object(type=_word("thinking"), thinking=_TEXT)),
+                ),
+                tool_calls_if_any=_list(
+                    _object(id=_TEXT, type=_word("function"), function=_object(name=_TEXT, arguments=_TEXT)),
+                ),
+            ),
+            usage=_object(billed_units=_map(_COUNT), tokens=_map(_COUNT), cached_tokens=_COUNT),
+        ),
+        "CohereEvent": {"type": "object", "required": ["type"]},
+        "CohereError": _object(message=_TEXT),
         # vLLM's tokens, and Penstock's own
         "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT), token_strs=_or_null(_list(_TEXT))),
         "Detokenized": _object(prompt=_TEXT, content=_TEXT),
@@ -590,12 +620,19 @@ ANSWERS: Mapping[str, Content] = MappingProxyType(
         "POST /v2/rerank": _json("Ranking"),
         "POST /rerank": _json("Ranking", "TeiRanking"),
         "POST /v2/embed": _json("CohereEmbeddings"),
+        "POST /v2/chat": {**_json("CohereAnswer"), EVENTS: _event("CohereEvent")},
         "POST /v1/score": _json("Scores"),
         "POST /score": _json("Scores"),
         "POST /classify": _json("Classes"),
         "POST /pooling": _json("Pooling"),
         "POST /embed": _json("TeiEmbeddings"),
         "POST /predict": {JSON: _any(_ref("TeiPrediction"), _list(_ref("TeiPrediction")))},
+        "POST /generate": {**_json("TgiAnswer"), EVENTS: _event("TgiEvent", "TeiError")},
+        "POST /generate_stream": {EVENTS: _event("TgiEvent", "TeiError")},
+        "POST /": {
+            JSON: _any(_list(_ref("TgiAnswer")), *map(_ref, ("TeiEmbeddings", "TeiRanking", "TeiPrediction"))),
+            EVENTS: _event("TgiEvent", "TeiError"),
+        },
         "GET /info": _json("TeiInfo"),
         "POST /api/chat": {**_json("OllamaChat"), LINES: _any(_ref("OllamaChat"), _ref("OllamaError"))},
         "POST /api/generate": {**_json("OllamaGenerate"), LINES: _any(_ref("OllamaGenerate"), _ref("OllamaError"))},
@@ -639,7 +676,8 @@ _OTHER_ERRORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("/tokenize/", "/embeddings/"),
         ),
         "OllamaError": ("/api/",),
-        "TeiError": ("/embed/", "/predict/", "/rerank/", "/tokenize/", "/info/"),
+        "TeiError": ("/embed/", "/predict/", "/rerank/", "/tokenize/", "/info/", "/generate/", "/generate_stream/", "//"),
+        "CohereError": ("/v2/chat/",),
     }
 )
 """Errors of other shapes than OpenAI's, and how the paths begin that answer with them."""

@@ -23,6 +23,8 @@ from penstock.serve.anthropic.read import MessagesReader
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import anthropic_words
 from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.cohere.chat import CohereChat, CohereChatBody
+from penstock.serve.cohere.write import cohere_words
 from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
 from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
@@ -59,6 +61,7 @@ from penstock.serve.texts.read import TextsReader
 from penstock.serve.texts.rerank import RerankBody, RerankFace
 from penstock.serve.texts.tei import TEI_PATHS, EmbedBody, PredictBody, TeiFace, TeiRerankBody, TeiTokenizeBody, tei_words
 from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody, VllmFace
+from penstock.serve.tgi.generate import TgiBody, TgiFace, tgi_words
 from penstock.types.errors import ModelAway
 
 _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
@@ -67,6 +70,8 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
         "/v1/messages/count_tokens": anthropic_words,
         **dict.fromkeys(LLAMA_PATHS, llama_words),
         "/api/": ollama_words,
+        "/v2/chat": cohere_words,
+        **dict.fromkeys(("/generate", "/generate_stream"), tgi_words),
         **dict.fromkeys(TEI_PATHS, tei_words),
     }
 )
@@ -129,10 +134,12 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
     llama, llama_status = LlamaFace(reader, in_flight, off_loop, deployment, config), LlamaStatus(deployment, in_flight)
     llama_texts, openai_texts = LlamaTexts(*texts), EmbeddingsFace(*texts)
+    tgi, cohere_chat = TgiFace(reader, in_flight, off_loop), CohereChat(reader, in_flight, off_loop)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)
     tokenize = by_field("content", llama.tokenize, tokenize, off_loop)
     any_embeddings = by_field("content", llama_texts.embedding, openai_texts.create, off_loop)
     any_rerank = by_field("texts", tei.rerank, rerank.rerank, off_loop)
+    root = tei.root(tgi.root)
     responses = ResponsesEndpoint(reader, in_flight, off_loop, config, deployment.clock)
     with_body: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [
         ("/v1/completions", "Complete", [CompletionBody], CompletionsEndpoint(reader, in_flight, off_loop).create),
@@ -151,6 +158,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/v1/rerank", "Rerank (Jina, Cohere)", [RerankBody], rerank.rerank),
         ("/v2/rerank", "Rerank (Cohere)", [RerankBody], rerank.rerank_v2),
         ("/rerank", "Rerank (Jina, Cohere, text-embeddings-inference)", [RerankBody, TeiRerankBody], any_rerank),
+        ("/v2/chat", "Chat (Cohere)", [CohereChatBody], cohere_chat.chat),
         ("/v2/embed", "Embed (Cohere)", [CohereEmbedBody], CohereFace(*texts).embed),
         ("/v1/score", "Score pairs", [ScoreBody], vllm.score),
         ("/score", "Score pairs", [ScoreBody], vllm.score),
@@ -167,6 +175,9 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/apply-template", "Make a prompt of a chat (llama.cpp)", [ChatCompletionBody], llama.apply_template),
         ("/embedding", "Embed (llama.cpp)", [LlamaEmbeddingBody], llama_texts.embedding),
         ("/predict", "Classify (text-embeddings-inference)", [PredictBody], tei.predict),
+        ("/generate", "Complete (text-generation-inference)", [TgiBody], tgi.generate),
+        ("/generate_stream", "Complete as a stream (text-generation-inference)", [TgiBody], tgi.generate_stream),
+        ("/", "What the default model is for (Hugging Face)", [TgiBody, EmbedBody, TeiRerankBody, PredictBody], root),
     ]
     life = LifeEndpoint(deployment, ignored)
     of_models: list[tuple[str, str, Sequence[type[Body]], JsonEndpoint]] = [

@@ -192,7 +192,8 @@ class RequestChecks:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
 
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
-        `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths that need no key, beside `OPEN_PATHS`.
+        `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths beside `OPEN_PATHS` that can be
+        read without a key.
         `error_words`: paths whose errors are told in the words of another API than OpenAI's; one that ends with a slash is for
         all that begin with it. `anthropic_words`: for those whose clients are Anthropic's, on other paths.
         """
@@ -260,7 +261,9 @@ class RequestChecks:
             scope[_IS_ADMIN_KEY] = self._keys is None
         else:
             self._look_for_admin(scope, self._admin_keys)
-        if self._keys is not None and scope["path"] not in self._open_paths and not scope[_IS_ADMIN_KEY]:
+        # POST / asks the model something, where GET / is the page.
+        is_open = scope["path"] in self._open_paths and scope["method"] in ("GET", "HEAD")
+        if self._keys is not None and not is_open and not scope[_IS_ADMIN_KEY]:
             key = scope[_KEY_KEY] = _sent_key(scope, self._keys)
             scope[_KEY_NAME_KEY] = key.name
 

@@ -19,6 +19,7 @@ import penstock
 from penstock.deploy.off_loop import give_way
 from penstock.serve.calls.run import check_text_size
 from penstock.serve.errors import ApiError, in_words, invalid
+from penstock.serve.http.checks import JsonEndpoint
 from penstock.serve.openai.schemas import Body, load_json
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
@@ -70,6 +71,8 @@ class TeiRerankBody(TruncatedBody):
     texts: Texts
     raw_scores: bool | None = None
     return_text: bool | None = None
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """Answer with the best so many of the texts."""
 
 
 class PredictBody(TruncatedBody):
@@ -106,6 +109,18 @@ class TeiFace:
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Tokens of one or more texts."""
         return await in_words(tei_words, self._tokenize(data, http.scope))
+
+    def root(self, generate: JsonEndpoint) -> JsonEndpoint:
+        """Return the endpoint at `/`, which does what the default model is for. `generate` is for models that write text."""
+
+        async def root(data: bytes, http: HttpRequest) -> Response:
+            """Embed, rank, classify or write text, whichever the default model is for."""
+            encoder = self._reader.find(None, http.scope).model.encoder
+            if encoder is None:
+                return await generate(data, http)
+            return await {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)(data, http)
+
+        return root
 
     async def info(self, http: HttpRequest) -> dict[str, Any]:
         """The default model, as text-embeddings-inference tells it."""
@@ -178,7 +193,7 @@ class TeiFace:
             found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
             return [
                 {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": found[index]}
-                for index in ranking(found)
+                for index in ranking(found)[: body.top_n]
             ]
 
         return Answer(call, write)

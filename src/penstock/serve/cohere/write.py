@@ -1,0 +1,125 @@
+"""From the chunks of a running call to an answer of Cohere's chat, or to its server-sent events; and its errors.
+
+Events: https://docs.cohere.com/v2/docs/streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
+from penstock.serve.errors import ApiError
+from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+
+
+def cohere_words(error: ApiError) -> dict[str, Any]:
+    """Return an error in the shape of Cohere's API."""
+    return {"message": error.message}
+
+
+class CohereWriter(Writer):
+    """The events of a stream: its start, blocks of content and calls that start, grow and end, and its end."""
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
+        super().__init__(call)
+        self._choice = ReadChoice(call, 0, tokenizer)
+        self._kind = ""
+        """Type of the block of content that is open, or empty."""
+        self._index = 0
+        """Number of the block of content that is open, or comes next."""
+
+    def begin(self) -> bytes:
+        message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+        return _event("message-start", id=self._options.answer_id, delta={"message": message})
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        events = b"".join([self._part(part) for part in self._choice.read(chunk)])
+        if chunk.finish_reason is None:
+            return events
+        delta = {"finish_reason": self._finish_word(chunk), "usage": self._usage()}
+        return events + self._close() + _event("message-end", id=self._options.answer_id, delta=delta)
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        delta = {"finish_reason": "ERROR", "error": error.message, "usage": self._usage()}
+        return self._close() + _event("message-end", id=self._options.answer_id, delta=delta)
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+        [record] = records
+        answer = gather([part for chunk in record.chunks for part in self._choice.read(chunk)])
+        content: list[dict[str, Any]] = []
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning})
+        if answer.content:
+            content.append({"type": "text", "text": answer.content})
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if answer.calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.calls
+            ]
+        return {
+            "id": self._options.answer_id,
+            "finish_reason": self._finish_word(record.last),
+            "message": message,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt, num_generated = self.usage.counts()
+        counts = {"input_tokens": num_prompt, "output_tokens": num_generated}
+        return {"billed_units": counts, "tokens": counts, "cached_tokens": self.usage.num_cached}
+
+    def _finish_word(self, chunk: OutputChunk) -> str:
+        if chunk.finish_reason is FinishReason.LENGTH:
+            return "MAX_TOKENS"
+        if isinstance(chunk.stop_reason, str):
+            return "STOP_SEQUENCE"
+        return "TOOL_CALL" if self._choice.has_calls else "COMPLETE"
+
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Content(text):
+                return self._say("text", text)
+            case Reasoning(text):
+                return self._say("thinking", text)
+            case CallBegin(index, call_id, name):
+                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+                return self._close() + _event("tool-call-start", index=index, delta={"message": {"tool_calls": call}})
+            case CallArguments(index, text):
+                call = {"function": {"arguments": text}}
+                return _event("tool-call-delta", index=index, delta={"message": {"tool_calls": call}})
+            case CallEnd(index):
+                return _event("tool-call-end", index=index)
+
+    def _say(self, kind: str, text: str) -> bytes:
+        """Return a piece of text or of reasoning, both of which are blocks of content."""
+        opened = b""
+        if self._kind != kind:
+            opened = self._close() + self._content_event("content-start", {"type": kind, kind: ""})
+            self._kind = kind
+        return opened + self._content_event("content-delta", {kind: text})
+
+    def _content_event(self, name: str, content: dict[str, Any]) -> bytes:
+        return _event(name, index=self._index, delta={"message": {"content": content}})
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        closed = _event("content-end", index=self._index)
+        self._kind, self._index = "", self._index + 1
+        return closed
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps({"type": name, **fields}))

@@ -1,0 +1,227 @@
+"""`POST /generate`, `/generate_stream` and, for models that write text, `POST /`: the API of text-generation-inference
+(https://huggingface.github.io/text-generation-inference), which `huggingface_hub`'s `text_generation` uses.
+
+The body becomes a completion of OpenAI's. Errors have this API's own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.call import Call
+from penstock.serve.calls.in_flight import RunningCall
+from penstock.serve.errors import ApiError, in_words, invalid
+from penstock.serve.openai.endpoints import CallEndpoint, Read
+from penstock.serve.openai.schemas import (
+    INT32_MAX,
+    MAX_TOKENS_LIMIT,
+    Body,
+    CompletionBody,
+    NotYet,
+    StopStrings,
+    check_body,
+    parse_body,
+)
+from penstock.serve.openai.write import ChoiceRecord, NewWriter, Writer
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.request import FinishReason
+
+DEFAULT_TOKENS = 100
+"""text-generation-inference's default of `max_new_tokens`."""
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "prompt": "inputs",
+        "model": "parameters.adapter_id",
+        "max_tokens": "parameters.max_new_tokens",
+        "temperature": "parameters.temperature",
+        "stop": "parameters.stop",
+        "truncate_prompt_tokens": "parameters.truncate",
+        "structured_outputs.json": "parameters.grammar.value",
+        "structured_outputs.regex": "parameters.grammar.value",
+    }
+)
+"""Fields of OpenAI's completion -> their names here, for errors."""
+_ERROR_TYPES = {400: "validation", 404: "validation", 422: "validation", 429: "overloaded", 503: "overloaded"}
+
+
+class TgiGrammar(Body):
+    type: Literal["json", "json_schema", "regex"]
+    value: Any
+
+
+class TgiParameters(Body):
+    """Null is the same as absent."""
+
+    adapter_id: str | None = None
+    """The name of an adapter, or of another model that is served."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
+    do_sample: bool | None = None
+    """Without it, and without a parameter of sampling, the answer is greedy."""
+    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: StopStrings | None = None
+    truncate: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Keep only the last so many tokens of the prompt."""
+    return_full_text: bool | None = None
+    """True: the answer begins with the prompt."""
+    details: bool | None = None
+    """True: the answer has its tokens and the reason of its end. A stream has them in any case."""
+    grammar: TgiGrammar | None = None
+    best_of: Annotated[Any, NotYet(1)] = None
+    decoder_input_details: Annotated[Any, NotYet(False)] = None
+    top_n_tokens: Annotated[Any, NotYet(0)] = None
+    typical_p: Annotated[Any, NotYet(1, 1.0)] = None
+    watermark: Annotated[Any, NotYet(False)] = None
+
+
+class TgiBody(Body):
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: TgiParameters | None = None
+    stream: bool | None = None
+
+
+class TgiFace(CallEndpoint):
+    async def generate(self, data: bytes, http: HttpRequest) -> Response:
+        """Continue a prompt, in the shape of text-generation-inference."""
+        return await self._generate(data, http, self._read)
+
+    async def generate_stream(self, data: bytes, http: HttpRequest) -> Response:
+        """Continue a prompt as a stream, in the shape of text-generation-inference."""
+        return await self._generate(data, http, partial(self._read, is_streamed=True))
+
+    async def root(self, data: bytes, http: HttpRequest) -> Response:
+        """As `/generate`, but the answer is in a list."""
+        return await self._generate(data, http, partial(self._read, is_list=True))
+
+    async def _generate(self, data: bytes, http: HttpRequest, read: Read) -> Response:
+        return await in_words(tgi_words, self.answer(data, http, read, NAMES))
+
+    def _read(self, data: bytes, scope: Scope, *, is_list: bool = False, is_streamed: bool = False) -> tuple[Call, NewWriter]:
+        body = parse_body(data, TgiBody, self.reader.ignored)
+        parameters = body.parameters or TgiParameters()
+        fields = _completion(body, parameters, is_streamed=is_streamed or bool(body.stream))
+        call = self.reader.read_completion(check_body(fields, CompletionBody), data, scope)
+        prefix = body.inputs if parameters.return_full_text else ""
+        return call, partial(TgiWriter, prefix=prefix, has_details=bool(parameters.details), is_list=is_list)
+
+
+def tgi_words(error: ApiError) -> dict[str, Any]:
+    """Return an error in the shape of text-generation-inference."""
+    return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "generation")}
+
+
+def _completion(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> dict[str, Any]:
+    """Return the fields of OpenAI's completion. Raises 400."""
+    samples = parameters.do_sample or any(
+        value is not None for value in (parameters.temperature, parameters.top_k, parameters.top_p)
+    )
+    if parameters.do_sample is False and samples:
+        message = "'parameters.do_sample' is false, but the parameters say how to sample: leave one of them out."
+        raise invalid(message, "parameters.do_sample")
+    return {
+        "prompt": body.inputs,
+        "model": parameters.adapter_id,
+        "stream": is_streamed,
+        "max_tokens": parameters.max_new_tokens or DEFAULT_TOKENS,
+        "temperature": parameters.temperature or 1.0 if samples else 0.0,
+        "top_k": parameters.top_k,
+        "top_p": parameters.top_p,
+        "repetition_penalty": parameters.repetition_penalty,
+        "frequency_penalty": parameters.frequency_penalty,
+        "seed": parameters.seed,
+        "stop": parameters.stop,
+        "truncate_prompt_tokens": parameters.truncate,
+        "structured_outputs": _grammar(parameters.grammar),
+        "logprobs": 0 if parameters.details or is_streamed else None,
+    }
+
+
+def _grammar(grammar: TgiGrammar | None) -> dict[str, Any] | None:
+    if grammar is None:
+        return None
+    if grammar.type == "regex":
+        return {"regex": grammar.value}
+    value = grammar.value
+    is_named = grammar.type == "json_schema" and isinstance(value, dict) and "schema" in value
+    return {"json": value["schema"] if is_named else value}
+
+
+class TgiWriter(Writer):
+    """An event of a stream is a token. Its text is what became certain with it, so the last of a step has the text of all."""
+
+    def __init__(self, call: RunningCall, tokenizer: Tokenizer, *, prefix: str, has_details: bool, is_list: bool) -> None:
+        """`prefix` is put before the text of the whole answer."""
+        super().__init__(call)
+        self._tokenizer = tokenizer
+        self._text = [prefix]
+        self._has_details = has_details
+        self._is_list = is_list
+        self._num_tokens = 0
+
+    def begin(self) -> bytes:
+        return b""
+
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        self.usage.add(index, chunk)
+        self._text.append(chunk.text)
+        tokens = self._tokens(chunk)
+        if not tokens and not chunk.text and chunk.finish_reason is None:
+            return b""
+        # Text can become certain without a new token: at the end of the answer.
+        tokens = tokens or [{"id": 0, "text": "", "logprob": 0.0, "special": True}]
+        tokens[-1]["text"] = chunk.text
+        events = []
+        for token in tokens:
+            self._num_tokens += 1
+            events.append({"index": self._num_tokens, "token": token, "generated_text": None, "details": None})
+        if chunk.finish_reason is not None:
+            events[-1]["generated_text"] = "".join(self._text)
+            events[-1]["details"] = self._end(chunk) | {"input_length": self.usage.counts()[0]}
+        return b"".join([b"data:%s\n\n" % orjson.dumps(event) for event in events])
+
+    def end(self) -> bytes:
+        return b""
+
+    def fail(self, error: ApiError) -> bytes:
+        return b"data:%s\n\n" % orjson.dumps(tgi_words(error))
+
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
+        [record] = records
+        answer: dict[str, Any] = {"generated_text": "".join([*self._text, record.text])}
+        if self._has_details:
+            tokens = [token for chunk in record.chunks for token in self._tokens(chunk)]
+            for token in tokens:
+                token["text"] = self._tokenizer.token_text(token["id"])
+            answer["details"] = self._end(record.last) | {"prefill": [], "tokens": tokens}
+        return [answer] if self._is_list else answer
+
+    def _tokens(self, chunk: OutputChunk) -> list[dict[str, Any]]:
+        """Return the chunk's tokens without their texts."""
+        return [
+            {"id": entry.token_id, "text": "", "logprob": entry.logprob, "special": self._tokenizer.is_special(entry.token_id)}
+            for entry in chunk.logprobs
+        ]
+
+    def _end(self, chunk: OutputChunk) -> dict[str, Any]:
+        reason = "stop_sequence" if isinstance(chunk.stop_reason, str) else "eos_token"
+        if chunk.finish_reason is FinishReason.LENGTH:
+            reason = "length"
+        return {
+            "finish_reason": reason,
+            "generated_tokens": chunk.num_generated_tokens,
+            "seed": self._call.requests[0].sampling.seed,
+        }

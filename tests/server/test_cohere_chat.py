@@ -1,0 +1,117 @@
+"""Cohere's `POST /v2/chat` over the hash executor."""
+
+import json
+
+import pytest
+from harness import make_client
+from test_tools import CALL, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
+
+PATH = "/v2/chat"
+ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400, "temperature": 0}
+ROME = {"place": "Rome", "days": 3}
+
+
+def events(response):
+    lines = [event.split("\n") for event in response.text.strip().split("\n\n")]
+    told = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [name for name, _ in lines] == [f"event: {event['type']}" for event in told]
+    return told
+
+
+async def answer(text, *, chat_template=TOOLS_TEMPLATE, **body):
+    """The response of a model that says a text."""
+    runtime = says(text, chat_template=chat_template)
+    try:
+        async with make_client(runtime) as client:
+            response = await client.post(PATH, json=ASK | body)
+            assert response.status_code == 200, response.text
+            return response
+    finally:
+        runtime.close()
+
+
+async def test_a_text_with_its_usage():
+    told = (await answer("Hello.")).json()
+    assert told["message"] == {"role": "assistant", "content": [{"type": "text", "text": "Hello."}]}
+    assert told["finish_reason"] == "COMPLETE"
+    assert told["usage"]["tokens"] == told["usage"]["billed_units"]
+    assert told["usage"]["tokens"]["output_tokens"] > 0
+
+
+async def test_a_stream_has_a_block_for_each_kind_of_content():
+    told = events(await answer("<think>Hm.</think>Hello.", chat_template=THINKING_TEMPLATE, stream=True))
+    kinds = [event["type"] for event in told if event["type"] != "content-delta"]
+    assert kinds == ["message-start", "content-start", "content-end", "content-start", "content-end", "message-end"]
+    pieces = [event["delta"]["message"]["content"] for event in told if event["type"] == "content-delta"]
+    assert "".join(piece.get("thinking", "") for piece in pieces) == "Hm."
+    assert "".join(piece.get("text", "") for piece in pieces) == "Hello."
+    assert [event["index"] for event in told if event["type"] == "content-start"] == [0, 1]
+    assert told[-1]["delta"]["finish_reason"] == "COMPLETE"
+    assert told[-1]["delta"]["usage"]["tokens"]["output_tokens"] > 0
+
+
+async def test_calls_of_tools():
+    told = (await answer(CALL, tools=[WEATHER])).json()
+    [call] = told["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_weather", ROME)
+    assert (told["finish_reason"], told["message"]["content"]) == ("TOOL_CALL", [])
+
+
+async def test_a_streamed_call():
+    told = events(await answer(CALL, tools=[WEATHER], stream=True))
+    kinds = [event["type"] for event in told if event["type"] != "tool-call-delta"]
+    assert kinds == ["message-start", "tool-call-start", "tool-call-end", "message-end"]
+    pieces = [event["delta"]["message"]["tool_calls"] for event in told if event["type"] == "tool-call-delta"]
+    assert json.loads("".join(piece["function"]["arguments"] for piece in pieces)) == ROME
+
+
+async def test_a_history_with_a_call_and_its_result_is_the_chat_of_openai(client):
+    called = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ROME)}}
+    document = {"type": "document", "document": {"data": '{"sky": "clear"}'}}
+    cohere = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {"role": "assistant", "tool_plan": "I look.", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [document]},
+    ]
+    openai = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"sky": "clear"}'},
+    ]
+    settings = {"max_tokens": 10, "temperature": 0.8, "seed": 5}
+    told = (await client.post(PATH, json={"messages": cohere, "k": 40, "p": 0.9, **settings})).json()
+    same = {"messages": openai, "top_k": 40, "top_p": 0.9, **settings}
+    expected = (await client.post("/v1/chat/completions", json=same)).json()
+    assert told["message"]["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    assert told["usage"]["tokens"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+async def test_a_schema_is_followed():
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
+    told = (await answer('{"age": 7}', response_format={"type": "json_object", "json_schema": schema})).json()
+    assert json.loads(told["message"]["content"][0]["text"]) == {"age": 7}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"), [({"max_tokens": 2}, "MAX_TOKENS"), ({"stop_sequences": ["lo"]}, "STOP_SEQUENCE")]
+)
+async def test_other_ends(fields, reason):
+    assert (await answer("Hello.", **fields)).json()["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k": 501}, "'k' must be at most 500"),
+        ({"documents": ["a"]}, "'documents' is not supported yet"),
+        ({"messages": [{"role": "chatbot"}]}, "'messages[0].role' must be"),
+        ({"stop_sequences": ["a"] * 17}, "'stop_sequences'"),
+        ({"response_format": {"type": "json_object", "json_schema": {"type": "nothing"}}}, "'response_format.json_schema'"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_plan": "b"}]}, "has both 'tool_plan' and 'content'"),
+    ],
+)
+async def test_errors_name_the_field_in_cohere_s_shape(client, fields, message):
+    response = await client.post(PATH, json=ASK | fields)
+    assert response.status_code == 400
+    assert list(response.json()) == ["message"]
+    assert message in response.json()["message"]
