@@ -67,8 +67,8 @@ async def test_streams_are_told_by_their_types(document):
 
 
 async def test_what_is_always_refused_is_not_offered(client, document):
-    assert (await client.post("/api/pull", json={"model": "a"})).status_code == 501
-    assert "/api/pull" not in document["paths"]
+    assert (await client.post("/api/push", json={"model": "a"})).status_code == 501
+    assert "/api/push" not in document["paths"]
 
 
 async def test_keys_are_told_where_they_are_asked_for(document):

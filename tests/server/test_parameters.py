@@ -13,9 +13,10 @@ from test_completions import oracle
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
+from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
-from penstock.serve.ollama.models import OllamaShowBody
+from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
 from penstock.serve.openai.read import PART_NO_EFFECT
 from penstock.serve.openai.schemas import (
@@ -169,7 +170,9 @@ def test_the_docs_list_every_field_without_effect():
         "`/api/...`": {
             *(f"options.{name}" for name in OptionsBody.no_effect),
             *OllamaShowBody.no_effect,
+            *OllamaPullBody.no_effect,
         },
+        "`/v2/chat`": CohereChatBody.no_effect,
         "OpenAI's, Jina's and vLLM's routes of encoders": EmbeddingsBody.no_effect,
     }  # fmt: skip
     assert {name for body_type in bodies_of() for name in body_type.no_effect} == {

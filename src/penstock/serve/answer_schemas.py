@@ -639,6 +639,7 @@ ANSWERS: Mapping[str, Content] = MappingProxyType(
         "POST /api/embed": _json("OllamaEmbed"),
         "POST /api/embeddings": _json("OllamaEmbedding"),
         "POST /api/show": _json("OllamaShow"),
+        "POST /api/pull": {**_json("Status"), LINES: _ref("Status")},
         "GET /api/tags": _json("OllamaModels"),
         "GET /api/ps": _json("OllamaRunning"),
         "GET /api/version": _json("Version"),

@@ -35,7 +35,7 @@ from penstock.serve.llama_cpp.status import ABSENT, LlamaStatus, tell_absent
 from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.ollama.answers import OllamaFace
-from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaShowBody, refuse
+from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaPullBody, OllamaShowBody, refuse
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.ollama.read import error_words as ollama_words
 from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
@@ -170,6 +170,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("/api/embed", "Embed (Ollama)", [OllamaEmbedBody], ollama_texts.embed),
         ("/api/embeddings", "Embed one text (Ollama)", [OllamaEmbeddingsBody], ollama_texts.embeddings),
         ("/api/show", "What a model is (Ollama)", [OllamaShowBody], ollama_models.show),
+        ("/api/pull", "Is a model here? (Ollama)", [OllamaPullBody], ollama_models.pull),
         ("/completion", "Complete (llama.cpp)", [LlamaCompletionBody], llama.completion),
         ("/infill", "Fill in the middle (llama.cpp)", [LlamaInfillBody], llama.infill),
         ("/apply-template", "Make a prompt of a chat (llama.cpp)", [ChatCompletionBody], llama.apply_template),

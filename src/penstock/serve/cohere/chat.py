@@ -32,6 +32,7 @@ from penstock.serve.openai.schemas import (
     StopStrings,
     ToolBody,
     ToolCallBody,
+    Unread,
     check_body,
     parse_body,
 )
@@ -82,8 +83,8 @@ class CohereChatBody(Body):
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
     """Without it the model may call tools."""
-    strict_tools: bool | None = None
-    """Has no effect: calls always follow their schemas."""
+    strict_tools: Unread = None
+    """Calls always follow their schemas."""
     response_format: CohereFormat | None = None
     thinking: CohereThinking | None = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None

@@ -32,7 +32,6 @@ from penstock.types.errors import PenstockError
 _log = logging.getLogger(__name__)
 
 _INSTEAD = {
-    "/api/pull": "Fetch the model with `penstock pull MODEL` where the server runs, and name it to `penstock serve`.",
     "/api/push": "Nothing is sent to a library from here.",
     "/api/create": "Give `penstock serve` the files of a model; a system message is the first message of a chat.",
     "/api/copy": "Give `penstock serve` another name with --served-model-name.",
@@ -41,12 +40,24 @@ _INSTEAD = {
 """Paths of what is not done here, and what to do."""
 
 
-class OllamaShowBody(Body):
+class OllamaNameBody(Body):
     model: Annotated[str, Field(min_length=1)] | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
     """The older word for `model`."""
+
+
+class OllamaShowBody(OllamaNameBody):
     verbose: Unread = None
     """Lists of tokens are left out in any case."""
+
+
+class OllamaPullBody(OllamaNameBody):
+    stream: bool | None = None
+    """True by default."""
+    insecure: Unread = None
+    username: Unread = None
+    password: Unread = None
+    """Nothing is fetched, so there is nobody to log in to."""
 
 
 class OllamaModels:
@@ -96,10 +107,27 @@ class OllamaModels:
 
     async def show(self, data: bytes, http: HttpRequest) -> Response:
         """Tell what a model is, in Ollama's words. It is not loaded for that."""
-        body = parse_body(data, OllamaShowBody, self._ignored)
+        served = self._find(parse_body(data, OllamaShowBody, self._ignored), http)
+        return Response(orjson.dumps(_show(served, await self._card(served))), media_type="application/json")
+
+    async def pull(self, data: bytes, http: HttpRequest) -> Response:
+        """Confirm that a model is here. Clients pull a model before they use it. Others are not fetched: 501."""
+        body = parse_body(data, OllamaPullBody, self._ignored)
+        try:
+            self._find(body, http)
+        except ApiError as error:
+            if error.status_code != 404:
+                raise
+            remedy = "Fetch it with `penstock pull MODEL` where the server runs, and name it to `penstock serve`."
+            raise _not_done(f"{error.message} {remedy}") from None
+        steps = ["success"] if body.stream is False else ["pulling manifest", "success"]
+        lines = b"".join([orjson.dumps({"status": step}) + b"\n" for step in steps])
+        return Response(lines, media_type="application/json" if body.stream is False else "application/x-ndjson")
+
+    def _find(self, body: OllamaNameBody, http: HttpRequest) -> ServedModel:
         name = body.model or body.name
         served, _ = find_allowed(None if name is None else name_of(name, self._deployment), self._deployment, http.scope)
-        return Response(orjson.dumps(_show(served, await self._card(served))), media_type="application/json")
+        return served
 
     def _seen(self, http: HttpRequest) -> list[tuple[ServedModel, str]]:
         """The models that the request's key opens, with their names."""
@@ -115,7 +143,11 @@ class OllamaModels:
 async def refuse(http: HttpRequest) -> Response:
     """Refused: models come and go where the server runs, and not over HTTP."""
     path = http.url.path
-    raise ApiError(501, f"{path} is not done by this server. {_INSTEAD[path]}", code="not_implemented")
+    raise _not_done(f"{path} is not done by this server. {_INSTEAD[path]}")
+
+
+def _not_done(message: str) -> ApiError:
+    return ApiError(501, message, code="not_implemented")
 
 
 REFUSED: tuple[tuple[str, str], ...] = (

@@ -62,8 +62,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 _EFFORTS = ("low", "medium", "high")
 NAMES_OF_PROMPT: Mapping[str, str] = MappingProxyType({**NAMES, "messages[0].content": "prompt", "messages": "prompt"})
 
-_SETTINGS = ("numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread")
-"""Options that say how a model is loaded."""
 _DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h))+")
 _PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
 _UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
@@ -82,8 +80,6 @@ class OptionsBody(Body):
     stop: StopStrings | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
     """-1 and -2: no limit but the context."""
-    num_ctx: Annotated[int, Field(ge=1)] | None = None
-    """At most the served context. The context is that one in any case."""
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -101,15 +97,17 @@ class OptionsBody(Body):
     logits_all: Annotated[Any, NotYet(False)] = None
     vocab_only: Annotated[Any, NotYet(False)] = None
 
-    numa: Annotated[Any, NotYet()] = None
-    num_batch: Annotated[Any, NotYet()] = None
-    num_gpu: Annotated[Any, NotYet()] = None
-    main_gpu: Annotated[Any, NotYet()] = None
-    low_vram: Annotated[Any, NotYet()] = None
-    f16_kv: Annotated[Any, NotYet()] = None
-    use_mmap: Annotated[Any, NotYet()] = None
-    use_mlock: Annotated[Any, NotYet()] = None
-    num_thread: Annotated[Any, NotYet()] = None
+    # How a model is loaded is the server's to say.
+    num_ctx: Unread = None
+    numa: Unread = None
+    num_batch: Unread = None
+    num_gpu: Unread = None
+    main_gpu: Unread = None
+    low_vram: Unread = None
+    f16_kv: Unread = None
+    use_mmap: Unread = None
+    use_mlock: Unread = None
+    num_thread: Unread = None
 
 
 class OllamaBody(Body):
@@ -189,18 +187,11 @@ def error_words(error: ApiError) -> dict[str, Any]:
 def read_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None) -> _Body:
     """The body of a JSON value. Raises 400. `ignored`: as for `parse_body`, and of options, too."""
     options = value.get("options") if isinstance(value, dict) else None
-    if isinstance(options, dict):
-        if ignored is not None:
-            passed_over = [name for name in options if name not in OptionsBody.field_names or name in _SETTINGS]
-            for name in passed_over:
-                del options[name]
-            ignored.note([f"options.{name}" for name in passed_over])
-        elif (name := next((name for name in _SETTINGS if options.get(name) is not None), None)) is not None:
-            raise invalid(
-                f"'options.{name}' is a setting of the server here and none of a request: leave it out, or start the server "
-                "with --ignore-unknown-parameters.",
-                f"options.{name}",
-            )
+    if isinstance(options, dict) and ignored is not None:
+        passed_over = [name for name in options if name not in OptionsBody.field_names]
+        for name in passed_over:
+            del options[name]
+        ignored.note([f"options.{name}" for name in passed_over])
     body = check_body(value, body_type, ignored)
     keep_ns(body)
     if isinstance(body, _AnswerBody):
@@ -274,11 +265,10 @@ class OllamaReader:
         return call
 
     def _begin(self, body: _AnswerBody, scope: Scope) -> RunningModel:
-        """The model that is asked. Raises 404, `ModelAway`, and 400 for a context that it does not have."""
+        """Return the model that is asked. Raises 404 and `ModelAway`."""
         served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, scope)
         running = served.answerer()
         keep(body, served, self._deployment, scope)
-        check_context(body, running)
         if body.top_logprobs and not body.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         return running
@@ -320,18 +310,6 @@ class OllamaReader:
             "max_tokens": _limit(options.num_predict),
             "response_format": _response_format(body.format),
         }
-
-
-def check_context(body: OllamaBody, running: RunningModel) -> None:
-    """Raise 400 for a context that is longer than the served one."""
-    asked = None if body.options is None else body.options.num_ctx
-    limit = running.model.max_model_len
-    if asked is not None and asked > limit:
-        raise invalid(
-            f"'options.num_ctx' is {asked}, but {running.name} is served with a context of {limit} tokens: ask for no more, or "
-            "start the server with a larger --max-model-len.",
-            "options.num_ctx",
-        )
 
 
 def _limit(num_predict: int | None) -> int | None:
