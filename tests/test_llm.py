@@ -653,8 +653,9 @@ def test_prompts_have_adapters_by_name(tmp_path: Path) -> None:
         *_, told = model.stream_chat(CONVERSATION, GREEDY, adapter="red")
         assert told.outputs[0].token_ids == chats[1]
         for name, cause in (("mauve", "no adapter 'mauve'"), ("wide", "--max-lora-rank"), (["red", "red"], "1 prompts and 2")):
-            with pytest.raises(PenstockError, match=cause):
+            with pytest.raises(PenstockError, match=cause) as refused:
                 model.generate("in the", GREEDY, adapter=name)
+            assert "Ask again" not in str(refused.value)
 
 
 def test_a_model_without_adapters_says_how_to_name_some(model: LLM) -> None:

@@ -470,7 +470,7 @@ class AsyncLLM:
                     while chunks := await stream.next_chunks():
                         for chunk in chunks:
                             if chunk.finish_reason is not FinishReason.STOP:
-                                raise PenstockError(chunk.detail or "The engine ended the text.", remedy="Ask again.")
+                                raise _ended_early(chunk, "text")
                             found[chunk.request_id] = chunk.states
                         if bar is not None:
                             bar.update(len(chunks))
@@ -1025,8 +1025,14 @@ class _Reading:
             choice.add(chunk, answer.running)
             touched.add(answer)
             if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-                self._failure = PenstockError(chunk.detail or "The engine ended the answer.", remedy="Ask again.")
+                self._failure = _ended_early(chunk, "answer")
         return touched
+
+
+def _ended_early(chunk: OutputChunk, what: str) -> PenstockError:
+    """The error of a request that the engine ended. One that it refused would be refused again."""
+    remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
+    return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
 
 
 def _bar(total: int, what: str = "Answers", unit: str = " prompt") -> tqdm[NoReturn]:

@@ -605,7 +605,7 @@ class Adapters:
                 adapter.stamp = stamp
                 if packed is not None and adapter.fingerprint not in (b"", content):
                     packed, adapter.is_lost = None, True
-                    failure = f"{adapter.path}: the adapter's files changed while it was in use. Ask again for the new one."
+                    failure = f"{adapter.path.name}: the adapter's files changed while it was used. Ask again for the new one."
                 if packed is None:
                     adapter.failure, adapter.failed_at_ns = failure, now_ns
                     # What could be read once is no fault of who asked for it then.
@@ -645,13 +645,13 @@ class Adapters:
             is_of_disk = isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
             otherwise = RejectReason.UNAVAILABLE if is_of_disk else RejectReason.INVALID
             reason = error.reason if isinstance(error, Rejected) else otherwise
-            return None, b"", str(error)[:_MAX_FAILURE], reason
+            return None, b"", error.without_folders()[:_MAX_FAILURE], reason
         except MemoryError:
             _log.exception("%s: no memory for the adapter", adapter.path)
-            return None, b"", f"{adapter.path}: there is no memory for the adapter.", RejectReason.UNAVAILABLE
+            return None, b"", f"{adapter.path.name}: there is no memory for the adapter.", RejectReason.UNAVAILABLE
         except Exception as error:  # a fault of ours must not end the thread that all adapters need
             _log.exception("%s: the adapter can't be loaded", adapter.path)
-            failure = f"{adapter.path}: {type(error).__name__}: {error}"[:_MAX_FAILURE]
+            failure = f"{adapter.path.name}: {type(error).__name__}. The server's log has the cause."
             return None, b"", failure, RejectReason.UNAVAILABLE
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:

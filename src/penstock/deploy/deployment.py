@@ -469,10 +469,10 @@ class Deployment:
         served.state = ModelState.LOADED
 
     def _fail(self, served: ServedModel, error: Exception) -> None:
-        known = isinstance(error, PenstockError)
+        known = error if isinstance(error, PenstockError) else None
         _log.error("%s can't be loaded: %s", served.name, error, exc_info=None if known else error)
         served.state, served.failed_ns = ModelState.FAILED, self.clock.now_ns()
-        served.failure = str(error) if known else "the server's log has the cause"
+        served.failure = known.without_folders() if known else "the server's log has the cause"
         served.share = None
         served.num_load_failures += 1
         with self._news:

@@ -755,7 +755,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, fing
     return ModelInfo(
         served_names=_served_names(config, source),
         aliases=_aliases(config, source),
-        root=str(model.path) if source.entry is None else source.name,
+        root=model.path.name if source.entry is None else source.name,
         fingerprint=fingerprint,
         created_unix_s=int(_newest_file(model.path).stat().st_mtime),
         max_model_len=capacity.max_model_len,

@@ -216,12 +216,18 @@ def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) ->
 
 
 def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
-    """A and B with the scale multiplied into B. Raises ModelError for numbers that are not finite, also after that."""
+    """Return A and B with the scale multiplied into B.
+
+    Raises ModelError if an input of ones gives an output whose square is not finite: the next norm squares it.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         b = b * np.float32(scale)
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        outputs = np.abs(b) @ np.abs(a).sum(axis=1)
+        is_usable = np.isfinite(outputs * outputs).all()
+    if not is_usable:
         raise ModelError(
-            f"{path}: the factors of {name} have numbers that are not finite.", remedy="Its training failed: use another one."
+            f"{path}: the factors of {name} have numbers that are not finite or too large, with a scale of {scale:g}.",
+            remedy="Correct lora_alpha, or use another adapter: its training failed.",
         )
     return np.ascontiguousarray(a), b
 

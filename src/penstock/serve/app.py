@@ -78,6 +78,10 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
 """Paths, and beginnings of paths, whose errors are told in the words of another API than OpenAI's."""
 
 
+_Answer = Callable[[HttpRequest], Awaitable[Any]]
+"""Returns what a route without a body tells."""
+
+
 def create_app(
     deployment: Deployment, config: ServerConfig, access_log: AccessLog | None = None, keys: KeyRing | None = None
 ) -> Starlette:
@@ -190,10 +194,14 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         StatusEndpoint(deployment),
         RequestsEndpoint(in_flight),
     )
-    get_openai = looked_up(folder.when_found(lambda _no_body, http: openai_models.get(http)))
-    models = AnthropicModels(openai_models, partial(get_openai, b""))
+
+    def by_name(answer: _Answer) -> _Answer:
+        """The endpoint, which also knows models and adapters that only the disk can tell of."""
+        return partial(looked_up(folder.when_found(lambda _no_body, http: answer(http))), b"")
+
+    models = AnthropicModels(openai_models, by_name(openai_models.get))
     of_model, listed = ("model",), ("after", "limit", "order")
-    without: list[tuple[str, str, str, Callable[[HttpRequest], Awaitable[Any]], Sequence[str]]] = [
+    without: list[tuple[str, str, str, _Answer, Sequence[str]]] = [
         ("GET", "/v1/models", "List models", models.list, ("limit", "after_id", "before_id")),
         ("GET", "/models", "List models", models.list, ()),
         ("GET", "/v1/models/{model_id:path}", "Get a model", models.get, ()),
@@ -225,11 +233,14 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     return [
         *(Operation("POST", path, told, reads(path, answer), answer, bodies) for path, told, bodies, answer in with_body),
         *(Operation("POST", path, told, takes_json(found(answer)), answer, bodies) for path, told, bodies, answer in of_models),
-        *(Operation(verb, path, told, answers(answer), answer, query=query) for verb, path, told, answer, query in without),
+        *(
+            Operation(verb, path, told, answers(by_name(answer) if "model" in query else answer), answer, query=query)
+            for verb, path, told, answer, query in without
+        ),
     ]
 
 
-def answers(answer: Callable[[HttpRequest], Awaitable[Any]]) -> Endpoint:
+def answers(answer: _Answer) -> Endpoint:
     """An endpoint that makes JSON of what `answer` returns, unless that is a response already."""
 
     async def endpoint(http: HttpRequest) -> Response:

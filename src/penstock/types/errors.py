@@ -5,7 +5,11 @@ Never carries HTTP status codes: `serve` maps these to responses.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
+
+_FOLDERS = re.compile(r"""^/[^:]*/|(?<![\w./:])/(?:[^\s/:'"]+/)+""")
+"""The folders of an absolute path: at the beginning of a text they may have spaces."""
 
 
 class PenstockError(Exception):
@@ -21,6 +25,10 @@ class PenstockError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
+
+    def without_folders(self) -> str:
+        """Return the text with absolute paths cut to their last part, for clients who are not told where files lie."""
+        return _FOLDERS.sub("", str(self))
 
 
 class ConfigError(PenstockError):

@@ -88,7 +88,7 @@ class Listed:
     def card(self) -> dict[str, Any]:
         """The name's facts. Those that only a load can tell are null before the first one. An adapter's are in vLLM's form."""
         served, info = self.served, self.served.info
-        root = str(self.path) if self.is_adapter else self.name if info is None else info.root
+        root = self.path.name if self.path is not None else self.name if info is None else info.root
         return {
             "id": self.name,
             "object": "model",
