@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,12 +23,14 @@ from typing import Any
 
 import httptools
 
-MAX_TEXT = 200
+MAX_TEXT, MAX_DESCRIPTION = 200, 40
+"""Characters that are kept of a text, and of a tool's or a parameter's description."""
 MAX_NUMBERS = 24
 ID = re.compile(r"\b(call|chatcmpl|toolu|msg|rs|fc|resp|cmpl|aitxt|item)[_-][0-9A-Za-z_-]{6,}")
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 LEFT_OUT = ("/load", "/ready", "/api/show", "/api/tags", "/api/ps")
 """Questions of these scripts themselves, and about the files of a model."""
-WORDS = ("messages", "prompt", "input", "inputs")
+WORDS = ("messages", "prompt", "input", "inputs", "client_metadata", "prompt_cache_key")
 """Fields in which requests may differ that have the same fields all the same."""
 Shape = Any
 """The name of a type; a list with the shape of its items; or an object of shapes. None: null, of which nothing is known."""
@@ -87,14 +90,14 @@ def shape_of_answer(content_type: str, body: bytes) -> Shape:
     return kinds
 
 
-def cut(value: Any) -> Any:
+def cut(value: Any, max_text: int = MAX_TEXT) -> Any:
     """A request's body without ids, long texts and long lists of numbers."""
     if isinstance(value, dict):
-        return {key: cut(part) for key, part in value.items()}
+        return {key: cut(part, MAX_DESCRIPTION if key == "description" else MAX_TEXT) for key, part in value.items()}
     if isinstance(value, list):
         is_numbers = all(isinstance(part, int) for part in value)
         return [cut(part) for part in (value[:MAX_NUMBERS] if is_numbers else value)]
-    return ID.sub(r"\1_0", value[:MAX_TEXT]) if isinstance(value, str) else value
+    return UUID.sub("UUID", ID.sub(r"\1_0", value))[:max_text] if isinstance(value, str) else value
 
 
 @dataclass
@@ -184,9 +187,8 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, liste
     writer.close()
 
 
-async def record(port: int, server: str, path: Path) -> None:
+async def record(listener: socket.socket, server: str, recording: Recording) -> None:
     """Goes on until it is cancelled."""
-    recording = Recording(path)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection(*server.split(":"))
@@ -198,10 +200,11 @@ async def record(port: int, server: str, path: Path) -> None:
         )
         await asyncio.gather(pump(reader, to_server, requests), pump(from_server, writer, answers))
 
-    async with await asyncio.start_server(connect, "127.0.0.1", port) as listening:
+    async with await asyncio.start_server(connect, sock=listener) as listening:
         await listening.serve_forever()
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(record(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
+        listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+        asyncio.run(record(listener, sys.argv[2], Recording(Path(sys.argv[3]))))

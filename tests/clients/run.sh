@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PORT=${PORT:-8971}
 HERE=tests/clients
 BUILT=build/clients
-ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript lm-eval)
+ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript codex lm-eval)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
 # start PORT COMMAND: waits until what it runs answers there.
@@ -102,6 +102,7 @@ check() {
     llama-index) framework llama-index qwen2.5-coder:1.5b llama-index-llms-openai-like ;;
     autogen) framework autogen qwen2.5-coder:1.5b 'autogen-ext[openai]' autogen-agentchat ;;
     javascript) javascript ;;
+    codex) codex ;;
     lm-eval)
       install lm-eval 'lm-eval[api]' transformers
       ask lm-eval smollm2:135m -- env PYTHONPATH=tests .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
@@ -119,20 +120,37 @@ framework() { # NAME MODEL PACKAGES
   ask "$name" "$model" -- "$BUILT/$name/bin/python" $HERE/frameworks.py "$name" "$model"
 }
 
+# npm_install FOLDER PACKAGES
+npm_install() {
+  local folder=$1
+  shift
+  if ! command -v npm > /dev/null; then
+    echo "FAIL ${folder##*/}: npm is missing (Debian, Ubuntu: apt install npm)"
+    failed=1
+    return 1
+  fi
+  [[ "$(cat "$folder/.installed" 2>/dev/null)" != "$*" ]] || return 0
+  mkdir -p "$folder"
+  if ! npm install --silent --prefix "$folder" "$@"; then
+    echo "FAIL ${folder##*/}: npm could not install $*"
+    failed=1
+    return 1
+  fi
+  echo "$*" > "$folder/.installed"
+}
+
+codex() { # The server of a scripted model is a part of the script.
+  local folder=$BUILT/codex
+  npm_install "$folder" @openai/codex@latest || return 0
+  PYTHONPATH=tests/server .venv/bin/python $HERE/with_codex.py "$PWD/$folder/node_modules/.bin/codex" \
+    ${RECORD:+"$HERE/recorded/codex.jsonl"} || failed=1
+}
+
 javascript() {
   local folder=$BUILT/javascript
   # The clients want a newer Node than distributions have; by their tag, as npm would choose releases for the one that is there.
   local -a packages=(node@22 openai@latest ai@latest @ai-sdk/openai-compatible@latest zod@latest)
-  if ! command -v npm > /dev/null; then
-    echo "FAIL javascript: npm is missing (Debian, Ubuntu: apt install npm)"
-    failed=1
-    return
-  fi
-  if [[ "$(cat "$folder/.installed" 2>/dev/null)" != "${packages[*]}" ]]; then
-    mkdir -p "$folder"
-    npm install --silent --prefix "$folder" "${packages[@]}"
-    echo "${packages[*]}" > "$folder/.installed"
-  fi
+  npm_install "$folder" "${packages[@]}" || return 0
   cp $HERE/with_javascript.mjs "$folder" # Node looks for packages beside the file.
   ask javascript smollm2:135m -- "$folder/node_modules/.bin/node" "$folder/with_javascript.mjs"
 }

@@ -48,19 +48,22 @@ def for_toy(value):
         return [for_toy(part) for part in value]
     if not isinstance(value, dict):
         return value
-    body = {key: part * BYTES_PER_TOKEN if key in LIMITS else for_toy(part) for key, part in value.items()}
+    limits = {key: part * BYTES_PER_TOKEN for key, part in value.items() if key in LIMITS and isinstance(part, int)}
+    body = {key: for_toy(part) for key, part in value.items()} | limits
     if isinstance(prompt := body.get("prompt"), list):
         body["prompt"] = [[token_id % VOCAB_SIZE for token_id in ids] if isinstance(ids, list) else ids for ids in prompt]
     return body
 
 
 def words_for(body, answer):
-    """A call's beginning where the recorded model called a tool, maybe of its own accord: the grammar says the rest. Else a
-    text that goes up to a stop string."""
-    if not re.search(r'"(tool_calls": \[|input": \{|response.function_call)', json.dumps(answer)):
+    """A call's beginning where the recorded model called a tool, maybe of its own accord: the grammar says the rest. A text
+    goes before it where the recorded model said one. Else a text that goes up to a stop string."""
+    events = json.dumps(answer)
+    if not re.search(r'"(tool_calls": \[|input": \{|response.function_call)', events):
         return "".join(["Hello.", *(body.get("stop_sequences") or body.get("stop") or ())][:2])
     tool = body["tools"][0]
-    return f'<tool_call>\n{{"name": "{tool.get("function", tool)["name"]}", "arguments": {{'
+    text = "Hello.\n" if '"response.output_text.delta"' in events else ""
+    return f'{text}<tool_call>\n{{"name": "{tool.get("function", tool)["name"]}", "arguments": {{'
 
 
 def test_what_is_missing_is_told():

@@ -162,6 +162,7 @@ class ResponsesBody(Body):
     user: Annotated[str | None, NoEffect()] = None
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
+    client_metadata: Unread = None
     prompt_cache_options: Unread = None
     prompt_cache_retention: Unread = None
     service_tier: Unread = None
