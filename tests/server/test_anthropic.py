@@ -212,6 +212,41 @@ async def test_a_prompt_is_what_the_blocks_say():
     )
 
 
+def billing_line(value):
+    return f"x-anthropic-billing-header: cc_version=2.1.{value}; cc_entrypoint=cli; cch={value};"
+
+
+async def test_a_prompt_has_no_billing_line():
+    """Claude Code sends it as the first block of its system prompt, with other values in each request."""
+    brief = {"type": "text", "text": "Be brief."}
+    plain = await prompt_of(CHAT_TEMPLATE, system=[brief])
+    for value in ("10a", "9f9"):
+        assert plain == await prompt_of(CHAT_TEMPLATE, system=[{"type": "text", "text": billing_line(value)}, brief])
+    assert await prompt_of(CHAT_TEMPLATE, system=billing_line("10a")) == HI_PROMPT
+    for mentions in (
+        {"system": f"Never write {billing_line(7)}"},
+        {"messages": [{"role": "user", "content": billing_line(7)}]},
+    ):
+        assert billing_line(7) in await prompt_of(CHAT_TEMPLATE, **mentions)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "count"),
+    [
+        ("/v1/chat/completions", lambda system: {"messages": [{"role": "system", "content": system}, *HI]}, "prompt_tokens"),
+        ("/v1/responses", lambda system: {"instructions": system, "input": "hi"}, "input_tokens"),
+    ],
+)
+async def test_other_apis_leave_out_the_billing_line_too(client, path, asked, count):
+    """Proxies translate Claude Code's requests."""
+    told = ["Be brief.", f"{billing_line(1)}\nBe brief.", f"{billing_line(2)}Be brief."]
+    usages = [(await client.post(path, json=asked(system))).json()["usage"] for system in told]
+    assert len({usage[count] for usage in usages}) == 1
+    cached = [usage[f"{count}_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0
+    assert cached[1] == cached[2] > 0
+
+
 async def test_tools_calls_and_results_are_in_the_prompt():
     turns = [
         *HI,
@@ -346,6 +381,7 @@ def assistant(*blocks):
     return {"messages": [*HI, {"role": "assistant", "content": list(blocks)}]}
 
 
+CLEAR = "clear_thinking_20251015"
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
 REFUSED = [
     ({"model": None}, "'model'"),
@@ -359,6 +395,12 @@ REFUSED = [
     ({"metadata": {"user": "a"}}, "'metadata.user'"),
     ({"container": "c"}, "'container'"),
     ({"mcp_servers": [{}]}, "'mcp_servers'"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "'context_management.edits[0].type' must be"),
+    ({"context_management": {"edits": [{"type": CLEAR}]}}, "parameter: 'context_management.edits[0].keep'"),
+    (
+        {"context_management": {"edits": [{"type": CLEAR, "keep": {"type": "thinking_turns", "value": 1}}]}},
+        "'context_management.edits[0].keep' must be 'all'",
+    ),
     ({"system": [{"type": "image"}]}, "'system[0].type'"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "'messages[0].role'"),
     ({"messages": [{"role": "user", "content": 3}]}, "'messages[0].content'"),
@@ -416,7 +458,8 @@ async def test_what_asks_for_nothing_is_taken():
         "tools": [NOW | {"type": "custom", "allowed_callers": ["direct"], "eager_input_streaming": True}],
         "top_k": 5,
         "top_p": 0.9,
-        "speed": "standard",
+        "speed": "fast",
+        "context_management": {"edits": [{"type": CLEAR, "keep": "all"}]},
     }
     assert (await ask("Yes.", **asked))["content"] == [{"type": "text", "text": "Yes."}]
 

@@ -88,6 +88,17 @@ class OutputConfigBody(Body):
     format: OutputFormatBody | None = None
 
 
+class ClearThinking(Body):
+    """An edit that drops the reasoning of earlier turns, or with `keep` `all` none of it."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagementBody(Body):
+    edits: Annotated[list[ClearThinking], Field(fail_fast=True)] | None = None
+
+
 class MetadataBody(Body):
     user_id: Annotated[Annotated[str, Field(max_length=MAX_USER_ID_CHARS)] | None, NoEffect()] = None
 
@@ -112,7 +123,7 @@ class CountTokensBody(Body):
 
     cache_control: Unread = None
     speed: Unread = None
-    context_management: Annotated[Any, NotYet({}, {"edits": []})] = None
+    context_management: ContextManagementBody | None = None
     mcp_servers: Annotated[Any, NotYet([])] = None
 
 

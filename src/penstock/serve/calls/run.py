@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from penstock.serve.calls.call import (
 from penstock.serve.calls.in_flight import InFlight, RunningCall
 from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
-from penstock.text.dialects import for_template
+from penstock.text.dialects import Message, for_template
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at_once
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
@@ -57,6 +58,7 @@ _MAX_INLINE_GRAMMAR_CHARS = 1 << 15
 """Limit for a known grammar, once for each choice: copying that much takes a tenth of a millisecond."""
 _MAX_COMPILATIONS = 4
 """A call compiles a grammar so often to share it: other calls may use it up, or push it out of those that are kept."""
+_BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: \w+=[^;\s]*;)*\n?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -314,7 +316,8 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
 
 def render_here(conversation: Conversation, running: RunningModel) -> str:
     """The same on this thread, which it keeps for as long as the template takes."""
-    messages, variables = for_template(conversation.messages, conversation.tools, running.dialect)
+    told = without_billing_line(conversation.messages)
+    messages, variables = for_template(told, conversation.tools, running.dialect)
     return require_chat_template(running.chat_template).render(
         messages,
         add_generation_prompt=conversation.add_generation_prompt,
@@ -322,6 +325,21 @@ def render_here(conversation: Conversation, running: RunningModel) -> str:
         **variables,
         **conversation.variables,
     )
+
+
+def without_billing_line(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages without the line that Claude Code puts before its system prompt for its own bookkeeping.
+
+    Its values change with each request, so the cache would never have a prefix that begins with it. Proxies send it through
+    any API.
+    """
+    kept: list[Message] = []
+    for message in messages:
+        found = _BILLING_LINE.match(message.content) if message.role == "system" else None
+        content = message.content[found.end() :] if found else message.content
+        if content or not found:
+            kept.append(dataclasses.replace(message, content=content) if found else message)
+    return kept
 
 
 def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> Tokenised:
