@@ -67,7 +67,7 @@ class Task:
 
 
 class Script:
-    """What the model says: one text for each request."""
+    """The texts that the model says, one for each request."""
 
     def __init__(self) -> None:
         self._texts: Iterator[str] = iter(())

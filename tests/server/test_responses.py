@@ -413,6 +413,7 @@ WRONG = [
     ({"input": [{"role": "user"}]}, "input[0].content", "Missing required parameter"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "must be 'user'"),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type", "'computer_call' is not supported"),
+    ({"input": [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]}, "input[1].type", "does not compact"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a b", "arguments": "{}"}]}, "input[0].name", "1 to 128"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "["}]}, "input[0].arguments", "JSON text"),
     (
@@ -476,6 +477,21 @@ async def test_what_is_wrong_is_named_in_words_of_this_api(client, body, param, 
     error = (await ask(client, expects=400, **body))["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+async def test_compaction_is_refused_with_a_remedy(client):
+    response = await client.post(f"{PATH}/compact", json={"model": "toy", "input": "hi"})
+    assert response.status_code == 501
+    assert "another name than 'OpenAI'" in response.json()["error"]["message"]
+
+
+async def test_a_websocket_is_answered_by_426(client):
+    """Codex goes on over HTTP at once; after a 405 it tries six times more."""
+    plain = await client.get(PATH)
+    assert (plain.status_code, plain.headers["allow"]) == (405, "POST")
+    response = await client.get(PATH, headers={"Sec-WebSocket-Key": "x", "Sec-WebSocket-Version": "13"})
+    assert (response.status_code, response.headers["upgrade"]) == (426, "HTTP/1.1")
+    assert response.json()["error"]["code"] == "websocket_not_supported"
 
 
 async def test_the_route_is_described(client):

@@ -25,9 +25,9 @@ from penstock.serve.anthropic.write import anthropic_words
 from penstock.serve.calls.in_flight import InFlight
 from penstock.serve.cohere.chat import CohereChat, CohereChatBody
 from penstock.serve.cohere.write import cohere_words
-from penstock.serve.errors import ErrorWords, from_http_exception, unavailable
+from penstock.serve.errors import ApiError, ErrorWords, from_http_exception, unavailable
 from penstock.serve.http.access_log import AccessLog, LoggedRequests
-from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, RequestChecks, takes_json, words_of
+from penstock.serve.http.checks import OPEN_PATHS, JsonEndpoint, KeyRing, RequestChecks, headers_of, takes_json, words_of
 from penstock.serve.http.cors import Cors
 from penstock.serve.llama_cpp.endpoints import LLAMA_PATHS, LlamaFace, LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
@@ -52,7 +52,7 @@ from penstock.serve.ops.page import PAGE_PATHS, page_routes
 from penstock.serve.ops.pool import PoolEndpoint
 from penstock.serve.ops.requests import RequestsEndpoint
 from penstock.serve.ops.status import StatusEndpoint
-from penstock.serve.responses.endpoint import ResponsesEndpoint
+from penstock.serve.responses.endpoint import ResponsesEndpoint, refuse_compaction
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.texts.cohere import CohereEmbedBody, CohereFace
 from penstock.serve.texts.endpoint import TextsEndpoint, by_field
@@ -92,6 +92,7 @@ def create_app(
         *(Route(operation.path, operation.endpoint, methods=[operation.method]) for operation in operations),
         *(Route(path, answers(refuse), methods=[method]) for method, path in REFUSED),
         *(Route(path, answers(tell_absent), methods=[method]) for method, path in ABSENT),
+        Route("/v1/responses/compact", answers(refuse_compaction), methods=["POST"]),
         *_described(operations, None if keys is None else OPEN_PATHS),
         *(page_routes() if config.page else (Route("/", _no_page),)),
     ]
@@ -286,6 +287,9 @@ def _http_exception_handler(routes: Sequence[Route]) -> Callable[[HttpRequest, E
         methods = {method for route in routes if route.path_regex.match(request.url.path) for method in route.methods or ()}
         if error.status_code == 405 and methods:
             error.headers = {"Allow": ", ".join(sorted(methods))}
+            if b"sec-websocket-key" in headers_of(request.scope):
+                message = "This server speaks no WebSocket: send the request over HTTP."
+                error = ApiError(426, message, code="websocket_not_supported", headers=error.headers | {"Upgrade": "HTTP/1.1"})
         return from_http_exception(error, request.method, request.url.path).response(words_of(request.scope))
 
     return on_http_exception

@@ -28,7 +28,7 @@ from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.read import Reader, read_owner
 from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
 from penstock.serve.openai.write import error_of, respond
-from penstock.serve.responses.read import NAMES, Question, read, references
+from penstock.serve.responses.read import NAMES, NO_COMPACTION, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import Kept, ResponseStore, as_json, has_id
 from penstock.serve.responses.write import Response, ResponsesWriter
@@ -219,6 +219,11 @@ class ResponsesEndpoint:
 
     def _find(self, http: HttpRequest) -> Kept:
         return self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
+
+
+async def refuse_compaction(_http: HttpRequest) -> HttpResponse:
+    """Refuse `POST /v1/responses/compact`."""
+    raise ApiError(501, NO_COMPACTION, code="not_supported")
 
 
 def _kept(question: Question, owner: Owner, response: Response) -> Kept:

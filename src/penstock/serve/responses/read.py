@@ -59,6 +59,10 @@ _ITEMS: Mapping[str, type[ItemBody]] = MappingProxyType(
 _ID_PREFIXES: Mapping[str, str] = MappingProxyType(
     {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 )
+NO_COMPACTION = (
+    "This server does not compact conversations: ask the model for a summary, and begin a new conversation with it. Codex CLI "
+    "does so itself where the provider in its configuration has another name than 'OpenAI'."
+)
 _PARTS_NOT_YET = ("input_image", "input_file", "input_audio", "refusal")
 _SAME = (
     "model",
@@ -194,6 +198,8 @@ def _checked(item: Any, index: int) -> ItemBody:
     at = f"input[{index}]"
     kind = item.get("type", "message") if isinstance(item, dict) else None
     item_type = _ITEMS.get(kind or "message") if isinstance(kind, str | None) else None
+    if kind == "compaction_trigger":
+        raise invalid(NO_COMPACTION, f"{at}.type")
     if item_type is None:
         known = ", ".join(f"'{name}'" for name in (*_ITEMS, "item_reference"))
         told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
