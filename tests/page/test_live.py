@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 
 import httpx
+import pytest
 
 from page.servers import speaking
 from penstock.admission.door import AdmissionLimits
@@ -111,6 +112,20 @@ def test_several_models_are_listed_and_one_is_chosen(browser):
             figure(browser, "Running", "0")
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("width", [320, 390, 700, 1280])
+def test_the_figures_leave_no_empty_tile(browser, width):
+    """The lines between them are their background, which an empty place in the last row would show."""
+    with speaking("Hello.") as server:
+        browser.size(width, 844)
+        browser.open(f"{server.url}/#live")
+        figure(browser, "Busy", "")
+        edges = browser.run("""
+            const right = (one) => Math.round(one.getBoundingClientRect().right);
+            return [right(document.querySelector("#figures > div:last-child")), right(document.getElementById("figures"))];
+        """)
+        assert edges[0] == edges[1] - 1  # its border
 
 
 def test_nobody_who_looks_costs_nothing(browser):
