@@ -128,6 +128,15 @@ def test_the_figures_leave_no_empty_tile(browser, width):
         assert edges[0] == edges[1] - 1  # its border
 
 
+def test_the_map_has_a_cell_for_each_block_of_the_pool(browser):
+    """512 blocks are four full rows: the null block is not among them."""
+    with speaking("Hello.") as server:
+        browser.open(f"{server.url}/#live")
+        browser.find("#kv-map rect")
+        widths = "return Array.from(document.querySelectorAll('#kv-map rect'), (one) => one.width.baseVal.value)"
+        assert sum(browser.run(widths)) == 512
+
+
 def test_nobody_who_looks_costs_nothing(browser):
     """Neither behind another tab nor beside the chat does it ask."""
     with speaking("Hello.") as server:

@@ -252,10 +252,11 @@ function showPool(pool) {
 
 /** The class of each cell of the map: that of the block in its middle. */
 function cellsOf(pool) {
-  const perCell = Math.max(1, Math.ceil(pool.blocks / MAX_CELLS));
+  const runs = pool.map.filter(([state]) => state !== "null"); // The null block never holds a token.
+  const perCell = Math.max(1, Math.ceil(runs.reduce((sum, [, blocks]) => sum + blocks, 0) / MAX_CELLS));
   const cells = [];
   let begin = 0;
-  for (const [state, blocks, owner] of pool.map) {
+  for (const [state, blocks, owner] of runs) {
     const name = state === "held" ? `owner-${owner % NUM_OWNERS}` : state;
     while (cells.length * perCell + Math.floor(perCell / 2) < begin + blocks) cells.push(name);
     begin += blocks;
