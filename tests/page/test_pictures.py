@@ -26,7 +26,9 @@ MAX_BYTES = 150_000
 def write(browser, name) -> None:
     """Write a PNG with a palette, which is a quarter of the size of the browser's."""
     with Image.open(io.BytesIO(browser.picture())) as image, io.BytesIO() as small:
-        image.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        image.convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            small, "PNG", optimize=True
+        )
         assert small.tell() < MAX_BYTES
         (Path(FOLDER) / name).write_bytes(small.getvalue())
 
