@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
+from tiny_adapters import factors_of_llama, write_adapter
 from tiny_models import TinyLlama, write_gguf, write_hf
 
 Penstock = Callable[..., subprocess.CompletedProcess[str]]
@@ -64,6 +65,19 @@ def test_experts_on_disk_are_told_with_what_a_token_reads(penstock: Penstock, tm
     shown = json.loads(penstock("show", path, "--no-speed", "--json", "--experts-on-disk", "--cache", tmp_path).stdout)
     assert 0 < shown["memory"]["disk_bytes"] < shown["memory"]["weight_bytes"]
     assert json.loads(penstock("show", path, "--no-speed", "--json").stdout)["memory"]["disk_bytes"] == 0
+
+
+def test_an_adapter_is_shown_with_its_rank_its_model_and_what_would_be_refused(penstock: Penstock, tmp_path: Path) -> None:
+    factors = factors_of_llama(TinyLlama(), rank=4, ends=("q_proj",))
+    good = write_adapter(tmp_path / "good", factors, target_modules=["q_proj"], base_model_name_or_path="org/base")
+    result = penstock("show", good)
+    assert (result.returncode, result.stderr) == (0, "")
+    for row in (r"base model +org/base", r"rank +4, lora_alpha 8", r"targets +q_proj", r"refused +nothing in its settings"):
+        assert re.search(row, result.stdout), (row, result.stdout)
+    dora = json.loads(penstock("show", write_adapter(tmp_path / "dora", factors, use_dora=True), "--json").stdout)
+    assert "DoRA" in dora["refused"][0]["cause"]
+    wide = penstock("show", write_adapter(tmp_path / "wide", factors_of_llama(TinyLlama(), rank=65, ends=("q_proj",))))
+    assert "rank 65, outside of 1 to 64. Raise --max-lora-rank" in wide.stdout
 
 
 def test_one_that_is_not_here_is_told_with_its_size(penstock: Penstock) -> None:

@@ -242,9 +242,47 @@ def test_of_a_model_of_text_and_pictures_the_text_part_is_served(prefix: str, tm
     assert {"embed", "output", "layers.1.q_norm", "layers.1.down"} < model.weights.keys()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+OF_DOCS = (
+    *(
+        "DeepseekV3ForCausalLM",
+        "deepseek2",
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+        "MambaForCausalLM",
+    ),
+    *("FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "falcon-h1", "Qwen3NextForCausalLM"),
+    *(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "qwen35moe",
+        "kimi-linear",
+        "Gemma3nForConditionalGeneration",
+    ),
+    *(
+        "Gemma4ForCausalLM",
+        "MPTForCausalLM",
+        "BloomForCausalLM",
+        "DebertaV2Model",
+        "nomic-bert-moe",
+        "T5ForConditionalGeneration",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *OF_DOCS])
 def test_what_is_not_served_is_refused_with_its_reason(name: str, tmp_path: Path):
-    with pytest.raises(ModelError, match=f"architecture {name} is not supported: .*Supported are: .*llama"):
+    with pytest.raises(ModelError, match=f"architecture {name} is not supported: .*docs/models.md lists all"):
         architectures.our_name(name, architectures.GGUF_NAMES, tmp_path)
-    assert name not in architectures.HF_CLASSES
-    assert name not in architectures.GGUF_NAMES
+
+
+def test_no_family_is_both_served_and_refused():
+    for name in (*architectures.HF_CLASSES, *architectures.GGUF_NAMES):
+        with pytest.raises(ModelError, match=f"the architecture {name} is not supported\\. "):
+            architectures.our_name(name, {}, Path())
+
+
+def test_an_unknown_architecture_gets_the_nearest_names() -> None:
+    with pytest.raises(ModelError) as refused:
+        architectures.our_name("LlamoForCausalLM", architectures.HF_CLASSES, Path())
+    assert "The nearest that are: LlamaForCausalLM" in refused.value.remedy
+    assert len(refused.value.remedy) < 200, "not all that are supported"

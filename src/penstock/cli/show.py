@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,20 +55,57 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
     weights that its caches do not hold. `penstock plan` estimates what one does reach.
     """
     from penstock.deploy.appraisal import appraise
+    from penstock.models.adapter_files import is_adapter
 
     warn_of_unknown_variables()
     config = config_from(values)
     source = _find(config)
+    if is_adapter(source.path):
+        _show_adapter(source, is_json=is_json)
+        return
     appraisal = appraise(config, source)
     size = _size(config, appraisal)
     [hardware] = find_machines("this", None) if speed and size is not None else [None]
     if is_json:
         print(json.dumps(_as_json(source, appraisal, size, hardware), indent=2, allow_nan=False))
         return
-    rows = list(_rows(source, appraisal, size, hardware))
+    _print(_rows(source, appraisal, size, hardware))
+
+
+def _print(found: Iterable[tuple[str, str]]) -> None:
+    rows = list(found)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(printable(f"{name:{width}}  {value}".replace("\n", " ")))
+
+
+def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
+    """Print what a folder of PEFT is, and what would be refused of its settings."""
+    from penstock.config import LoraConfig
+    from penstock.models.peft import read_adapter_facts
+
+    facts = read_adapter_facts(source.path, max_rank=LoraConfig().max_lora_rank)
+    refusal = facts.refusal
+    if is_json:
+        told = {"rank": facts.rank, "alpha": facts.alpha, "base": facts.base or None, "targets": list(facts.targets)}
+        refused = [] if refusal is None else [{"check": "adapter", "cause": refusal.message, "remedy": refusal.remedy}]
+        about = {"version": JSON_VERSION, "adapter": source.name, "path": str(source.path), "kind": facts.kind}
+        print(json.dumps(about | told | {"refused": refused}, indent=2))
+        return
+    unsaid = "the files do not say"
+    _print(
+        [
+            ("adapter", f"{source.name} (not a model: serve it beside its model, --lora-modules NAME={source.path})"),
+            ("kind", facts.kind or unsaid),
+            ("base model", facts.base or unsaid),
+            (
+                "rank",
+                f"{unsaid if facts.rank is None else facts.rank}, lora_alpha {unsaid if facts.alpha is None else facts.alpha}",
+            ),
+            ("targets", ", ".join(facts.targets) or unsaid),
+            ("refused", "nothing in its settings" if refusal is None else str(refusal)),
+        ]
+    )
 
 
 def _find(config: Config) -> ModelSource:

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
@@ -20,6 +21,11 @@ READ_BYTES = 16
 the model's order of rows, and packed. `tests/models/test_adapter_files.py` measures it."""
 _PIECE_BYTES = 1 << 24
 """The time is looked at after so many bytes."""
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter of PEFT and no model."""
+    return (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
 class AdapterFiles:

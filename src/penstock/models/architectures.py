@@ -6,7 +6,8 @@ The loaders and `deploy` ask here by name; a new architecture is one value in on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -174,31 +175,33 @@ _DISENTANGLED = "its attention has scores of positions against tokens, which no 
 _SHARED = "its layers share their weights"
 _NO_POSITIONS = "its attention has other positions than BERT's, or its layers are others"
 _SPARSE = "its attention is sparse, which no backend computes"
-_ENCODER_CLASSES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "deepseek2"), _MLA),
-        **dict.fromkeys(("KimiK2ForCausalLM", "KimiK25ForConditionalGeneration", "LongcatFlashForCausalLM"), _MLA),
-        **dict.fromkeys(("MiniCPM3ForCausalLM", "minicpm3"), _MLA),
-        **dict.fromkeys(("MambaForCausalLM", "Mamba2ForCausalLM", "mamba", "mamba2"), _STATE),
-        **dict.fromkeys(("JambaForCausalLM", "BambaForCausalLM", "ZambaForCausalLM", "Zamba2ForCausalLM", "jamba"), _STATE),
-        **dict.fromkeys(("GraniteMoeHybridForCausalLM", "granitehybrid", "FalconH1ForCausalLM", "falcon-h1"), _STATE),
-        **dict.fromkeys(("NemotronHForCausalLM", "nemotron_h", "KimiLinearForCausalLM", "kimi-linear"), _STATE),
-        **dict.fromkeys(("Qwen3NextForCausalLM", "qwen3next", "Qwen3_5ForCausalLM", "qwen35"), _STATE),
-        **dict.fromkeys(("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "qwen35moe"), _STATE),
-        **dict.fromkeys(("RwkvForCausalLM", "RecurrentGemmaForCausalLM", "rwkv6", "rwkv7", "plamo2"), _STATE),
-        **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "gemma3n"), _LAYERS),
-        **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "gemma4"), _LAYERS),
-        **dict.fromkeys(("OpenELMForCausalLM", "openelm", "DeciLMForCausalLM", "deci"), _LAYERS),
-        **dict.fromkeys(("BloomForCausalLM", "bloom", "MptForCausalLM", "MPTForCausalLM", "mpt", "jais"), _ALIBI),
-        **{f"{stem}{end}": _DISENTANGLED for stem in ("Deberta", "DebertaV2") for end in _ENCODER_CLASSES},
-        **{f"Albert{end}": _SHARED for end in _ENCODER_CLASSES},
-        **{f"{stem}{end}": _SPARSE for stem in ("BigBird", "Longformer") for end in _ENCODER_CLASSES},
-        **dict.fromkeys(("nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "eurobert"), _NO_POSITIONS),
-        **dict.fromkeys(("T5ForConditionalGeneration", "BartForConditionalGeneration", "t5"), _ENCODER),
+        **dict.fromkeys(("deepseekv2", "deepseekv3", "deepseekv32", "deepseek2", "longcatflash", "minicpm3"), _MLA),
+        **dict.fromkeys(("kimik2", "kimik25"), _MLA),
+        **dict.fromkeys(("mamba", "mamba2", "falconmamba", "codestralmamba", "jamba", "bamba", "zamba", "zamba2"), _STATE),
+        **dict.fromkeys(("granitemoehybrid", "granitehybrid", "falconh1", "nemotronh", "kimilinear"), _STATE),
+        **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _STATE),
+        **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "recurrentgemma", "plamo2"), _STATE),
+        **dict.fromkeys(("gemma3n", "gemma4", "openelm", "decilm", "deci"), _LAYERS),
+        **dict.fromkeys(("bloom", "mpt", "jais"), _ALIBI),
+        **dict.fromkeys(("deberta", "debertav2"), _DISENTANGLED),
+        "albert": _SHARED,
+        **dict.fromkeys(("bigbird", "longformer"), _SPARSE),
+        **dict.fromkeys(("nomicbertmoe", "jinabertv2", "jinabertv3", "neobert", "eurobert"), _NO_POSITIONS),
+        **dict.fromkeys(("t5", "bart"), _ENCODER),
     }
 )
-"""`architectures` in a config.json, or `general.architecture` in a GGUF file -> why it is not served."""
+"""Family of an architecture, as `_family` has it -> why it is not served."""
+_MAX_LIKENED_CHARS = 64
+"""Names of architectures are shorter; comparing takes time by the square of the length."""
+_CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
+
+
+def _family(name: str) -> str:
+    """Return the name without what its models are for, in small letters and digits: `Kimi_K25ForCausalLM` is `kimik25`."""
+    return re.sub(r"[^a-z0-9]", "", _CLASS_END.sub("", name).lower())
+
 
 HF_TOP: Mapping[str, str] = MappingProxyType(
     {
@@ -403,11 +406,19 @@ def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
     """Our name of what a file calls its architecture. Raises ModelError for one that is not supported, and says why."""
     found = known.get(name)
     if found is None:
-        why = f": {REFUSED[name]}" if name in REFUSED else ""
-        raise ModelError(
-            f"{path}: the architecture {name} is not supported{why}.", remedy=f"Supported are: {', '.join(known)}."
-        )
+        reason = REFUSED.get(_family(name))
+        why = "" if reason is None else f": {reason}"
+        raise ModelError(f"{path}: the architecture {name} is not supported{why}.", remedy=_like(name, known))
     return found
+
+
+def _like(name: str, known: Iterable[str]) -> str:
+    """Return the remedy for an unknown name: the supported ones that are most like it, and where all of them are."""
+    from difflib import get_close_matches  # only a wrong name needs it
+
+    close = get_close_matches(name[:_MAX_LIKENED_CHARS], sorted(known), n=3)
+    nearest = f"The nearest that are: {', '.join(close)}. " if close else ""
+    return f"{nearest}docs/models.md lists all that are supported."
 
 
 def find(name: str) -> Architecture:

@@ -25,7 +25,7 @@ from penstock.models.adapter_files import AdapterFiles
 from penstock.models.architectures import Parts
 from penstock.models.assembly import Piece, Sizes
 from penstock.models.formats import WeightFormat, dequantize
-from penstock.models.hf_config import JsonFile, json_file
+from penstock.models.hf_config import JsonFile, json_file, read_json
 from penstock.models.program import Program
 from penstock.models.safetensors_file import StoredTensor, TensorEntry, read_entries, read_tensor
 from penstock.models.weights import WeightTensor, row_slices
@@ -78,6 +78,52 @@ def read_peft(
     Memory is bounded by factors of `max_rank` for all matrices of the program, and by `files`.
     """
     return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFacts:
+    """What an adapter's settings say, also of one that is refused."""
+
+    kind: str
+    rank: int | None
+    alpha: float | None
+    base: str
+    """The model that it was trained on, as its settings name it."""
+    targets: tuple[str, ...]
+    refusal: ModelError | None
+    """Why no server would take it; None if its settings are no reason. Its weights are checked beside the model."""
+
+
+def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
+    """Return what the adapter in a folder is. Raises ModelError for settings that can't be read."""
+    config = read_json(folder / CONFIG_FILE)
+    targets = config.values.get("target_modules")
+    rank = config.get("r", int)
+    refusal: ModelError | None = None
+    try:
+        _read_config(folder, AdapterFiles())
+        _Settings(config)
+        if not (folder / WEIGHTS_FILE).is_file():
+            raise ModelError(f"{folder}: there is no {WEIGHTS_FILE}.", remedy="Save the adapter again, as safetensors.")
+        if rank is not None and not 1 <= rank <= max_rank:
+            raise _outside_of_ranks(f"{folder}: the adapter has", rank, max_rank)
+    except ModelError as error:
+        refusal = error
+    return AdapterFacts(
+        kind=config.get("peft_type", str) or "",
+        rank=rank,
+        alpha=config.get("lora_alpha", float),
+        base=config.get("base_model_name_or_path", str) or "",
+        targets=tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),) if targets else (),
+        refusal=refusal,
+    )
+
+
+def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
+    return ModelError(
+        f"{what} rank {rank}, outside of 1 to {max_rank}.",
+        remedy="Raise --max-lora-rank, or use an adapter of a smaller rank.",
+    )
 
 
 def read_to_merge(
@@ -175,10 +221,7 @@ def place(
                 remedy="Save the adapter again: parts of a sharded one have to be gathered first.",
             )
         if not 1 <= a[0] <= max_rank:
-            raise ModelError(
-                f"{path}: the factors of {name} have rank {a[0]}, outside of 1 to {max_rank}.",
-                remedy="Raise --max-lora-rank, or use an adapter of a smaller rank.",
-            )
+            raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
     sizes = Sizes(stored, known_sites, program.num_kv_heads)
     placed: dict[str, Target] = {}
