@@ -217,6 +217,18 @@ def test_encoders_are_not_offered(browser, has_writer):
         encoder.close()
 
 
+def test_an_encoder_that_was_loaded_for_a_chat_is_not_offered_any_more(page):
+    page.run("""
+        const usual = window.fetch;
+        window.fetch = (path, options) => path !== "v1/models" ? usual(path, options)
+          : Promise.resolve(Response.json({data: [{id: "toy", task: "embed", status: {value: "loaded"}}]}));
+    """)
+    page.server.runtime.engine.drain()
+    ask(page)
+    page.wait_text("#settings", "no model that writes text")
+    assert [message for message in page.complaints() if "503" not in message] == []
+
+
 def test_an_answer_follows_a_schema(page):
     page.type(
         "#schema",

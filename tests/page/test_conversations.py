@@ -71,6 +71,15 @@ def test_a_conversation_is_renamed(page):
     assert page.run(TITLES) == ["Water"]
 
 
+def test_a_name_is_given_up_when_another_conversation_is_opened(page):
+    converse(page, "About rivers", "About lakes")
+    press(page, "Rename")
+    page.press("Water")
+    press(page, "About rivers")
+    assert page.run(TITLES) == ["About lakes", "About rivers"]
+    assert page.text("#conversations [aria-current]") == "About rivers"
+
+
 def test_a_conversation_is_exported(page):
     converse(page, "About rivers?")
     page.run(SAVED)

@@ -3,7 +3,7 @@
 import { AnswerView, isSend, questionItem } from "./answers.js";
 import { branch, conversations, followOtherTabs, keep, newConversation, pathOf } from "./conversations.js";
 import { showList } from "./list.js";
-import { recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
+import { loadModels, recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
 import { button, byId, counted, element, newId, ServerError } from "./shared.js";
 import { stream, tokensOfStopped } from "./stream.js";
 
@@ -82,6 +82,8 @@ async function run(question, message, body) {
   if (running.get(conversation.id) !== one) return; // The conversation was deleted meanwhile.
   running.delete(conversation.id);
   view.finish();
+  // The model may have turned out to be an encoder. If the list does not come either, the answer says why already.
+  if (message.error) loadModels().catch(() => {});
   const isKept = keep(conversation);
   showList(list);
   if (conversation.id !== open.id) return;

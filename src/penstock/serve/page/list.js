@@ -5,7 +5,7 @@ import { button, byId, element } from "./shared.js";
 
 /** Draw the list. `chat` has what the list calls: `openId()`, `open(conversation)`, `isAnswering(id)`, `gone(conversation)`. */
 export function showList(chat) {
-  if (byId("conversations").querySelector("form")) return; // One is being renamed, which ends with a call of this.
+  if (byId("conversations").querySelector("form")?.dataset.id === chat.openId()) return; // It is being renamed.
   const wanted = byId("search").value;
   const listed = found(wanted);
   const hadFocus = byId("conversations").contains(document.activeElement);
@@ -42,7 +42,7 @@ function tools(conversation, chat, name) {
 
 function rename(conversation, chat, name) {
   const field = element("input", { value: titleOf(conversation), "aria-label": "Name of the conversation" });
-  const form = element("form", { className: "rename" }, field);
+  const form = element("form", { "data-id": conversation.id }, field);
   const close = () => {
     form.remove(); // Before the list is drawn: taking the focus away would submit again.
     showList(chat);

@@ -18,7 +18,7 @@ export async function recallSettings() {
 }
 
 /** List the models that write text. A model's task is null until it was loaded for the first time: that one is listed, too. */
-async function loadModels(chosen) {
+export async function loadModels(chosen = byId("model").value) {
   const { data } = await askJson("v1/models");
   const writers = data.filter(({ task }) => task === "generate" || task === null);
   const select = byId("model");
