@@ -24,13 +24,22 @@ from penstock.sched.policies.gates import Static
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
 from penstock.storage.host_memory import HostMemory
-from penstock.testing import Driver, FakeAdapters, HashExecutor, expected_tokens, make_adapter, make_core, make_request
+from penstock.testing import (
+    Driver,
+    FakeAdapters,
+    HashExecutor,
+    HashMatcher,
+    expected_tokens,
+    make_adapter,
+    make_core,
+    make_request,
+)
 from penstock.testing.driver import LateWorker
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import AdapterCounts
+from penstock.types.stats import AdapterCounts, RequestStats
 
 TIMEOUT_S = 30
 TINY = Capacity(num_blocks=13, block_size=4, max_rows=4, max_step_tokens=16, max_model_len=44)
@@ -291,6 +300,50 @@ def test_a_stop_string_wastes_no_step():
     assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, f"{answer[2]} ")
     assert not rig.core.has_work
     assert rig.engine.load().num_blocks_free + rig.engine.load().num_blocks_cached == TINY.num_blocks - 1
+
+
+class NoText(Numbers):
+    def flush(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("has_grammar", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "reason"), [("stop string", FinishReason.STOP), ("limit", FinishReason.LENGTH), ("no text", FinishReason.ERROR)]
+)
+def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
+    """Also if the text of the last token under `max_tokens` ends the answer, too."""
+    ended: list[RequestStats] = []
+
+    class Listener(NullObserver):
+        def on_finish(self, stats: RequestStats) -> None:
+            ended.append(stats)
+
+    def answer_to(*requests: Request) -> OutputChunk:
+        listener = Listener()
+        core = make_core(TINY, observer=listener, journal=listener)
+        text = NoText if ends == "no text" else Numbers
+        sink = Sink()
+        executor = HashExecutor(TINY, depth=depth)
+        engine = Engine(core, executor, OutputStage(lambda _: text()), clock=VirtualClock(), sink=sink)
+        engine.submit(*requests)
+        while engine.turn():
+            pass
+        return sink.end_of("a")
+
+    def make(**fields) -> Request:
+        matcher = HashMatcher(HashExecutor(TINY).model.vocab_size, seed=1) if has_grammar else None
+        return make_request("a", [1, 2], max_tokens=4, matcher=matcher, **fields)
+
+    whole = make()
+    answer_to(whole)
+    ended.clear()
+    stop = (f"{whole.output_token_ids[-1]} ",) if ends == "stop string" else ("nothing says this",)
+    told = answer_to(make(stop=stop), make_request("b", [3], max_tokens=9))
+    assert told.finish_reason is reason
+    assert [stats.finish_reason for stats in ended if stats.request_id == "a"] == [reason] * 2, "the journal and the observer"
+    assert len(whole.output_token_ids) == told.num_generated_tokens == 4
 
 
 def test_block_copies_are_made_before_the_step(monkeypatch):

@@ -300,6 +300,17 @@ class Lines(Numbers):
         return "".join("x" if token_id % 4 else "\n" for token_id in token_ids)
 
 
+class Third(Numbers):
+    """Every third token completes the stop string of `Traffic`."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._num_tokens += len(token_ids)
+        return "7 " if self._num_tokens % 3 == 0 else "x "
+
+
 def reasons_of(recording: Recording) -> Counter[FinishReason]:
     return Counter(event.reason for event in recording.events() if isinstance(event, Departure))
 
@@ -379,6 +390,23 @@ def test_a_stop_string_whose_text_waits_for_masks_ends_its_answer_where_it_did(c
     recorder.close()
     assert [chunk.finish_reason for chunk in told if chunk.request_id == "a"][-1] is FinishReason.STOP
     replayed = replay(open_recording(path), make_policies)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
+@pytest.mark.parametrize("preset", ["penstock", "vllm", "sglang"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stop_strings_in_last_tokens_are_recorded_and_end_again(preset: str, depth: int, tmp_path: Path) -> None:
+    """The third token completes the stop string, where the `max_tokens` of some requests end the answer, too."""
+    path, make = tmp_path / "recording", partial(policies_of, preset)
+    record(path, make, depth=depth, make_text=Third)
+    recording = open_recording(path)
+    ends = [
+        request.departure
+        for request in recording.requests()
+        if request.departure is not None and request.departure.num_output_tokens == request.arrival.max_tokens
+    ]
+    assert any(end.is_by_text and end.reason is FinishReason.STOP for end in ends)
+    replayed = replay(recording, make)
     assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
 
 

@@ -53,6 +53,10 @@ _DETAILS = {
 }
 
 
+ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
+"""Makes the text of an answer's last event, and returns the reason and the stop reason of the answer's end."""
+
+
 class EngineSnapshot(NamedTuple):
     """Counts of requests and blocks at one moment between two changes of the core. Nobody writes to one."""
 
@@ -190,10 +194,13 @@ class EngineCore:
         """Adapters that the executor must place after those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_placements()
 
-    def finish(self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None) -> list[TokenEvent]:
+    def finish(
+        self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
+    ) -> list[TokenEvent]:
         """Commit a step: one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` tells how long grammars take, and nothing else; None: it is not asked.
+        `clock` tells how long grammars take, and nothing else; None: it is not asked. `read_end` makes the text of an answer
+        that ends by its length, before the end is told to anybody; None: there is no text.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -205,10 +212,19 @@ class EngineCore:
         self._last_finish_ns = now_ns
         self._last_step_ns = now_ns - stats.started_ns - stats.waited_ns
         self._journal.on_step(stats)
+        if outcome.ended and read_end is not None:
+            self._read_ends(outcome.events, read_end)
         for request in outcome.ended:
             self._forget(request, now_ns)
         self._observer.on_step(stats)
         return outcome.events
+
+    def _read_ends(self, events: Sequence[TokenEvent], read_end: ReadEnd) -> None:
+        """Let the text name the reason where it ends an answer together with its length."""
+        for event in events:
+            if event.finish_reason is FinishReason.LENGTH:
+                reason, stop_reason = read_end(event)
+                progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
         """Tell grammars what was sampled, and let answers have the tokens that these force at once.

@@ -81,16 +81,34 @@ class OutputStage:
                     continue
                 if event.token_ids:
                     stream.note_time(event.at_ns, first, gaps_ns)
-                chunk = stream.push(event)
+                chunk = stream.last or stream.push(event)
             except Exception:
-                _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
-                chunk = stream.error(TEXT_FAILED, event.at_ns)
+                chunk = stream.fail(event)
             add_chunk(chunk)
             if chunk.finish_reason is not None:
                 self._end(stream, event, chunk, output.commands)
         if first or gaps_ns:
             self._observer.on_tokens(first, gaps_ns)
         return output
+
+    def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
+        """Return the reason and the stop reason with which an answer ends by its last event, which is pushed later.
+
+        Its text may end it, too, and fail.
+        """
+        assert event.finish_reason is not None, "it is the last"
+        request = self._requests.get(event.request_id)
+        if request is None:
+            return event.finish_reason, event.stop_reason
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            stream = self._streams[event.request_id] = self._open(request)
+        try:
+            stream.last = stream.push(event)
+        except Exception:
+            stream.last = stream.fail(event)
+        assert stream.last.finish_reason is not None, "it is the last"
+        return stream.last.finish_reason, stream.last.stop_reason
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
         """End every request still in flight with ERROR, whatever the core knows about it."""
@@ -135,6 +153,7 @@ class _Stream:
         "_stops",
         "_trees",
         "is_under_way",
+        "last",
     )
 
     def __init__(
@@ -145,6 +164,8 @@ class _Stream:
     ) -> None:
         self.is_under_way = False
         """It has had its first tokens, and nothing is looked for in its text."""
+        self.last: OutputChunk | None = None
+        """The last chunk, if it was made before its event is pushed."""
         self._trees = trees
         self._request = request
         self._make_detokenizer = make_detokenizer
@@ -220,6 +241,11 @@ class _Stream:
         if chunk.finish_reason is not None:
             self._close(chunk)
         return chunk
+
+    def fail(self, event: TokenEvent) -> OutputChunk:
+        """Return the end of an answer whose text raised an exception, which goes to the log."""
+        _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
+        return self.error(TEXT_FAILED, event.at_ns)
 
     def error(self, detail: str, at_ns: int) -> OutputChunk:
         chunk = OutputChunk(self._request.request_id, "", (), (), at_ns, num_generated_tokens=self._num_generated)

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
-from penstock.engine.core import EngineCore
+from penstock.engine.core import EngineCore, ReadEnd
 from penstock.engine.ports import Executor, NullObserver, TurnObserver
 from penstock.engine.transfers import Transfers
 from penstock.types.errors import ExecutorFailure
@@ -76,12 +76,13 @@ class Stepper:
         transfers: Transfers | None = None,
         poll_aborts: Callable[[], Sequence[Command]] = tuple,
         collect: Callable[[Ticket], StepResult] | None = None,
+        read_end: ReadEnd | None = None,
         turn_observer: TurnObserver | None = None,
     ) -> None:
         """Make a stepper with nothing in flight. Raises ValueError for an executor whose depth is neither 1 nor 2.
 
         `poll_aborts` gives the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
-        move a virtual clock to the end of the step.
+        move a virtual clock to the end of the step. `read_end` is the core's; None: there is no text.
         """
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")
@@ -92,6 +93,7 @@ class Stepper:
         self._transfers = transfers
         self._poll_aborts = poll_aborts
         self._collect = collect or executor.collect
+        self._read_end = read_end
         self._turn_observer: TurnObserver = turn_observer or NullObserver()
         self._depth = executor.depth
         self._flights: deque[StepInFlight] = deque()
@@ -180,7 +182,7 @@ class Stepper:
         result = self._collect(flight.ticket)
         now_ns = clock.now_ns()
         events = core.apply(self._poll_aborts(), now_ns)
-        events += core.finish(flight.plan, result, now_ns, clock)
+        events += core.finish(flight.plan, result, now_ns, clock, self._read_end)
         committed_ns = clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.followed_ns}
         self._untold = events, now_ns

@@ -112,6 +112,7 @@ class Engine:
             watched,
             clock,
             tell=self._tell,
+            read_end=output.read_end,
             transfers=self._transfers,
             poll_aborts=self._inbox.poll_aborts,
             turn_observer=turn_observer,
