@@ -227,6 +227,29 @@ async def test_the_wait_for_a_model_is_a_part_of_the_request_s_time(monkeypatch)
         assert explained["time_ms"]["queue"] >= (loaded_ns - began_ns) / 1e6
 
 
+@pytest.mark.parametrize("kind", ["chat", "texts"])
+async def test_a_request_is_listed_while_it_waits_for_its_model(kind):
+    path = "/v1/embeddings" if kind == "texts" else "/v1/completions"
+    name, body = ("texts", {"input": "hello"}) if kind == "texts" else ("a", ASK)
+    async with serving() as world:
+        world.may_load.clear()
+        asking = asyncio.create_task(world.client.post(path, json=body | {"model": name}, headers={"X-Request-Id": "mine"}))
+        await until(lambda: world.of[name].num_waiting)
+        [listed] = (await world.client.get("/v1/requests")).json()["data"]
+        told = (await world.client.get("/v1/requests/mine")).json()
+        assert (listed["id"], told["id"]) == ("mine", "mine")
+        [choice] = told["choices"]
+        assert (choice["state"], choice["waited"]["now_for"]) == ("waiting", "model")
+        assert choice["waited"]["for_ms"].keys() <= {"model", "intake"}
+        assert sum(choice["waited"]["for_ms"].values()) == pytest.approx(choice["time_ms"]["queue"], abs=0.01)
+        assert told["summary"].endswith("now for its model to load.")
+        assert (await world.client.get("/v1/requests", headers={"X-Tenant": "other"})).json()["data"] == []
+        assert (await world.client.get("/v1/requests/mine", headers={"X-Tenant": "other"})).status_code == 404
+        world.may_load.set()
+        assert (await asking).status_code == 200
+        assert (await world.client.get("/v1/requests")).json()["data"] == []
+
+
 @pytest.mark.parametrize("kind", ["whole", "stream", "texts"])
 async def test_the_wait_for_a_model_is_told_apart(kind):
     """In the explanation, in `Server-Timing` and in a histogram; a request of a model that is there has none."""
@@ -260,7 +283,8 @@ async def test_the_wait_for_a_model_is_told_apart(kind):
 
 def told_times(response):
     assert response.status_code == 200, response.text
-    return response.headers["server-timing"]
+    [in_stream] = re.findall("(?m)^: server-timing (.*)$", response.text) or [""]
+    return in_stream or response.headers["server-timing"]
 
 
 async def test_too_many_that_wait_are_turned_away():

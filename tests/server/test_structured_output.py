@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from harness import LiveServer, running, until
+from harness import LiveServer, make_client, running, until
 from test_admission import Held
 from test_completions import events, oracle
 from test_errors import CHAT, COMPLETIONS, check
@@ -396,15 +396,42 @@ async def test_others_are_answered_while_a_grammar_is_compiled(client, compiling
     assert compiling.asked == [Grammar(GrammarKind.REGEX, "[ab]{3}")]
 
 
-async def test_a_request_whose_grammar_is_compiled_is_told_not_to_have_come_yet(client, compiling):
+async def test_a_request_whose_grammar_is_compiled_is_listed_as_waiting_for_it(client, compiling):
     body = {"prompt": "Hello", "max_tokens": 4} | outputs(regex="[ab]")
     slow = asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "slow"}))
     await until(lambda: compiling.asked)
-    error = check(await client.get("/v1/requests/slow"), 404, "request_not_found")
-    assert "has not come to the engine yet" in error["message"]
+    [listed] = (await client.get("/v1/requests")).json()["data"]
+    told = (await client.get("/v1/requests/slow")).json()
+    assert (listed["id"], told["id"], len(told["choices"])) == ("slow", "slow", 1)
+    assert (told["choices"][0]["state"], told["choices"][0]["waited"]["now_for"]) == ("waiting", "grammar")
+    assert 0 < told["choices"][0]["waited"]["for_ms"]["grammar"] <= told["age_ms"]
+    assert told["summary"].endswith("now for its grammar.")
+    check(await client.get("/v1/requests/slow", headers={"X-Tenant": "other"}), 404, "request_not_found")
+    error = check(await client.delete("/v1/requests/slow"), 404, "request_not_found")
+    assert "Close its connection" in error["message"]
     compiling.may_go_on.set()
     assert (await slow).status_code == 200
+    assert (await client.get("/v1/requests")).json()["data"] == []
+    assert (await client.get("/v1/requests/slow")).json()["choices"][0]["state"] == "ended"
+
+
+async def test_a_request_whose_grammar_is_refused_is_forgotten(client, compiling):
+    body = {"prompt": "a"} | outputs(regex="(")
+    slow = asyncio.create_task(client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "slow"}))
+    await until(lambda: compiling.asked)
     assert (await client.get("/v1/requests/slow")).status_code == 200
+    compiling.may_go_on.set()
+    assert (await slow).status_code == 400
+    check(await client.get("/v1/requests/slow"), 404, "request_not_found")
+
+
+async def test_nobody_is_listed_where_none_is_explained(runtime, compiling):
+    async with make_client(runtime, explained_requests=0) as client:
+        slow = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 4} | outputs(regex="[ab]")))
+        await until(lambda: compiling.asked)
+        assert (await client.get("/v1/requests")).json()["data"] == []
+        compiling.may_go_on.set()
+        assert (await slow).status_code == 200
 
 
 async def test_a_known_grammar_goes_no_long_way(client, compiling):

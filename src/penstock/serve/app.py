@@ -226,7 +226,7 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
         ("GET", "/api/ps", "List models in memory (Ollama)", ollama_models.ps, ()),
         ("GET", "/api/version", "Version (Ollama)", ollama_models.version, ()),
     ]
-    waits, found = partial(when_loaded, deployment, folder, config), folder.when_found
+    waits, found = partial(when_loaded, deployment, folder, in_flight), folder.when_found
 
     def reads(path: str, answer: JsonEndpoint) -> Endpoint:
         return takes_json(waits(looked_up(found(answer))), of_any_type=path.startswith("/api/") or path in LLAMA_PATHS)

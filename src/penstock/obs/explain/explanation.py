@@ -8,7 +8,7 @@ the journal, and where one is shown; changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.obs.explain.lives import REASONS, Gap, Life, Pause, Phase, Span, Turn, WaitMark
 from penstock.types.errors import counted
@@ -19,6 +19,8 @@ MODEL = "model"
 """Waiting for its model to be loaded."""
 GRAMMAR = "grammar"
 """Waiting for its grammar to be compiled."""
+PROMPT = "prompt"
+"""Waiting for its prompt to be made and tokenised; told so only while it waits, afterwards as INTAKE."""
 INTAKE = "intake"
 """Waiting before it was queued: its prompt was tokenised, and the step that ran came to its end."""
 ORDER = "order"
@@ -158,10 +160,16 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
-    """The explanation of a request that is on its way to the queue."""
+    """Return the explanation of a request that the engine has not taken from its inbox."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, arm=request.arm)
     life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
-    return explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
+    return explain_arrival(life, now_ns, STEP)
+
+
+def explain_arrival(life: Life, now_ns: int, waits_for: str) -> Explanation:
+    """Return the explanation of a request that is on its way to the queue."""
+    told = explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
+    return replace(told, waits_for=waits_for)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
@@ -207,6 +215,7 @@ def _pause(pause: Pause, arrival_ns: int, end: WaitMark) -> PauseTold:
 _WAITS = {
     MODEL: "for its model to load",
     GRAMMAR: "for its grammar",
+    PROMPT: "for its prompt to be tokenised",
     INTAKE: "before it was queued",
     STEP: "for the next step",
     ORDER: "because others went first",

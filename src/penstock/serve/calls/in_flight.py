@@ -1,16 +1,18 @@
 """The calls in flight of one server: which requests they have with the engine, who may cancel them, and what became of them.
 
-`run` opens calls; the routes under `/v1/requests` and `/kv` ask about them. All belongs to the event loop.
+Also the requests on their way there, which wait for their model, their prompt or their grammar. `run` opens calls; the routes
+under `/v1/requests` and `/kv` ask about them. All belongs to the event loop.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
 from penstock.clock import Clock
@@ -20,14 +22,16 @@ from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Stream
 from penstock.engine.ports import OutputChunk
 from penstock.engine.thread import EngineState
-from penstock.obs.explain.explanation import Explanation, explain_intake, summary
+from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
 from penstock.obs.explain.journal import Journal
+from penstock.obs.explain.lives import Life
 from penstock.serve.calls.call import Call, Owner, Terms
 from penstock.text.answers import AnswerForm
 from penstock.types.request import FinishReason, Request, RequestStatus
 
 _log = logging.getLogger(__name__)
 
+_One = TypeVar("_One")
 _CANCELLED = "the request was cancelled"
 _MAX_LOOKED_AT = 1000
 """Calls of all owners that are looked through for those of one."""
@@ -42,6 +46,43 @@ class _Landed:
     journal: Journal
     clock: Clock
     unix_time_s: Callable[[], int]
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that has not come to the engine yet."""
+
+    request_id: str
+    owner: Owner
+    arrival_ns: int
+    clock: Clock
+    unix_time_s: Callable[[], int]
+    since_ns: int
+    """When it began to wait for what it waits for."""
+    waits_for: str = MODEL
+    model_wait_ns: int = 0
+    """How long it waited for its model, before the present wait."""
+    arm: str = ""
+
+    @classmethod
+    def of(cls, call: Call) -> Arrival:
+        """Return the arrival of a call whose model is there."""
+        terms, clock = call.terms, call.running.clock
+        unix_time_s = call.running.sources.unix_time_s
+        arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
+        arrival.model_wait_ns, arrival.arm = terms.model_wait_ns, terms.arm
+        return arrival
+
+    def told(self) -> Told:
+        """Return its explanation now. For any thread."""
+        now_ns = self.clock.now_ns()
+        waited_ns = now_ns - self.since_ns
+        life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0, arm=self.arm)
+        life.model_wait_ns = waited_ns if self.waits_for == MODEL else self.model_wait_ns
+        life.grammar_wait_ns = waited_ns if self.waits_for == GRAMMAR else 0
+        age_ns = now_ns - self.arrival_ns
+        choices = [(0, explain_arrival(life, now_ns, self.waits_for))]
+        return Told(self.request_id, self.unix_time_s() - age_ns // 1_000_000_000, age_ns, choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +219,8 @@ class InFlight:
         self._num_opened = 0
         self._calls: dict[str, list[CallInFlight]] = {}
         """By the client's ids, which need not be unique."""
+        self._arriving: dict[str, list[Arrival]] = {}
+        """The same of those on their way. The queues for models and the door bound their number."""
         self._landed: deque[_Landed] = deque()
         """The last that ended; as many as the journal remembers requests."""
         self._landed_of: dict[str, list[_Landed]] = {}
@@ -207,10 +250,22 @@ class InFlight:
         self.add(opened)
         return opened
 
+    @contextmanager
+    def arriving(self, arrival: Arrival) -> Iterator[Arrival]:
+        """Have a request listed until the block ends."""
+        if not self.config.explained_requests:
+            yield arrival
+            return
+        _put(self._arriving, arrival.request_id, arrival)
+        try:
+            yield arrival
+        finally:
+            _take(self._arriving, arrival.request_id, arrival)
+
     def add(self, call: CallInFlight) -> None:
         """The call is in flight from now on, until `land`, and uses its model so long. The caller uses it already."""
         call.running.begin_use(is_user=True)
-        self._calls.setdefault(call.terms.request_id, []).append(call)
+        _put(self._calls, call.terms.request_id, call)
 
     def land(self, call: CallInFlight) -> None:
         """Called by whoever has the call when it has ended."""
@@ -219,10 +274,7 @@ class InFlight:
             call.running.admission.forget([request.request_id for request in call.requests])
         self._remember(call)
         self._log_slow(call)
-        calls = self._calls[call.terms.request_id]
-        calls.remove(call)
-        if not calls:
-            del self._calls[call.terms.request_id]
+        _take(self._calls, call.terms.request_id, call)
         call.running.end_use()
 
     def cancel(self, request_id: str, owner: Owner) -> bool:
@@ -237,17 +289,21 @@ class InFlight:
 
         The result does the work, on any thread.
         """
+        arriving = next((one for one in reversed(self._arriving.get(request_id, ())) if one.owner == owner), None)
+        if arriving is not None:
+            return arriving.told
         calls: list[CallInFlight | _Landed] = [*self._landed_of.get(request_id, ()), *self._calls.get(request_id, ())]
         calls = [call for call in reversed(calls) if call.terms.owner == owner]
         return lambda: next(filter(None, map(self._tell, calls)), None)
 
     def explain_running(self, owner: Owner) -> Callable[[], list[Told]]:
-        """All requests of this owner that have not ended, in the order in which they came.
+        """Return what tells all requests of this owner that have not ended, those on their way to the engine last.
 
         The result does the work, on any thread.
         """
         calls = self._calls_of(owner)
-        return lambda: [told for call in calls if (told := self._tell(call))]
+        arriving = [one for same in self._arriving.values() for one in same if one.owner == owner]
+        return lambda: [*(told for call in calls if (told := self._tell(call))), *(one.told() for one in arriving)]
 
     def explain_ended(self, owner: Owner, max_calls: int) -> Callable[[], list[Told]]:
         """This owner's last calls that ended, as far as they are remembered, the latest first.
@@ -310,13 +366,21 @@ class InFlight:
         if landed is None:
             return
         self._landed.append(landed)
-        self._landed_of.setdefault(landed.terms.request_id, []).append(landed)
+        _put(self._landed_of, landed.terms.request_id, landed)
         if len(self._landed) > landed.journal.max_ended:
             oldest = self._landed.popleft()
-            same = self._landed_of[oldest.terms.request_id]
-            same.remove(oldest)
-            if not same:
-                del self._landed_of[oldest.terms.request_id]
+            _take(self._landed_of, oldest.terms.request_id, oldest)
+
+
+def _put(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:
+    by_id.setdefault(request_id, []).append(one)
+
+
+def _take(by_id: dict[str, list[_One]], request_id: str, one: _One) -> None:
+    same = by_id[request_id]
+    del same[next(idx for idx, other in enumerate(same) if other is one)]
+    if not same:
+        del by_id[request_id]
 
 
 def _landed(call: CallInFlight) -> _Landed | None:

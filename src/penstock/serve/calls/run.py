@@ -18,6 +18,7 @@ from penstock.admission.checks import Ask
 from penstock.admission.door import Place
 from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.deploy.running import RunningModel
+from penstock.obs.explain.explanation import GRAMMAR
 from penstock.serve.calls.call import (
     AskedGrammar,
     Call,
@@ -29,7 +30,7 @@ from penstock.serve.calls.call import (
     TextPrompt,
     TokenPrompt,
 )
-from penstock.serve.calls.in_flight import InFlight, RunningCall
+from penstock.serve.calls.in_flight import Arrival, InFlight, RunningCall
 from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template
@@ -82,13 +83,14 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     running = call.running
     # Drawn before the call waits for anything: `--seed` counts calls as they come.
     seed = running.sources.draw_seed() if call.seed is None else call.seed
-    with at_the_door(running, _ask(call)) as place:
+    with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
         tokenised, form = await _tokenised(call)
         matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
             num_requests = len(tokenised.prompts) * call.num_choices
             grammar, plan = _planned(call, form)
-            asked_ns = running.clock.now_ns()
+            arrival.since_ns = asked_ns = running.clock.now_ns()
+            arrival.waits_for = GRAMMAR
             try:
                 matchers = await _matchers(grammar, plan, num_requests, running, call.terms)
             finally:

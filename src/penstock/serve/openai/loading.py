@@ -23,10 +23,11 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
+from penstock.serve.calls.in_flight import Arrival, InFlight
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found, shorten, unavailable
-from penstock.serve.http.checks import JsonEndpoint
+from penstock.serve.http.checks import JsonEndpoint, identity_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_terms
+from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_owner, read_terms
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 
@@ -45,7 +46,7 @@ MAX_LOOKS = 1024
 """Names, and requests, that wait for the folder of adapters."""
 
 
-def when_loaded(deployment: Deployment, folder: FolderWatch, config: ServerConfig, answer: JsonEndpoint) -> JsonEndpoint:
+def when_loaded(deployment: Deployment, folder: FolderWatch, in_flight: InFlight, answer: JsonEndpoint) -> JsonEndpoint:
     """An endpoint that answers as `answer` does, after its model was loaded if it is away."""
 
     async def answer_when_loaded(data: bytes, http: HttpRequest) -> Response:
@@ -59,8 +60,11 @@ def when_loaded(deployment: Deployment, folder: FolderWatch, config: ServerConfi
                 raise model_not_found(name, deployment.names)
             asked_ns = deployment.clock.now_ns()
             arrival_ns = http.scope.setdefault(ARRIVAL_KEY, asked_ns)
-            limit_ns = _limit_ns(http.scope, arrival_ns, config)
-            await unless_gone(http, _loaded(deployment, served, limit_ns, len(data)))
+            limit_ns = _limit_ns(http.scope, arrival_ns, in_flight.config)
+            owner, request_id = read_owner(http.scope, in_flight.config), identity_of(http.scope).request_id
+            unix_time_s = deployment.sources.unix_time_s
+            with in_flight.arriving(Arrival(request_id, owner, arrival_ns, deployment.clock, unix_time_s, asked_ns)):
+                await unless_gone(http, _loaded(deployment, served, limit_ns, len(data)))
             http.scope[LOADED_KEY] = now_ns = deployment.clock.now_ns()
             served.metrics.count_model_wait(now_ns - asked_ns)
 

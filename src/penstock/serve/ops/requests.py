@@ -38,7 +38,10 @@ class RequestsEndpoint:
         self._in_flight = in_flight
 
     async def list(self, http: HttpRequest) -> Response:
-        """The caller's requests that wait or run, the oldest first; then the last `ended` ones, the latest first."""
+        """The caller's requests that wait or run, the oldest first, and those on their way to the engine.
+
+        Then the last `ended` ones, the latest first.
+        """
         owner = read_owner(http.scope, self._in_flight.config)
         max_ended = _max_ended(http.query_params.get("ended"))
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
@@ -57,7 +60,7 @@ class RequestsEndpoint:
             raise ApiError(
                 404,
                 f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
-                "(--explained-requests, 0: none is), was refused at the door, has not come to the engine yet, or never came.",
+                "(--explained-requests, 0: none is), was refused before it came to the engine, or never came.",
                 code="request_not_found",
             )
 
@@ -68,7 +71,12 @@ class RequestsEndpoint:
         owner, request_id = read_owner(http.scope, self._in_flight.config), http.path_params["request_id"]
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
         if not any(self._in_flight.cancel(candidate, owner) for candidate in _candidates(request_id)):
-            raise ApiError(404, f"No request {shorten(request_id)!r} of yours is running.", code="request_not_found")
+            raise ApiError(
+                404,
+                f"No request {shorten(request_id)!r} of yours is running. Close its connection if it waits for its model or "
+                "grammar.",
+                code="request_not_found",
+            )
         return {"id": request_id, "object": "request", "cancelled": True}
 
 
