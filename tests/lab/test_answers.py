@@ -94,6 +94,10 @@ def test_what_was_cached_and_how_long_it_queued_is_told():
     assert answers.queue_ns(framing) == 12_500_000
     assert answers.read(framing).num_cached_tokens == 8
     assert answers.queue_ns(fed([GOOD])[0]) is None
+    comments = chunk(b": keepalive\n\n") + chunk(b": server-timing queue;dur=12.5, prefill;dur=30\n\n" + token("a"))
+    assert answers.queue_ns(fed([HEAD + comments + b"0\r\n\r\n"])[0]) == 12_500_000
+    fake = chunk(event({"choices": [{"text": "\n: server-timing queue;dur=1"}]}))
+    assert answers.queue_ns(fed([HEAD + fake + b"0\r\n\r\n"])[0]) is None
 
 
 def test_an_answer_without_a_length_ends_with_the_connection():

@@ -640,7 +640,8 @@ async def test_a_file_that_was_rewritten_in_place_is_read_by_load_inplace(small,
     assert (await change(client, "load", lora_name="red", lora_path=str(adapters / "red"), load_inplace=True))[0] == 200
     assert await tokens_of(client, "red") == expected[""]
     after = await client.post("/v1/completions", json=ASK | prompt | {"model": "red", "stream": True})
-    prints = [json.loads(one.text.split("\n")[0][6:])["system_fingerprint"] for one in (before, after)]
+    firsts = [one.text.partition("\ndata: ")[2].partition("\n")[0] for one in (before, after)]
+    prints = [json.loads(first)["system_fingerprint"] for first in firsts]
     assert prints[0] != prints[1]
     assert {len(one.rpartition("_")[2]) for one in prints} == {8}
     base = await client.post("/v1/completions", json=ASK | prompt)

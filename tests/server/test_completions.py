@@ -1,5 +1,6 @@
 """`/v1/completions`: what comes back for what was asked."""
 
+import re
 from dataclasses import replace
 
 import orjson
@@ -23,7 +24,7 @@ def oracle(prompt, **sampling):
 
 def events(text):
     """The parsed events of a stream, and whether it ended with [DONE]."""
-    lines = [line for line in text.split("\n\n") if line]
+    lines = [line for line in text.split("\n\n") if line and not line.startswith(": ")]
     assert all(line.startswith("data: ") for line in lines)
     payloads = [line.removeprefix("data: ") for line in lines]
     is_done = payloads[-1] == "[DONE]"
@@ -259,12 +260,10 @@ async def test_continuous_usage_counts_up(client):
 async def test_continuous_usage_is_in_the_first_event_too(client, path, question):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**question, "max_tokens": 2, "stream": True, "stream_options": options}
-    lines = [line for line in (await client.post(path, json=body)).text.split("\n\n") if line]
-    first, *_, last, done = lines
-    assert done == "data: [DONE]"
-    usage = orjson.loads(first.removeprefix("data: "))["usage"]
-    assert usage["completion_tokens"] == 0
-    assert usage["prompt_tokens"] == orjson.loads(last.removeprefix("data: "))["usage"]["prompt_tokens"]
+    (first, *_, last), is_done = events((await client.post(path, json=body)).text)
+    assert is_done
+    assert first["usage"]["completion_tokens"] == 0
+    assert first["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
 
 
 async def test_server_timing_tells_where_the_time_went(client):
@@ -272,6 +271,14 @@ async def test_server_timing_tells_where_the_time_went(client):
     names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]
     assert names == ["queue", "prefill", "decode"]
     assert all(float(part.split(";dur=")[1]) >= 0 for part in response.headers["server-timing"].split(", "))
+
+
+async def test_a_stream_tells_in_a_comment_what_its_headers_came_too_early_for(client):
+    response = await client.post(URL, json={"prompt": "Hello", "max_tokens": 2, "stream": True})
+    assert "server-timing" not in response.headers
+    keepalive, timing, *_ = response.text.split("\n\n")
+    assert keepalive == ": keepalive"
+    assert re.fullmatch(r": server-timing queue;dur=[0-9.]+, prefill;dur=[0-9.]+", timing)
 
 
 async def test_null_fields_are_the_same_as_absent_ones(client):

@@ -254,14 +254,6 @@ async def test_slow_requests_are_explained_in_the_log(runtime, caplog, limit_s, 
     assert all(line.startswith("slow request r: Took ") and "prompt of 37 tokens" in line for line in lines)
 
 
-async def test_a_stream_begins_with_the_times_that_are_known(client):
-    ask = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
-    async with client.stream("POST", COMPLETIONS, json=ask) as response:
-        names = [part.split(";dur=")[0] for part in response.headers["server-timing"].split(", ")]
-        await response.aread()
-    assert names == ["queue", "prefill"]
-
-
 async def test_an_ended_choice_that_is_forgotten_does_not_wait():
     gate = GatedExecutor(replace(CAPACITY, max_rows=1))
     with running(gate, max_explained=1) as server:

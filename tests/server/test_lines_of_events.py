@@ -18,6 +18,6 @@ def test_no_text_divides_an_event():
 async def test_a_stream_is_read_line_by_line(client):
     body = {"prompt": LINE_ENDS, "echo": True, "max_tokens": 2, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        *events, last = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        *events, last = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
     assert last == "[DONE]"
     assert "".join(orjson.loads(event)["choices"][0]["text"] for event in events).startswith(LINE_ENDS)

@@ -102,7 +102,7 @@ async def events(client, path="/completion", **fields):
     response = await client.post(path, json=(HOLE if path == "/infill" else ASK) | {"stream": True} | fields)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    return [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event]
+    return [json.loads(event.removeprefix("data: ")) for event in response.text.split("\n\n") if event.startswith("data: ")]
 
 
 @pytest.fixture

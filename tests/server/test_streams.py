@@ -64,13 +64,13 @@ async def test_each_event_comes_with_its_step(gated, gate, watched, path, questi
     gate.allow()
     async with (
         httpx.AsyncClient(base_url=gated.url, timeout=20) as client,
-        client.stream("POST", path, json=body) as response,  # goes on when the first event is there
+        client.stream("POST", path, json=body) as response,  # goes on when the headers are there
     ):
         for num_steps in range(1, NUM_TOKENS):
-            await until(lambda expected=num_steps: len(watched.pieces) == expected)
+            await until(lambda expected=1 + num_steps: len(watched.pieces) == expected)
             gate.allow()
         answer = (await response.aread()).decode()
-    await until(lambda: len(watched.pieces) == NUM_TOKENS)  # the last one is noted when the client may have it already
+    await until(lambda: len(watched.pieces) == 1 + NUM_TOKENS)  # the last one is noted when the client may have it already
     assert all(piece.decode() in answer for piece in watched.pieces)
     [*_, last] = events(answer)
     assert last["choices"][0]["finish_reason"] == "length"

@@ -190,20 +190,18 @@ class Stream:
         return not self._unfinished and not self._chunks
 
     async def next_chunks(self) -> list[OutputChunk]:
-        """All chunks that are there, or the next ones, at most one per request. Empty after the last, or when cancelled.
+        """Return all chunks that are there, or wait for the next ones; at most one per request. One reader at a time.
 
-        One reader at a time.
+        Empty after the last chunk, when the stream was cancelled, and when `flush` was called without a chunk.
         """
-        while not self._chunks:
-            if self._is_cancelled or not self._unfinished:
-                return []
+        if self._unfinished and not self._chunks:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         chunks, self._chunks = self._chunks, []
-        return chunks if len(chunks) == 1 else merge_chunks(chunks)
+        return chunks if len(chunks) <= 1 else merge_chunks(chunks)
 
     def put(self, chunk: OutputChunk) -> None:
         """Called by the bridge, on the event loop; `flush` follows."""
@@ -215,7 +213,7 @@ class Stream:
             self._bridge.forget(chunk.request_id)
 
     def flush(self) -> None:
-        """Called by the bridge after what it `put`: all that came at once goes out at once."""
+        """Have a waiting reader return with the chunks that are there, if any. The bridge calls it after what it `put`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

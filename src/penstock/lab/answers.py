@@ -23,7 +23,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)")
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r\n]*chunked")
 _CLOSE = re.compile(rb"\r\nconnection:[^\r\n]*close")
 _RETRY_AFTER = re.compile(rb"\r\nretry-after(-ms)?:[ \t]*([0-9]{1,9}(?:\.[0-9]+)?)[ \t]*(?=\r|$)")
-_QUEUE = re.compile(rb"\r\nserver-timing:[^\r\n]*\bqueue;dur=([0-9]{1,9}(?:\.[0-9]{1,20})?)(?![0-9.])")
+_QUEUE = re.compile(rb"(?:\r\nserver-timing:|\n: server-timing )[^\r\n]*\bqueue;dur=([0-9]{1,9}(?:\.[0-9]{1,20})?)(?![0-9.])")
 _MAX_LENGTH_DIGITS = 15
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,12}")
 _MAX_COUNT = 1 << 40
@@ -216,8 +216,8 @@ def read(framing: Framing) -> Answer:
 
 
 def queue_ns(framing: Framing) -> int | None:
-    """Time in the server's queue, by its `Server-Timing` header, of which the unit is milliseconds."""
-    found = _QUEUE.search(framing.head)
+    """Return the time in the server's queue, from its header `Server-Timing` or the stream's comment of this name (ms)."""
+    found = _QUEUE.search(framing.head) or _QUEUE.search(b"\n" + b"".join(framing.pieces))
     return None if found is None else round(float(found[1]) * 1e6)
 
 

@@ -53,7 +53,6 @@ class MessageWriter(Writer):
         super().__init__(call)
         self._choice = ReadChoice(call, 0, tokenizer, id_prefix=_ID_PREFIX)
         self._is_plain = call.is_plain
-        self._has_begun = False
         self._kind = ""
         """Type of the block that is open; empty: none is."""
         self._index = 0
@@ -62,16 +61,20 @@ class MessageWriter(Writer):
         """Stands before a piece of text."""
         self._signature = hashlib.blake2b(digest_size=16)
 
-    def begin(self) -> bytes:
-        return b""  # the head has numbers of the first chunk
+    def open(self) -> bytes:
+        """Return the head, whose usage counts the whole prompt: the last event says what of it was cached."""
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return _event({"type": "message_start", "message": message}) + _PING
+
+    def keepalive(self) -> bytes:
+        return _PING
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
-        events = b"" if self._has_begun else self._begin()
         if self._is_plain:
-            events += self._say(chunk.text) if chunk.text else b""
+            events = self._say(chunk.text) if chunk.text else b""
         else:
-            events += b"".join([self._part(part) for part in self._choice.read(chunk)])
+            events = b"".join([self._part(part) for part in self._choice.read(chunk)])
         if chunk.finish_reason is None:
             return events
         delta = {"type": "message_delta", "delta": self._end_fields(chunk), "usage": self._usage()}
@@ -90,11 +93,6 @@ class MessageWriter(Writer):
         else:
             content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
         return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
-
-    def _begin(self) -> bytes:
-        self._has_begun = True
-        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        return _event({"type": "message_start", "message": message}) + _PING
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}

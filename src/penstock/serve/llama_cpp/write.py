@@ -126,9 +126,6 @@ class LlamaWriter(Writer):
         self._times_ns: dict[int, tuple[int, int]] = {}
         """By choice: when its first step began, and when its first token was there."""
 
-    def begin(self) -> bytes:
-        return b""
-
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
         self._has_new_line[index] |= "\n" in chunk.text

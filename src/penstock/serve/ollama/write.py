@@ -44,8 +44,9 @@ class OllamaWriter(Writer):
         if call.answer.has_logprobs:
             self._logprobs = ChatLogprobs(tokenizer, skips_special_tokens=call.answer.skips_special_tokens)
 
-    def begin(self) -> bytes:
-        return b""
+    def keepalive(self) -> bytes:
+        """Return a message that says nothing: every line is JSON."""
+        return orjson.dumps(self._line({"content": ""})) + b"\n"
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)

@@ -3,12 +3,13 @@
 `respond` sends what any API's `Writer` makes; here are OpenAI's.
 
 An event is built as bytes, once per step and client, from parts prepared beforehand. The call's own task sends it as a message
-of ASGI, and waits where the client reads slowly. A stream has an honest end: `[DONE]` after a complete answer, an error object
-and nothing more after any other.
+of ASGI, and waits where the client reads slowly. A stream begins as soon as its call was admitted: whatever fails later is an
+event. It has an honest end: `[DONE]` after a complete answer, an error object and nothing more after any other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.calls.call import AnswerOptions, Terms
 from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
-from penstock.serve.http.checks import entry_of, identity_of
+from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from penstock.text.answers import (
@@ -63,14 +64,17 @@ _HEADERS = (
 
 
 async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
-    """The response to a call, in the words of a writer. Raises `ApiError` if the call ends before there is anything to show."""
+    """Return the response to a call, in the words of a writer.
+
+    Raises `ApiError` if an answer that is not streamed fails.
+    """
     with call:
         writer = new_writer(call, call.running.tokenizer)
         entry = entry_of(http.scope)
         if entry is not None:
             entry.count_tokens = writer.usage.counts
         if call.answer.is_streamed:
-            return await _stream(http, call, writer)
+            return EventStream(http, call, writer)
         records = await _collect(http, call, writer)
     if entry is not None:
         entry.ttft_s = _ttft_s(call.terms, records[0].last)
@@ -132,9 +136,10 @@ class ChoiceRecord:
 
 
 class Writer(ABC):
-    """The shape of one answer in some API: its events (`begin`, `write` for each chunk, `end`), or all of it (`whole`).
+    """The shape of one answer in some API: all of it (`whole`), or its stream.
 
-    The bytes of events are what stands in the body of a stream.
+    A stream is `open`, a `keepalive` now and then, `begin` and `write` with the first chunk, `write` with each other, and `end`
+    or `fail`. All of these return bytes of its body.
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -145,9 +150,18 @@ class Writer(ABC):
         self._options = call.answer
         self.usage = Usage(call)
 
-    @abstractmethod
-    def begin(self) -> bytes:
-        """Events before the first chunk, which is there, and with it all that was loaded for the call; may be empty."""
+    def open(self) -> bytes:
+        """Return the first bytes of a stream, sent when the call was admitted and before anything of it was computed."""
+        return self.keepalive()
+
+    def keepalive(self) -> bytes:
+        """Return bytes without meaning for the client, which show that the server is at work."""
+        return _comment("keepalive")
+
+    def begin(self, timing: str) -> bytes:
+        """Return what comes before the first chunk, when an adapter is loaded; may be empty. `timing`: as `Server-Timing`."""
+        del timing
+        return b""
 
     @abstractmethod
     def write(self, index: int, chunk: OutputChunk) -> bytes:
@@ -185,11 +199,12 @@ class AnswerWriter(Writer):
         self._prefixes: list[bytes] = []
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
 
-    def _open(self) -> None:
-        """Make the parts of a stream's events, before the first one: an adapter's fingerprint is known by then."""
+    def begin(self, timing: str) -> bytes:
+        """Make the parts of the events, as an adapter's fingerprint is known now, and tell the times that no header could."""
         self._head = b"data: " + orjson.dumps(self._answer_head(self.event_kind))[:-1]
         begin = self._head + b',"choices":[{"index":'
         self._prefixes = [begin + b"%d," % index + self.text_key for index in range(len(self._call.requests))]
+        return _comment(f"server-timing {timing}")
 
     def end(self) -> bytes:
         if not self._options.includes_usage:
@@ -255,15 +270,15 @@ class ChatWriter(AnswerWriter):
         if not call.is_plain:
             self._choices = [ReadChoice(call, index, tokenizer) for index in range(len(call.requests))]
 
-    def begin(self) -> bytes:
-        self._open()
+    def begin(self, timing: str) -> bytes:
+        times = super().begin(timing)
         content = b'""' if self._call.form is None or self._call.form.tools is None else b"null"
         role = b'"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null' + self._usage_suffix()
         events = b"".join([prefix + role for prefix in self._prefixes])
         if not self._options.has_token_ids:
-            return events
+            return times + events
         prompt = b',"prompt_token_ids":' + orjson.dumps(self._call.requests[0].prompt_token_ids)
-        return self._head + prompt + events.removeprefix(self._head)
+        return times + self._head + prompt + events.removeprefix(self._head)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
@@ -470,14 +485,14 @@ class CompletionWriter(AnswerWriter):
         self._has_begun = [False] * len(call.requests)
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
 
-    def begin(self) -> bytes:
-        self._open()
+    def begin(self, timing: str) -> bytes:
+        times = super().begin(timing)
         if not self._options.has_prompt or self._options.num_echo_logprobs is not None:
-            return b""
+            return times
         end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         echoes = [self._echo(index) for index in range(len(self._prefixes))]
         pairs = zip(self._prefixes, echoes, strict=True)
-        return b"".join([prefix + orjson.dumps(echo) + end for prefix, echo in pairs if echo])
+        return times + b"".join([prefix + orjson.dumps(echo) + end for prefix, echo in pairs if echo])
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
@@ -572,52 +587,54 @@ async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writ
 # Streams
 
 
-async def _stream(http: HttpRequest, call: RunningCall, writer: Writer) -> Response:
-    """Begins when there is something to say: a refusal is still an HTTP status."""
-    watch = ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT))
-    try:
-        first_chunks = await call.next_chunks()
-        _raise_if_over(call, first_chunks)
-    except BaseException:
-        watch.stop()
-        raise
-    return EventStream(call, watch, writer, first_chunks)
-
-
 class EventStream(Response):
-    """Streams one call. Owns the call and the watch on its client, and closes both."""
+    """Streams one call. Owns the call, and closes it."""
 
-    def __init__(self, call: RunningCall, watch: ClientWatch, writer: Writer, first_chunks: list[OutputChunk]) -> None:
+    keepalive_s: ClassVar[float] = 10.0
+    """A silent stream sends a keepalive after this time at the earliest and twice this time at the latest.
+
+    Impatient clients give up after 30 s.
+    """
+
+    def __init__(self, http: HttpRequest, call: RunningCall, writer: Writer) -> None:
         super().__init__()
+        self._http = http
         self._call = call
-        self._watch = watch
         self._writer = writer
-        self._first_chunks = first_chunks
+        self._is_silent = False
+        """No event was sent since the last look."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The next look."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive  # The watch has it.
-        request_id = identity_of(scope).request_id
-        try:
-            # The times of the choice that spoke first.
-            terms = self._call.terms
-            timing = server_timing(times_ms(terms.arrival_ns, self._first_chunks[0])[:2], terms.model_wait_ns)
-            if (entry := entry_of(scope)) is not None:
-                entry.ttft_s = _ttft_s(terms, self._first_chunks[0])
-            headers = [(b"content-type", self._writer.media_type), *_HEADERS, (b"server-timing", timing.encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        del scope, receive  # The watch has the latter.
+        with ClientWatch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
             try:
+                headers = [(b"content-type", self._writer.media_type), *_HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._look()
                 await self._send_events(send)
             except Exception:
+                request_id = self._call.terms.request_id
                 _log.exception("request %s failed while it was streamed", request_id)
                 await send(_piece(self._writer.fail(internal(request_id)), more=False))
-        finally:
-            self._watch.stop()
-            self._call.close()
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._call.close()
+
+    def _look(self) -> None:
+        """Have a keepalive sent if the stream was silent since the last look. One that waits for its client gets none."""
+        if self._is_silent:
+            self._call.stream.flush()
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(self.keepalive_s, self._look)
 
     async def _send_events(self, send: Send) -> None:
         stream = self._call.stream
-        data = self._writer.begin()
-        chunks = self._first_chunks
+        await send(_piece(self._writer.open(), more=True))
+        chunks = await self._next_chunks(send)
+        data = self._begin(chunks[0]) if chunks else b""
         while chunks:
             events, error = self._write(chunks)
             data += events
@@ -628,11 +645,25 @@ class EventStream(Response):
                 await send(_piece(data + self._writer.end(), more=False))
                 return
             if data:
+                self._is_silent = False
                 await send(_piece(data, more=True))
                 data = b""
-            chunks = await self._call.next_chunks()
+            chunks = await self._next_chunks(send)
         # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
         await send(_piece(b"", more=False))
+
+    async def _next_chunks(self, send: Send) -> list[OutputChunk]:
+        """Return the next chunks, after as many keepalives as the wait for them needs; empty if the client left."""
+        while not (chunks := await self._call.next_chunks()) and not self._call.stream.is_ended:
+            await send(_piece(self._writer.keepalive(), more=True))
+        return chunks
+
+    def _begin(self, first: OutputChunk) -> bytes:
+        terms = self._call.terms
+        if (entry := entry_of(self._http.scope)) is not None:
+            entry.ttft_s = _ttft_s(terms, first)
+        # The times of the choice that spoke first.
+        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.model_wait_ns))
 
     def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
         write, index_of = self._writer.write, self._call.index_of
@@ -648,6 +679,11 @@ class EventStream(Response):
             if error is not None:
                 return b"".join(parts), error
         return b"".join(parts), None
+
+
+def _comment(text: str) -> bytes:
+    """Return an event that clients skip."""
+    return b": %s\n\n" % text.encode()
 
 
 def _piece(events: bytes, *, more: bool) -> Message:

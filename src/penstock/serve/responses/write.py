@@ -77,11 +77,22 @@ class ResponsesWriter(Writer):
 
     # A stream
 
-    def begin(self) -> bytes:
-        told = self._question.told | {"system_fingerprint": fingerprint(self._options)}
-        self._tell("response.created", {"response": told})
-        self._tell("response.in_progress", {"response": told})
+    def open(self) -> bytes:
+        self._tell("response.created", {"response": self._in_progress()})
+        return self.keepalive()
+
+    def keepalive(self) -> bytes:
+        """Return one more `response.in_progress` while nothing was said: Codex gives up where it sees no event for long.
+
+        Later a comment, since clients take the event's response for all that was said so far.
+        """
+        if self._items:
+            return super().keepalive()
+        self._tell("response.in_progress", {"response": self._in_progress()})
         return self._take()
+
+    def _in_progress(self) -> Response:
+        return self._question.told | {"system_fingerprint": fingerprint(self._options)}
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
