@@ -14,7 +14,7 @@ async def completion(client, **fields):
 
 
 def events(response):
-    return [json.loads(event.removeprefix("data:")) for event in response.text.strip().split("\n\n")]
+    return [json.loads(event.removeprefix("data:")) for event in response.text.strip().split("\n\n") if event[0] != ":"]
 
 
 async def test_an_answer_is_the_completion_of_the_prompt(client):

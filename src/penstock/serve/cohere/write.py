@@ -35,7 +35,7 @@ class CohereWriter(Writer):
         self._index = 0
         """Number of the block of content that is open, or comes next."""
 
-    def begin(self) -> bytes:
+    def open(self) -> bytes:
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
         return _event("message-start", id=self._options.answer_id, delta={"message": message})
 

@@ -172,9 +172,6 @@ class TgiWriter(Writer):
         self._is_list = is_list
         self._num_tokens = 0
 
-    def begin(self) -> bytes:
-        return b""
-
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
         self._text.append(chunk.text)
