@@ -1,4 +1,4 @@
-"""Codex CLI, through ten tasks that edit files, against a real server of a scripted model (`agents.py`).
+"""Codex CLI, through ten tasks that edit files, against a real server of a scripted model (`coding_agents.py`).
 
     PYTHONPATH=tests/server .venv/bin/python tests/clients/with_codex.py CODEX [RECORDING]      # run.sh installs Codex
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agents import MODEL, TASK_TIMEOUT_S, Agent, Call, Task, run_agent
+from coding_agents import MODEL, TASK_TIMEOUT_S, Agent, Call, Task, run_agent
 
 CONFIG = """
 model = "{model}"
