@@ -73,7 +73,7 @@ def with_huggingface_hub(url: str) -> None:
     """The client of text-embeddings-inference."""
     from huggingface_hub import InferenceClient
 
-    client = InferenceClient(model=f"{url}/embed")
+    client = InferenceClient(model=url)
     check_vectors([client.feature_extraction(text).reshape(-1).tolist() for text in (QUESTION, *DOCUMENTS)])
 
 

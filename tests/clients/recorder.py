@@ -82,7 +82,7 @@ def shape_of_answer(content_type: str, body: bytes) -> Shape:
         return shape_of(json.loads(body))
     kinds: dict[str, Shape] = {}
     for line in body.decode().splitlines():
-        data = line.removeprefix("data: ")
+        data = line.removeprefix("data:").removeprefix(" ")
         if content_type.startswith("application/x-ndjson") or line != data:
             value = data if data == "[DONE]" else json.loads(data)
             kind = value if isinstance(value, str) else value.get("type", "event")

@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PORT=${PORT:-8971}
 HERE=tests/clients
 BUILT=build/clients
-ALL=(encoders anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript codex lm-eval)
+ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript codex lm-eval)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
 # start PORT COMMAND: waits until what it runs answers there.
@@ -80,6 +80,10 @@ check() {
     encoders)
       install encoders openai langchain-openai llama-index-embeddings-openai cohere huggingface_hub numpy
       ask encoders minilm -- $BUILT/encoders/bin/python $HERE/encoders.py
+      ;;
+    chats)
+      install chats cohere huggingface_hub
+      ask chats smollm2:135m -- $BUILT/chats/bin/python $HERE/chats.py
       ;;
     anthropic)
       install anthropic anthropic

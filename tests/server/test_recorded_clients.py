@@ -59,7 +59,7 @@ def words_for(body, answer):
     """A call's beginning where the recorded model called a tool, maybe of its own accord: the grammar says the rest. A text
     goes before it where the recorded model said one. Else a text that goes up to a stop string."""
     events = json.dumps(answer)
-    if not re.search(r'"(tool_calls": \[|input": \{|response.function_call)', events):
+    if "tools" not in body or not re.search(r'"(tool_calls": \[|input": \{|response.function_call)', events):
         return "".join(["Hello.", *(body.get("stop_sequences") or body.get("stop") or ())][:2])
     tool = body["tools"][0]
     text = "Hello.\n" if '"response.output_text.delta"' in events else ""
@@ -88,7 +88,8 @@ async def test_a_recorded_request_is_answered_as_it_was(exchange):
     chat = make_runtime(HashExecutor(ROOMY, model=model), served_names=("smollm2:135m", "qwen2.5-coder:1.5b"), aliases=())
     texts = make_text_runtime(served_names=("minilm",), aliases=())
     try:
-        async with make_client(texts, chat) as client:
+        # The first model is the default, which `POST /` asks.
+        async with make_client(*((chat, texts) if "parameters" in (body or {}) else (texts, chat))) as client:
             response = await client.request(method, path, json=for_toy(body), headers=exchange.get("headers"))
     finally:
         chat.close()
