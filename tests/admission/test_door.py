@@ -9,6 +9,7 @@ import pytest
 
 from penstock.admission.checks import Ask, DoorView
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, RESTART_RETRY_AFTER_S, Admission, AdmissionLimits
+from penstock.admission.estimates import Margin
 from penstock.testing import FakeAdapters, make_adapter, make_load, make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
@@ -220,9 +221,7 @@ class TestQueueDelay:
             step(door, 10 + idx / 20, num_waiting=4, waits_for=WaitReason.ROWS)
             if idx % 5 == 0:
                 end(door, 10 + idx / 20)
-        nearly_full = make_load(
-            8, 3, 0
-        )  # 1.05 s expected: with the margin of 1.5 within 2 s, with the room for others as well not
+        nearly_full = make_load(8, 5, 0)  # 1.5 s expected, 1.9 s with the first margin: below 2 s, and above its four fifths
         assert refusal(door, nearly_full, later_ns, claim=b"b") is not None
         assert refusal(door, nearly_full, later_ns, claim=b"a") is None
 
@@ -490,12 +489,21 @@ class TestExpectations:
     def test_the_margin_grows_with_those_who_come_later_than_expected(self):
         door = make_door(slo_ttft_ns=2 * SECOND)
         now_ns = busy(door, rate=4.0)
-        before = door.margin.factor
-        for idx in range(3):
-            place = door.decide(Ask(num_token_ids=10), make_load(8, 2, 0), now_ns)
-            request = make_request(f"r{idx}", 10, arrival_ns=now_ns)
-            door.enter(place, [request], now_ns)
-            door.leave(place)
-            request.first_token_ns = now_ns + 5 * SECOND
-            door.on_tokens([request], ())
-        assert door.margin.factor == pytest.approx(before * 1.05**3)
+        place = door.decide(Ask(num_token_ids=10), make_load(8, 3, 0), now_ns)  # a second, half of the target
+        request = make_request("r", 10, arrival_ns=now_ns)
+        door.enter(place, [request], now_ns)
+        door.leave(place)
+        request.first_token_ns = now_ns + 3 * place.view.ttft_ns
+        door.on_tokens([request], ())
+        assert door.margin.factor == pytest.approx(3.0)
+
+    def test_the_margin_is_the_worst_of_the_last_99_errors(self):
+        margin = Margin()
+        for late in [3.0, *[1.2] * 98]:
+            margin.observe(SECOND, int(late * SECOND))
+        assert margin.factor == 3.0
+        margin.observe(SECOND, int(1.2 * SECOND))
+        assert margin.factor == 1.2
+        for _ in range(99):
+            margin.observe(SECOND, SECOND // 2)
+        assert margin.factor == 1.0, "times that were expected too long do not widen the target"

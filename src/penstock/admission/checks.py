@@ -15,8 +15,8 @@ from penstock.types.errors import RejectReason, counted
 
 LEAST_SHARE = 0.75
 """A first token that comes sooner than this share of the expected time is luck."""
-ROOM_FOR_EXPECTED = 1.5
-"""A new call must find so many times the room that a call needs which comes back as told: such calls come in bunches."""
+NEW_SHARE = 0.8
+"""Share of the target that new calls may use. Calls that come back as told may use all of it, since they come in bunches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +171,8 @@ class QueueLength:
 class QueueDelay:
     """Keeps the time to first token: a call that would wait longer than the target is sent away at once.
 
-    The expected time is a mean. The time that is compared is the one that all but 1 % stay below, by the margin that was
-    learned. A prompt that alone takes most of the target is judged by its wait: coming back would not help it.
+    The expected time is a mean, so it is multiplied by the worst recent error (`Margin`) before it is compared. A prompt that
+    alone takes most of the target is judged by its wait: coming back would not help it.
     """
 
     margin: Margin
@@ -181,7 +181,7 @@ class QueueDelay:
         target_ns = view.target_ttft_ns
         if target_ns is None or view.is_idle or view.starts_at_once:
             return None
-        allowed_ns = target_ns / (self.margin.factor * (1.0 if view.is_expected else ROOM_FOR_EXPECTED))
+        allowed_ns = target_ns * (1.0 if view.is_expected else NEW_SHARE) / self.margin.factor
         excess_ns = view.ttft_ns - view.own_prefill_ns - max(allowed_ns - view.own_prefill_ns, allowed_ns / 2)
         if excess_ns <= 0:
             return None

@@ -27,11 +27,10 @@ FIRST_WEIGHT_CHARS = 400.0
 FIRST_OUTPUT_TOKENS = 128.0
 """Assumed until the first answers have ended."""
 
-SHARE_ABOVE = 0.01
-"""Share of the requests that may take longer than the margin says."""
-MARGIN_STEP = 0.05
-FIRST_FACTOR = 1.5
-MIN_FACTOR, MAX_FACTOR = 1.1, 4.0
+NUM_ERRORS = 99
+"""Errors that the margin remembers: the next one is the largest of a hundred once in a hundred times."""
+FIRST_FACTOR = 1.25
+"""Assumed as the first error."""
 
 MIN_BUSY_S = 1.0
 """Shorter observations give no rate of ends."""
@@ -136,22 +135,20 @@ class Lengths:
 
 
 class Margin:
-    """How far the expected time to first token is off: a factor that is learned from the requests that came in.
+    """How far off the expected time to first token was at worst, among the last requests that came in.
 
-    The factor is a quantile, tracked one observation at a time. Each request that took longer than (expected x factor) raises
-    it by `MARGIN_STEP`; each other lowers it by as much as makes both balance when 1 in 100 takes longer.
-    Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
+    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, and at least 1. If errors come in no
+    particular order, 1 request in 100 takes longer than its expected time multiplied by `factor`.
     """
 
     def __init__(self) -> None:
         self.factor = FIRST_FACTOR
+        self._errors = deque([FIRST_FACTOR], maxlen=NUM_ERRORS)
 
     def observe(self, expected_ns: int, real_ns: int) -> None:
-        """`expected_ns` > 0 was said at the door; the first token came after `real_ns`."""
-        if real_ns > expected_ns * self.factor:
-            self.factor = min(MAX_FACTOR, self.factor * (1 + MARGIN_STEP))
-        else:
-            self.factor = max(MIN_FACTOR, self.factor * (1 - MARGIN_STEP * SHARE_ABOVE / (1 - SHARE_ABOVE)))
+        """The door expected `expected_ns` > 0, and the first token came after `real_ns`."""
+        self._errors.append(real_ns / expected_ns)
+        self.factor = max(1.0, *self._errors)
 
 
 class DrainMeter:
