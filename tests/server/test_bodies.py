@@ -12,12 +12,20 @@ from harness import running
 from pydantic import ValidationError
 from test_errors import CHAT, COMPLETIONS, check
 
+from penstock.serve.anthropic.schemas import MessagesBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
-from penstock.serve.openai.schemas import MAX_CONTAINERS, MAX_MESSAGES, ChatCompletionBody, CompletionBody, parse_body
+from penstock.serve.openai.schemas import (
+    MAX_CONTAINERS,
+    MAX_MESSAGES,
+    MAX_TOKEN_IDS,
+    ChatCompletionBody,
+    CompletionBody,
+    parse_body,
+)
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.responses.schemas import ResponsesBody
-from work_time import others_are_no_garbage
+from work_time import others_are_no_garbage, thread_s
 
 MAX_BYTES = 4 << 20
 MAX_FINDINGS = 200
@@ -181,6 +189,34 @@ def test_unknown_parameters_are_named_but_not_all_of_them():
     assert error.param == "messages[0].z0"
     one = {"type": "function", "function": {"name": "now"}, "z0": 0}  # with more fields than a tool can have
     assert refusal(orjson.dumps({"messages": [HI], "tools": [one]}), ChatCompletionBody).message.endswith("'tools[0].z0'.")
+
+
+IDS_OF = [(CompletionBody, "prompt"), (LlamaCompletionBody, "prompt"), (DetokenizeBody, "tokens")]
+
+
+@pytest.mark.parametrize(("body_type", "field"), IDS_OF)
+def test_more_token_ids_than_any_context_takes_are_refused_before_they_are_parsed(body_type, field):
+    """Parsing is one call, during which no other thread runs Python."""
+    content = orjson.dumps({field: [5] * 1_500_000})
+    assert str(MAX_TOKEN_IDS) in refusal(content, body_type).message
+    assert thread_s(lambda: refusal(content, body_type)) < 0.05
+
+
+@pytest.mark.parametrize(("body_type", "field"), IDS_OF)
+def test_as_many_token_ids_as_may_be_are_parsed_in_a_short_time(body_type, field):
+    content = orjson.dumps({field: [5] * MAX_TOKEN_IDS})
+    assert thread_s(lambda: parse_body(content, body_type)) < 0.05
+
+
+@pytest.mark.parametrize("body_type", [ChatCompletionBody, MessagesBody])
+def test_messages_have_a_limit(body_type):
+    body = {"model": "m", "max_tokens": 1, "messages": [HI] * (MAX_MESSAGES + 1)}
+    assert str(MAX_MESSAGES) in refusal(orjson.dumps(body), body_type).message
+
+
+def test_commas_in_text_are_no_elements():
+    text = ',\\",' * MAX_TOKEN_IDS
+    assert parse_body(orjson.dumps({"prompt": text}), CompletionBody).prompt == text
 
 
 def test_brackets_in_text_are_no_lists():

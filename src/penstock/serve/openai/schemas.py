@@ -45,8 +45,11 @@ MAX_BAD_WORD_CHARS = 1000
 MAX_STOP_TOKENS = 256
 MAX_SALT_CHARS = 256
 MAX_TOKENS_LIMIT = 2**31 - 1
-MAX_TOKEN_IDS = 2**20
-MAX_MESSAGES = 2**14
+MAX_TOKEN_IDS = 2**18
+"""Token ids in one body, twice the longest usual context. Nothing else in the process can run while a body is parsed, and more
+ids would take tens of milliseconds. Elements of all other lists and objects count as well: see `load_json`."""
+MAX_MESSAGES = 2**12
+"""Messages, or items of a conversation, in one body. One call validates them, and holds the interpreter for 10 us each."""
 MAX_TEMPLATE_KWARGS = 256
 MAX_TOOLS = 128
 """OpenAI's limit; also of the calls in one message."""
@@ -635,9 +638,11 @@ def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
 
 
 def load_json(data: bytes) -> Any:
-    """The value of a body. Raises 400 for what is no JSON, or has too many objects and lists."""
-    if _has_too_many_containers(data):
+    """Return the value of a body. Raises 400 for what is no JSON, or has too many elements to parse beside other requests."""
+    if _is_more(data, b"{[", MAX_CONTAINERS):
         raise invalid(f"The body has more than {MAX_CONTAINERS} objects and lists.")
+    if _is_more(data, b",", MAX_TOKEN_IDS):
+        raise invalid(f"The body has more than {MAX_TOKEN_IDS} token ids, or other elements of lists and objects.")
     try:
         # Faster than the standard library, and strict about NaN, surrogates and depth.
         return orjson.loads(data)
@@ -662,13 +667,13 @@ def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
     return f"The body is not valid JSON: {error}."
 
 
-def _has_too_many_containers(data: bytes) -> bool:
-    if _num_openers(data) <= MAX_CONTAINERS:
+def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
+    """Whether more than `limit` of these characters stand outside of strings. Nothing is parsed."""
+    if _count(data, marks) <= limit:
         return False
-    # Brackets within strings are text: look again without strings.
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return _num_openers(b"".join(unescaped.split(b'"')[::2])) > MAX_CONTAINERS
+    return _count(b"".join(unescaped.split(b'"')[::2]), marks) > limit
 
 
-def _num_openers(data: bytes) -> int:
-    return data.count(b"{") + data.count(b"[")
+def _count(data: bytes, marks: bytes) -> int:
+    return sum([data.count(mark) for mark in marks])
