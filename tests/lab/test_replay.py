@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -22,8 +23,12 @@ from penstock.engine.core import EngineCore
 from penstock.engine.output import OutputStage
 from penstock.engine.ports import Detokenizer, OutputChunk
 from penstock.engine.thread import Engine
+from penstock.lab.perfetto import write_trace
+from penstock.lab.profiling import recording_lines
 from penstock.lab.recording import Arrival, Departure, Recording, RecordingError, Seen, StepDone, open_recording
 from penstock.lab.replay import replay
+from penstock.lab.steps import steps_of
+from penstock.lab.traces import read_workload
 from penstock.obs.recording import Recorder
 from penstock.sched.policies.base import Policies
 from penstock.sched.policies.presets import PRESETS, make_policies
@@ -32,6 +37,7 @@ from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_request
 from penstock.testing.hash_executor import HashExecutor, HashMatcher, HashModel
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
+from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
@@ -532,3 +538,58 @@ def test_the_recording_is_what_the_executor_saw(tmp_path: Path) -> None:
         assert request.departure is not None
         assert sampled[request.arrival.id] >= request.departure.num_output_tokens
     assert isinstance(steps[0], StepDone)
+
+
+NUM_MUTANTS = 400
+NUM_LINES = 40
+"""Lines of the recording that is damaged. They are enough for requests to come, run and end."""
+_NUMBERS = (b"-1", b"0", b"1", b"99999999999999999999", b"1e300", b"NaN", b"null", b'""', b"[]", b"{}", b"true", b"1.5")
+
+
+def mutant_of(data: bytes, rng: random.Random) -> bytes:
+    """The file cut short, with bytes or a number changed, or with a line doubled, moved or left out."""
+    lines, kind = data.splitlines(keepends=True), rng.randrange(6)
+    at = rng.randrange(len(data))
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    if kind == 2:
+        found = rng.choice(list(re.finditer(rb"-?\d+", data)))
+        return data[: found.start()] + rng.choice(_NUMBERS) + data[found.end() :]
+    first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+    if kind == 3:
+        lines.insert(first, lines[second])
+    elif kind == 4:
+        lines[first], lines[second] = lines[second], lines[first]
+    else:
+        del lines[first]
+    return b"".join(lines)
+
+
+def use(path: Path, trace: Path) -> None:
+    """All that `penstock profile` and `penstock simulate` make of a recording."""
+    recording = open_recording(path)
+    assert list(recording_lines(recording))
+    write_trace(recording, trace)
+    steps_of(recording)
+    replay(recording, partial(policies_of, "penstock"))
+    read_workload(path, count_tokens=len)
+
+
+def test_damaged_recordings_are_refused_with_the_place(tmp_path: Path) -> None:
+    """Or read as another recording, where the damage makes a sound one."""
+    path, rng = tmp_path / "recording", random.Random(14)
+    record(path, partial(policies_of, "penstock"), has_grammars=True)
+    data, refusals = b"".join(path.read_bytes().splitlines(keepends=True)[:NUM_LINES]), list[str]()
+    path.write_bytes(data)
+    use(path, tmp_path / "trace")
+    for _ in range(NUM_MUTANTS):
+        path.write_bytes(mutant_of(data, rng))
+        try:
+            use(path, tmp_path / "trace")
+        except PenstockError as error:
+            refusals.append(error.message)
+    assert len(refusals) > NUM_MUTANTS / 3
+    unplaced = [refusal for refusal in refusals if str(path) not in refusal]
+    assert set(unplaced) <= {"The recording has no steps."}

@@ -16,10 +16,11 @@ Parts that belong together are read as one, the oldest first. Events come in the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION
 from penstock.types.adapter import BASE
@@ -27,10 +28,19 @@ from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, StepShape
 from penstock.types.request import FinishReason
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MAX_PARTS = 64
 MAX_LINE_BYTES = 64 << 20
 
 _REASONS = {reason.name.lower(): reason for reason in FinishReason}
+
+
+_LARGEST = 1 << 62
+"""Larger numbers are damage: nanoseconds of a century are fewer."""
+_MOST_BLOCKS = 1 << 24
+"""Blocks of a pool that a replay makes: with fewer tokens a block than any server has, as many as fit its memory."""
 
 
 class RecordingError(PenstockError):
@@ -247,6 +257,47 @@ class Recording:
         return list(requests.values())
 
 
+_Told = TypeVar("_Told", bound="DataclassInstance")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _may_be_negative(name: str) -> bool:
+    """Instants count from the begin of the recording, and requests may have come before it."""
+    return name in ("id", "priority") or name.endswith("_ns")
+
+
+_RULES: Mapping[str, Callable[[Any], bool]] = {
+    "int": _is_number,
+    "int | None": lambda value: value is None or _is_number(value),
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+    "Sequence[int]": lambda value: isinstance(value, Sequence) and all(map(_is_number, value)),
+    "Mapping[str, int]": lambda value: all(map(_is_number, value.values())),
+    "Mapping[str, Any]": lambda value: isinstance(value, Mapping),
+    "tuple[BlockId, ...]": lambda value: all(map(_checked, value)),
+    "tuple[Row, ...]": lambda value: all(map(_checked, value)),
+}
+"""Whether a value has the type of its field, by the annotation."""
+
+
+@cache
+def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    """Return the names of a class's fields that have a rule, and the rules."""
+    return tuple((one.name, _RULES[str(one.type)]) for one in fields(kind) if str(one.type) in _RULES)
+
+
+def _checked(told: _Told) -> _Told:
+    """Return what the file says if its fields have their types. Raises ValueError, which names one that has not."""
+    for name, is_right in _rules_of(type(told)):
+        value = getattr(told, name)
+        if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):
+            raise ValueError(f"{name} is {str(value)[:80]}")
+    return told
+
+
 def is_recording(path: Path) -> bool:
     """Whether a file begins as a recording does."""
     with path.open("rb") as file:
@@ -290,7 +341,7 @@ def _read_header(path: Path) -> Header:
         detail = f"{path} is a recording of version {version}; this Penstock reads version {VERSION}."
         raise RecordingError(detail, remedy="Read it with the Penstock that wrote it.")
     try:
-        return Header(
+        header = Header(
             recording=about["recording"],
             part=about["part"],
             began=about["began"],
@@ -307,8 +358,13 @@ def _read_header(path: Path) -> Header:
             has_tier=about["has_tier"],
             about=about,
         )
+        _checked(_checked(header).capacity)
+        if not header.block_size or not header.capacity.block_size or header.capacity.num_blocks > _MOST_BLOCKS:
+            raise ValueError("its blocks are none, or too many")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RecordingError(f"{path}, line 1: the header lacks {error}.", remedy=remedy) from None
+        what = "lacks" if isinstance(error, KeyError) else "is damaged:"
+        raise RecordingError(f"{path}, line 1: the header {what} {error}.", remedy=remedy) from None
+    return header
 
 
 def _setting(value: Any) -> Any:
@@ -340,7 +396,9 @@ class _Part:
                     return  # the server was killed while it wrote
                 try:
                     event = self._event(json.loads(line))
-                except (ValueError, KeyError, TypeError, IndexError) as error:
+                    if event is not None:
+                        _checked(event)
+                except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                     raise RecordingError(f"{self._path}, line {number} is damaged: {error!r}.") from None
                 if event is not None:
                     yield event

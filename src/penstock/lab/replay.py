@@ -32,6 +32,7 @@ from penstock.obs.recording import NOBODY
 from penstock.sched.policies.base import Policies
 from penstock.sched.scheduler import Scheduler
 from penstock.types.adapter import BASE, AdapterOutlook, AdapterRef, AdapterState, NoAdapters, PackedAdapter
+from penstock.types.errors import counted
 from penstock.types.events import Add, Command, Stop, TokenEvent
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, StepPlan, Ticket, scored_positions
 from penstock.types.request import FinishReason, Request
@@ -59,13 +60,29 @@ class Replayed:
 def replay(recording: Recording, make_policies: Callable[[], Policies]) -> Replayed:
     """Plan the steps of a recording again, until one differs.
 
-    Raises RecordingError for a recording that can't be replayed: its begin or some reports are lost, the engine was made anew,
-    it has beam searches (what they chose is not recorded), a tier below the KV pool (its times are not), or adapters whose
-    times in memory it does not tell.
+    Raises RecordingError for a recording that contradicts itself, and for one that can't be replayed: its begin or some reports
+    are lost, the engine was made anew, it has beam searches (what they chose is not recorded), a tier below the KV pool (its
+    times are not), or adapters whose times in memory it does not tell.
     """
-    story, header, clock = _read(recording), recording.header, VirtualClock()
+    path, executor = recording.paths[-1], None
+    try:
+        story = _read(recording)
+        executor = _RecordedExecutor(recording.header.capacity, recording.header.depth, story)
+        return _plan_again(recording, make_policies, story, executor)
+    except RecordingError as error:
+        raise RecordingError(f"{path}: {error.message}", remedy=error.remedy) from None
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # What can't happen in a server makes the scheduler fail in ways of its own.
+        num_steps = 0 if executor is None else executor.num_equal
+        detail = f"{path} contradicts itself after {counted(num_steps, 'step')} ({type(error).__name__}: {str(error)[:200]})."
+        raise RecordingError(detail, remedy="The file is damaged: record again.") from error
+
+
+def _plan_again(
+    recording: Recording, make_policies: Callable[[], Policies], story: _Story, executor: _RecordedExecutor
+) -> Replayed:
+    header, clock = recording.header, VirtualClock()
     adapters = _RecordedAdapters(clock, story.seen)
-    executor = _RecordedExecutor(header.capacity, header.depth, story)
     scheduler = Scheduler(
         header.capacity,
         make_policies(),
@@ -259,10 +276,11 @@ class _RecordedMatcher:
         del token_ids
         if self._num_forced:
             self._num_forced -= 1
-            self._output.popleft()
+            if self._output:  # else the file is damaged, and the plans will differ
+                self._output.popleft()
         elif self._ends:
             num_tokens = self._ends.popleft() + 1
-            self._num_forced = self._ends[0] - num_tokens if self._ends else 0
+            self._num_forced = max(0, self._ends[0] - num_tokens) if self._ends else 0
 
     def forced(self) -> Sequence[int]:
         return tuple(islice(self._output, self._num_forced))

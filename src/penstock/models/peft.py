@@ -82,7 +82,7 @@ def read_peft(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
-    """What an adapter's settings say, also of one that is refused."""
+    """The facts in an adapter's settings. One that is refused has them, too."""
 
     kind: str
     rank: int | None
