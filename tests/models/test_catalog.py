@@ -151,3 +151,10 @@ def test_listing_of_catalogue_and_cache(tmp_path):
     assert [listing.name for listing in others] == names
     assert all(listing.size_bytes > 10_000 for listing in others)
     assert all(catalog.resolve(listing.name, tmp_path).is_present for listing in others)
+
+
+def test_a_snapshot_of_the_hugging_face_cache_is_called_by_its_repository(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--a-model" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert resolve(str(snapshot), tmp_path).name == "org/a-model"

@@ -390,11 +390,19 @@ def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
 
 def _resolve_directory(path: Path) -> ModelSource:
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():  # the loader says what an adapter is
-        return ModelSource(name=path.resolve().name, kind=SourceKind.DIRECTORY, path=path)
+        return ModelSource(name=_folder_name(path.resolve()), kind=SourceKind.DIRECTORY, path=path)
     files = sorted(path.glob("*.gguf"))
     if files:
         raise ModelError(f"{path} is a folder of GGUF files, not a model.", remedy=f"Name one of them, e.g. {files[0]}.")
     raise ModelError(f"{path} has no config.json.", remedy="Name a Hugging Face model directory or a .gguf file.")
+
+
+def _folder_name(path: Path) -> str:
+    """Return the name of a model's folder; of a snapshot in the Hugging Face cache, which is a hash, `org/repo`."""
+    repo = path.parent.parent.name
+    if path.parent.name == "snapshots" and repo.startswith("models--"):
+        return repo.removeprefix("models--").replace("--", "/", 1)
+    return path.name
 
 
 def _unknown(model: str) -> ModelError:
