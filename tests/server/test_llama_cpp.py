@@ -93,7 +93,7 @@ async def refused(client, path="/completion", status=400, kind="invalid_request_
     response = await client.post(path, json=(HOLE if path == "/infill" else ASK) | fields)
     assert response.status_code == status, response.text
     error = response.json()["error"]
-    assert set(error) == {"code", "message", "type"}
+    assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"code", "message", "type"}
     assert (error["code"], error["type"]) == (status, kind)
     return error["message"]
 
@@ -302,6 +302,8 @@ async def test_biases_are_numbers_or_bans_of_ids_or_texts(client, monkeypatch):
         assert await sampling(bias) == ((), ((z,),))
     assert await sampling([[z, 1.5], ["zy", -4]]) == (tuple(sorted([(z, -2.5), (y, -4.0)])), ())
     assert await sampling({"z": 60, "y": False}) == (((z, 60.0),), ((y,),))
+    # Texts may share tokens: what their biases add up to stays within the bounds of one bias.
+    assert await sampling([["zy", 90], ["z", 90], ["y", -190 / 2]]) == (tuple(sorted([(z, 100.0), (y, -5.0)])), ())
 
 
 async def test_grammars_and_schemas_are_followed(client):
@@ -375,7 +377,6 @@ async def test_lines_end_answers():
         ({"dynatemp_range": 0.5}, "'dynatemp_range' is not supported yet"),
         ({"top_n_sigma": 1}, "'top_n_sigma' is not supported yet"),
         ({"post_sampling_probs": True}, "'post_sampling_probs' is not supported yet"),
-        ({"return_progress": True}, "'return_progress' is not supported yet"),
         ({"lora": [{"id": 0, "scale": 1}]}, "'lora' is not supported yet"),
         ({"repeat_penalty": 1.1, "repeat_last_n": -2}, "'repeat_last_n' must be at least -1"),
         ({"repeat_penalty": 1000}, "'repeat_penalty' must be at most 100"),
@@ -417,6 +418,55 @@ async def test_biases_are_bounded_as_each_choice_tells_them_back(client, monkeyp
     await ask(client, logit_bias=[[5, False], [6, 1], [6, 1]])
     told = await refused(client, logit_bias={"5": False, "6": False, "7": 1})
     assert "'logit_bias' names 3 tokens; at most 2 are taken" in told
+
+
+async def test_a_prompt_beyond_the_context_is_told_with_its_length(client):
+    response = await client.post("/completion", json=ASK | {"prompt": "a" * 3000})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (400, 400, "exceed_context_size_error")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (3000, 2048)
+    chat = {"messages": [{"role": "user", "content": "a" * 3000}], "max_tokens": 1}
+    error = (await client.post("/v1/chat/completions", json=chat)).json()["error"]
+    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+    assert (error["n_prompt_tokens"] > 3000, error["n_ctx"]) == (True, 2048)
+
+
+async def test_timings_and_the_progress_of_the_prompt_are_told_where_they_are_asked_for(client):
+    asked = {"timings_per_token": True, "return_progress": True, "verbose": True}
+    first, *others = await events(client, **asked)
+    assert first["prompt_progress"].items() >= {"total": 2, "cache": 0, "processed": 2}.items()
+    assert not any("prompt_progress" in event for event in others)
+    assert "prompt_progress" not in (await events(client))[0]
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "Hi", "max_tokens": 3})):
+        whole = (await client.post(path, json=body | asked)).json()
+        assert whole["timings"]["predicted_n"] == 3
+        assert "prompt_progress" not in whole
+        text = (await client.post(path, json=body | asked | {"stream": True})).text
+        told = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if "{" in event]
+        timed = [event for event in told if "timings" in event]
+        assert timed[-1]["timings"] == whole["timings"] | timed[-1]["timings"]
+        assert timed[-1]["timings"]["predicted_n"] == 3
+        progress, *others = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+        assert all(other == progress for other in others)  # events of one step
+        assert progress["processed"] == progress["total"] == whole["usage"]["prompt_tokens"]
+        assert "timings" not in (await client.post(path, json=body)).json()
+
+
+async def test_the_tokens_of_a_chat_are_counted(client):
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    tokens = (await client.post("/tokenize", json=chat)).json()["count"]
+    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+        assert (await client.post(path, json=chat)).json() == {"object": "response.input_tokens", "input_tokens": tokens}
+    assert (await client.post(path, json={})).json()["error"]["param"] == "messages"
+
+
+async def test_responses_answer_without_v1(client):
+    answers = [
+        (await client.post(path, json={"input": "Hi", "max_output_tokens": 16, "temperature": 0})).json()
+        for path in ("/v1/responses", "/responses")
+    ]
+    assert answers[0]["output"][0]["content"] == answers[1]["output"][0]["content"]
 
 
 async def test_errors_have_llama_cpps_types(client, runtime):
@@ -613,6 +663,12 @@ async def test_props_tell_no_path():
             assert props["default_generation_settings"]["params"]["temperature"] == 1
             assert props["total_slots"] == len((await client.get("/slots")).json())
             assert props["modalities"] == {"vision": False, "audio": False}
+            assert props["is_sleeping"] is False
+            caps = props["chat_template_caps"]
+            assert all(isinstance(value, bool) for value in caps.values())
+            assert caps["supports_tools"]
+            assert caps["supports_tool_calls"]
+            assert not caps["supports_typed_content"]
             assert (await client.get("/props?model=other")).json()["error"]["type"] == "not_found_error"
             assert (await client.post("/props", json={})).status_code == 405
     finally:

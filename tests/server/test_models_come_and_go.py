@@ -331,6 +331,8 @@ async def test_questions_about_a_model_that_is_away_do_not_load_it():
         assert (away.status_code, "b is not loaded" in away.text) == (503, True)
         assert (await world.client.get("/metrics")).status_code == 200
         assert (await world.client.get("/ready")).status_code == 200
+        props = (await world.client.get("/props?model=b")).json()
+        assert (props["model_alias"], props["is_sleeping"]) == ("b", True)
         assert world.num_loads == 0
 
 

@@ -117,6 +117,20 @@ def test_token_ids_are_taken_as_they_are(post):
         assert answer["usage"]["prompt_tokens"] == 3
 
 
+def test_a_list_may_have_texts_and_ids_side_by_side_and_ids_may_have_texts_between(post):
+    ids = [5, 6, 7]
+    state = list(struct.unpack("4f", expected_state(ids)))
+    answer = ok(post("embed", "/v1/embeddings", input=["hello", ids]))
+    assert [one["embedding"] for one in answer["data"]] == [near(unit(numbers("hello"))), near(unit(state))]
+    spelled = ok(post("embed", "/tokenize", prompt="hello", add_special_tokens=False))["tokens"]
+    wanted = ok(post("embed", "/v1/embeddings", input=[5, *spelled, 7]))["data"][0]["embedding"]
+    for given in ([5, "hello", 7], [[5, "hello", 7]]):
+        [one] = ok(post("embed", "/v1/embeddings", input=given))["data"]
+        assert one["embedding"] == near(wanted)
+    [one] = ok(post("embed", "/embedding", content=[5, "hello", 7]))
+    assert one["embedding"][0] == near(wanted)
+
+
 def test_a_prompt_by_name_stands_before_the_text(post):
     answer = ok(post("embed", "/v1/embeddings", input="a", prompt_name="query"))
     assert answer["data"][0]["embedding"] == near(unit(numbers("Q: a")))
@@ -157,8 +171,9 @@ def test_two_thousand_texts_come_back_in_order(post):
         ({"input": [[1, 99999]]}, "input[0][1]", "check_embedding_ctx_length=False"),
         ({"input": [3, -1]}, "input[1]", "outside the vocabulary"),
         ({"input": [3, 2**70]}, "input[1]", "token id"),
-        ({"input": [3, "a"]}, "input[1]", "token id"),
-        ({"input": ["a", 3]}, "input[1]", "must be a string"),
+        ({"input": [3, None]}, "input[1]", "token id"),
+        ({"input": ["a", None]}, "input[1]", "must be a string"),
+        ({"input": [3] + ["a"] * 2049}, "input", "2049 strings between token ids; at most 2048"),
         ({"input": 7}, "input", "must be a string"),
         ({"input": None}, "input", "must be a string"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float"),

@@ -1,5 +1,6 @@
 """Chat templates: what they may use, how they fail, and that they stay within bounds."""
 
+import json
 import os
 import resource
 import select
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.text.builtin_templates import BUILTIN_TEMPLATES
 from penstock.text.chat import ChatTemplate, choose_chat_template, require_chat_template
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
@@ -59,6 +61,7 @@ def test_messages_become_a_prompt_that_asks_for_a_reply():
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hello!"),
         ("{% set ns = namespace(n=0) %}{% for m in range(4) %}{% set ns.n = ns.n + m %}{% endfor %}{{ ns.n }}", "6"),
         ("{{ strftime_now('%d %b %Y') }}", "09 Feb 2031"),
+        ("{{ date_string }}, {{ datetime }}", "09 Feb 2031, Feb 09 2031"),  # llama.cpp's
         ("{{ dict(a=1).a }}{{ missing }}{{ tools is none }}{{ documents is none }}", "1TrueTrue"),
         ("{% macro twice(x) %}{% for i in range(2) %}{{ x }}{% endfor %}{% endmacro %}{{ twice('ab') }}", "abab"),
         ("{{ 'ab' * 3 }}{{ 2 * 3 }}", "ababab6"),
@@ -68,6 +71,11 @@ def test_messages_become_a_prompt_that_asks_for_a_reply():
 def test_templates_may_use_what_transformers_gives_them(source, expected):
     template = make(source, now=lambda: datetime(2031, 2, 9))
     assert template.render(HELLO) == expected
+
+
+def test_tools_are_also_given_as_text():
+    assert json.loads(render("{{ functions }}", tools=[{"a": "é"}])) == [{"a": "é"}]
+    assert render("{{ functions is defined }}") == "False"
 
 
 def test_a_user_s_text_is_never_a_template():
@@ -393,13 +401,47 @@ def test_the_template_option_is_a_name_a_path_or_the_template_itself(tmp_path):
     assert choose_chat_template("rag", named) == "with documents"
     assert choose_chat_template(str(path), named) == "{{ messages }}é"
     assert choose_chat_template("{% if x %}{% endif %}", named) == "{% if x %}{% endif %}"
-    with pytest.raises(ConfigError, match=r"--chat-template takes the path .* has for one: default, rag\."):
+    with pytest.raises(ConfigError, match=r"takes the path .* built-in one \(chatml, .* has for one: default, rag\."):
         choose_chat_template("tool_use", named)
     with pytest.raises(ConfigError, match="it has none"):
         choose_chat_template(str(tmp_path / "absent"), {})
     path.write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
         choose_chat_template(str(path), named)
+
+
+TURNS = [
+    {"role": "system", "content": "Sys"},
+    {"role": "user", "content": "A"},
+    {"role": "assistant", "content": "B"},
+    {"role": "user", "content": "C"},
+]
+
+
+PROMPTS = {
+    "chatml": "<|im_start|>system\nSys<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    "<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n",
+    "deepseek3": "<s>Sys\n\n<｜User｜>A<｜Assistant｜>B<｜end▁of▁sentence｜><｜User｜>C<｜Assistant｜>",
+    "gemma": "<s><start_of_turn>user\nSys\n\nA<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n"
+    "<start_of_turn>user\nC<end_of_turn>\n<start_of_turn>model\n",
+    "llama2": "<s>[INST] <<SYS>>\nSys\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nSys<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nA"
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nB<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nC<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral-v7": "<s>[SYSTEM_PROMPT] Sys[/SYSTEM_PROMPT][INST] A[/INST] B</s>[INST] C[/INST]",
+    "phi3": "<s><|system|>\nSys<|end|>\n<|user|>\nA<|end|>\n<|assistant|>\nB<|end|>\n<|user|>\nC<|end|>\n<|assistant|>\n",
+    "vicuna": "<s>Sys\n\nUSER: A\nASSISTANT: B</s>\nUSER: C\nASSISTANT:",
+    "zephyr": "<s><|system|>\nSys</s>\n<|user|>\nA</s>\n<|assistant|>\nB</s>\n<|user|>\nC</s>\n<|assistant|>\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
+def test_templates_that_are_built_in_write_the_prompts_of_their_families(name):
+    source = choose_chat_template(name, {})
+    assert make(source).render(TURNS) == PROMPTS[name]
+    bare = ChatTemplate(source, special_tokens={})  # a model without these tokens
+    assert bare.render(TURNS) == PROMPTS[name].replace("<s>", "").replace("</s>", "")
+    assert choose_chat_template(name, {name: "the model's"}) == "the model's"
 
 
 def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_path, caplog):

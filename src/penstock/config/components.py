@@ -70,7 +70,7 @@ class ModelConfig(Component):
     )
     chat_template: str | None = setting(
         None,
-        "Name of one of the model's chat templates, a file with one (Jinja2), or the template itself.",
+        "Name of one of the model's chat templates or of a built-in one, a file with one (Jinja2), or the template itself.",
         default_doc="the model's own",
     )
     tool_call_parser: str = choice(
@@ -153,12 +153,6 @@ class KvConfig(Component):
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
     )
     kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
-    kv_rest_s: float | None = duration(
-        None,
-        "How much longer than other cached prefixes those of conversations are kept between two turns; 0: no longer.",
-        minimum=0.0,
-        default_doc="10s",
-    )
     kv_host_size_bytes: int = size(
         0, "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.", minimum=0
     )
@@ -492,7 +486,7 @@ class ServerConfig(Component):
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origin of web pages that may use the server, as https://example.org; may be repeated; * is any.",
+        "Origin of web pages that may use the server, as https://example.org, or a host alone; may be repeated; * is any.",
         default_doc="none: browsers keep other sites' pages out",
         is_multiple=True,
     )

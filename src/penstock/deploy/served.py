@@ -6,19 +6,22 @@ written by the deployment's keeper alone; everybody reads it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.types.errors import ModelAway
+from penstock.types.errors import ModelAway, PenstockError
 
 if TYPE_CHECKING:
     from penstock.deploy.adapters import Adapters
     from penstock.deploy.resources import MemoryShare
     from penstock.deploy.running import ModelInfo, RunningModel
     from penstock.obs.metrics import Metrics, Residence
+
+_log = logging.getLogger(__name__)
 
 
 class ModelState(StrEnum):
@@ -157,6 +160,16 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def card(self) -> ModelCard:
+        """Read the facts of the model's files, which are empty if they can't be read: a load tells why. Waits for the disk."""
+        if self.read_card is None:
+            return ModelCard()
+        try:
+            return self.read_card()
+        except (PenstockError, OSError) as error:
+            _log.warning("the files of %s can't be described: %s", self.name, error)
+            return ModelCard()
 
     @property
     def is_there(self) -> bool:

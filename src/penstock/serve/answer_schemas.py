@@ -69,6 +69,7 @@ _VECTOR = _list(_NUMBER)
 _EMBEDDING = _any(_VECTOR, {"type": "string", "description": "float32 in little-endian order, as base64"})
 _NAMES_OF_PARTS = _map(_NUMBER)
 _TOKENS_IF_ASKED = {"token_ids_if_any": _list(_COUNT), "prompt_token_ids_if_any": _list(_COUNT)}
+_TIMES_IF_ASKED = {"timings_if_any": _NAMES_OF_PARTS, "prompt_progress_if_any": _NAMES_OF_PARTS}
 _PROMPT_LOGPROBS = _list(_or_null(_map(_object(logprob=_NUMBER, rank={"type": "integer", "minimum": 1}, decoded_token=_TEXT))))
 _ANSWER_HEAD = {"id": _TEXT, "created": _INTEGER, "model": _TEXT, "system_fingerprint": _TEXT}
 _ENDS = {"finish_reason": _word("stop", "length"), "stop_reason": _any(_TEXT, _INTEGER, _NULL)}
@@ -88,6 +89,7 @@ _ITEM_HEAD = {"id": _TEXT, "status": _word("in_progress", "completed", "incomple
 _MESSAGE_PARTS = _list(
     _object(type=_TEXT, text=_TEXT, annotations_if_any=_list(_ANYTHING), logprobs_if_any=_list(_ref("ChatToken")))
 )
+_SIZES_IF_TOO_LONG = {"n_prompt_tokens_if_any": _COUNT, "n_ctx_if_any": _COUNT}
 _LLAMA_TOKEN = {"id": _COUNT, "token": _TEXT, "bytes": _list(_COUNT), "logprob": _NUMBER}
 _OLLAMA_HEAD = {"model": _TEXT, "created_at": _TEXT, "done": _FLAG}
 _OLLAMA_END = {
@@ -113,7 +115,11 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             prompt_tokens_details=_object(cached_tokens=_COUNT),
         ),
         "Completion": _object(
-            object=_word("text_completion"), choices=_list(_ref("CompletionChoice")), usage=_ref("Usage"), **_ANSWER_HEAD
+            object=_word("text_completion"),
+            choices=_list(_ref("CompletionChoice")),
+            usage=_ref("Usage"),
+            **_TIMES_IF_ASKED,
+            **_ANSWER_HEAD,
         ),
         "CompletionChoice": _object(
             index=_COUNT,
@@ -129,6 +135,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             usage=_ref("Usage"),
             prompt_token_ids_if_any=_list(_COUNT),
             prompt_logprobs_if_any=_PROMPT_LOGPROBS,
+            **_TIMES_IF_ASKED,
             **_ANSWER_HEAD,
         ),
         "ChatChoice": _object(
@@ -159,6 +166,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
                 )
             ),
             usage_if_any=_or_null(_ref("Usage")),
+            **_TIMES_IF_ASKED,
             **_ANSWER_HEAD,
         ),
         "ChatChunk": _object(
@@ -187,6 +195,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             ),
             usage_if_any=_or_null(_ref("Usage")),
             prompt_token_ids_if_any=_list(_COUNT),
+            **_TIMES_IF_ASKED,
             **_ANSWER_HEAD,
         ),
         "ChatToken": _object(top_logprobs=_list(_object(**_TOKEN)), **_TOKEN),
@@ -359,7 +368,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             stop_type_if_any=_word("eos", "limit", "word"),
             stopping_word_if_any=_TEXT,
             tokens_cached_if_any=_COUNT,
-            timings_if_any=_NAMES_OF_PARTS,
+            **_TIMES_IF_ASKED,
             completion_probabilities_if_any=_list(_object(top_logprobs=_list(_ref("LlamaToken")), **_LLAMA_TOKEN)),
         ),
         "LlamaToken": _object(**_LLAMA_TOKEN),
@@ -376,6 +385,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             endpoint_props=_FLAG,
             endpoint_metrics=_FLAG,
             chat_template=_TEXT,
+            chat_template_caps=_map(_FLAG),
             bos_token=_TEXT,
             eos_token=_TEXT,
             build_info=_TEXT,
@@ -390,7 +400,8 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
                 next_token_if_any=_object(has_next_token=_FLAG, n_remain=_INTEGER, n_decoded=_COUNT),
             )
         ),
-        "LlamaError": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT)),
+        "LlamaError": _object(error=_object(code=_COUNT, message=_TEXT, type=_TEXT, **_SIZES_IF_TOO_LONG)),
+        "InputTokens": _object(object=_word("response.input_tokens"), input_tokens=_COUNT),
         # Encoders: Jina's and Cohere's, vLLM's, text-embeddings-inference's
         "Ranking": _object(
             id=_TEXT,
@@ -569,7 +580,7 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
             ),
         ),
         "RequestCancelled": _object(id=_TEXT, object=_word("request"), cancelled=_FLAG),
-        "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_TEXT)),
+        "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_TEXT, **_SIZES_IF_TOO_LONG)),
     }
 )
 """The schemas that others refer to, by their names in the document."""
@@ -602,6 +613,9 @@ ANSWERS: Mapping[str, Content] = MappingProxyType(
         "POST /v1/messages": {**_json("AnthropicMessage"), EVENTS: _event("AnthropicEvent")},
         "POST /v1/messages/count_tokens": _json("AnthropicCount"),
         "POST /v1/responses": {**_json("Response"), EVENTS: _event("ResponseEvent")},
+        "POST /responses": {**_json("Response"), EVENTS: _event("ResponseEvent")},
+        "POST /v1/chat/completions/input_tokens": _json("InputTokens"),
+        "POST /chat/completions/input_tokens": _json("InputTokens"),
         "GET /v1/responses/{response_id}": _json("Response"),
         "DELETE /v1/responses/{response_id}": _json("ResponseForgotten"),
         "POST /v1/responses/{response_id}/cancel": _json("Response"),

@@ -79,8 +79,11 @@ class ApiError(HTTPException):
         error_type: str = "invalid_request_error",
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
+        """`sizes`: as of `Rejected`."""
         super().__init__(status, detail=message, headers=headers)
+        self.sizes = sizes
         self.message = message
         self.code = code
         self.error_type = error_type
@@ -109,7 +112,13 @@ async def in_words(words: ErrorWords, answer: Awaitable[Response]) -> Response:
 
 
 def openai_words(error: ApiError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}}
+    fields = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
+    return {"error": fields | told_sizes(error)}
+
+
+def told_sizes(error: ApiError) -> dict[str, int]:
+    """llama.cpp's fields of a prompt that is too long."""
+    return {} if error.sizes is None else dict(zip(("n_prompt_tokens", "n_ctx"), error.sizes, strict=True))
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -127,7 +136,13 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     message = re.sub(rf"'({pattern})(?=['.\[])", new_name, error.message)
     param = None if error.param is None else re.sub(rf"^({pattern})(?=$|[.\[])", new_name, error.param)
     return ApiError(
-        error.status_code, message, code=error.code, error_type=error.error_type, param=param, headers=error.headers
+        error.status_code,
+        message,
+        code=error.code,
+        error_type=error.error_type,
+        param=param,
+        headers=error.headers,
+        sizes=error.sizes,
     )
 
 
@@ -158,8 +173,8 @@ def refuse_unknown(value: Mapping[str, Any], known: Collection[str], at: str) ->
             raise unknown(f"{at}.{name}", did_you_mean(name, known))
 
 
-def too_long(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, code="context_length_exceeded", param=param)
+def too_long(message: str, param: str | None = None, sizes: tuple[int, int] | None = None) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded", param=param, sizes=sizes)
 
 
 def invalid_api_key(message: str) -> ApiError:
@@ -257,7 +272,7 @@ def from_rejected(rejected: Rejected) -> ApiError:
         case RejectReason.INVALID:
             return invalid(message, param)
         case RejectReason.CONTEXT_LENGTH | RejectReason.NEVER_FITS:
-            return too_long(message, param)
+            return too_long(message, param, rejected.sizes)
         case (
             RejectReason.QUEUE_FULL
             | RejectReason.QUEUE_DELAY

@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
+from penstock.text.builtin_templates import BUILTIN_TEMPLATES
 from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class ChatTemplate:
     ) -> str:
         return self._process.render(
             {"tools": None, "documents": None}
+            | _functions(variables)
             | self._special_tokens
             | dict(variables)
             | {"messages": messages, "add_generation_prompt": add_generation_prompt},
@@ -128,6 +130,12 @@ class ChatTemplate:
             raise _invalid("continue_final_message needs a last message with text to continue.", "messages")
 
 
+def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
+    """The tools as JSON text, which some templates read instead of the list."""
+    tools = variables.get("tools")
+    return {"functions": json.dumps(tools, ensure_ascii=False, indent=2)} if tools else {}
+
+
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
     """The template, or a `Rejected` that says what to do for a model that has none."""
     if template is None:
@@ -140,7 +148,8 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
-    """The template that `--chat-template` means: one that the model has by that name, the template itself, or a file's path.
+    """The template that `--chat-template` means: one of the model's by its name, a built-in one by its name, the template
+    itself, or a file's path.
 
     None: the one that the model calls `default`, if it has one, and for requests with tools its `tool_use`. Raises
     `ConfigError`.
@@ -151,6 +160,8 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
         return plain if plain is None or with_tools is None else _either(with_tools, plain)
     if value in named:
         return named[value]
+    if value in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[value]
     if "{%" in value or "{{" in value:
         return value
     try:
@@ -159,7 +170,8 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"The chat template {value!r} cannot be read: {reason}.",
-            remedy="--chat-template takes the path of a Jinja2 file, the template itself, or a name that the model has for "
+            remedy="--chat-template takes the path of a Jinja2 file, the template itself, a built-in one "
+            f"({', '.join(BUILTIN_TEMPLATES)}), or a name that the model has for "
             f"one: {', '.join(sorted(named)[:MAX_NAMES]) or 'it has none'}.",
         ) from error
 

@@ -128,7 +128,9 @@ class _Template:
 
         parts: list[str] = []
         num_chars = 0
-        for part in self._template.generate({"strftime_now": strftime_now, **variables, "range": _Range()}):
+        # As llama.cpp has them: days without a time, so that cached prefixes last until midnight.
+        days = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
+        for part in self._template.generate({"strftime_now": strftime_now, **days, **variables, "range": _Range()}):
             num_chars += len(part)
             if num_chars > self._max_chars:
                 raise _Refused(f"The chat template makes more than {self._max_chars} characters of these messages.")

@@ -81,9 +81,12 @@ class Rejected(PenstockError):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
+        """`sizes`: tokens of a prompt that is too long, and tokens of the context."""
         super().__init__(detail)
         self.reason = reason
+        self.sizes = sizes
         self.detail = detail
         self.param = param
         self.retry_after_s = retry_after_s

@@ -50,8 +50,6 @@ class Terms:
     """The time after the arrival in which it waited for its model to be loaded."""
     limits: TenantLimits | None = None
     """The tenant's own."""
-    conversation: bytes = b""
-    """As in the request."""
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason]]:
@@ -144,6 +142,10 @@ class AnswerOptions:
     includes_usage: bool
     """A stream ends with an event of token counts."""
     has_continuous_usage: bool
+    has_timings: bool = False
+    """llama.cpp's `timings`, in every event of a stream."""
+    has_progress: bool = False
+    """llama.cpp's `prompt_progress`, in the first event of a stream that has something of the answer."""
     has_logprobs: bool
     num_prompt_logprobs: int | None = None
     """vLLM's `prompt_logprobs`: so many alternatives to each token of the prompt; None: it is not told of."""

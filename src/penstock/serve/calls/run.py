@@ -470,6 +470,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
             f"{limit} The prompt has {num_prompt_tokens} and the answer may have {max_tokens}, "
             f"{num_prompt_tokens + max_tokens} together. {remedy}",
             call.max_tokens_param if call.max_tokens_param is not None and room > 0 else param,
+            (num_prompt_tokens, max_len) if room <= 0 else None,
         )
     if call.sampling.min_tokens > max_tokens:
         raise _invalid(
@@ -596,7 +597,6 @@ def _requests(
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,
                     cache_salt=salt,
-                    conversation=terms.conversation,
                     adapter=call.adapter,
                     matcher=None if matchers is None else matchers[len(requests)],
                 )
@@ -608,5 +608,5 @@ def _invalid(detail: str, param: str) -> Rejected:
     return Rejected(RejectReason.INVALID, detail, param=param)
 
 
-def _too_long(detail: str, param: str) -> Rejected:
-    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param=param)
+def _too_long(detail: str, param: str, sizes: tuple[int, int] | None = None) -> Rejected:
+    return Rejected(RejectReason.CONTEXT_LENGTH, detail, param=param, sizes=sizes)

@@ -23,14 +23,24 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TOKENS = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z, \t-]{1,4096}")
 """A list of headers' names (RFC 9110, 5.6.2)."""
 
+_HOST = re.compile(rb"(?P<host>\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?P<port>:[0-9]{1,5})?")
+_ORIGIN = re.compile(rb"https?://" + _HOST.pattern)
+
 Headers = list[tuple[bytes, bytes]]
 
 
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
-        """`origins`: as `https://example.org:8443`; `*` is any. Raises `ConfigError` for what no browser would send."""
+        """`origins`: as `https://example.org:8443`, or a host with or without a port, for both schemes; `*` is any.
+
+        Raises `ConfigError` for values that no browser would send.
+        """
         self._takes_any = "*" in origins
-        self._origins = frozenset(_checked(origin) for origin in origins if origin != "*")
+        hosts = [origin.strip().lower() for origin in origins if _HOST.fullmatch(origin.strip().lower().encode())]
+        self._hosts = frozenset(host.encode() for host in hosts if host != "null")
+        self._origins = frozenset(
+            _checked(origin) for origin in origins if origin != "*" and origin.strip().lower().encode() not in self._hosts
+        )
 
     def headers(self, request: Mapping[bytes, bytes]) -> Headers:
         """Headers of the answer to a request that has `request` as its own. An origin that is not allowed is told nothing."""
@@ -55,6 +65,7 @@ class Cors:
         if origin is None or not self._allows(origin):
             return None
         headers = [
+            (b"content-length", b"0"),
             (b"access-control-allow-methods", _METHODS),
             (b"access-control-max-age", b"%d" % _MAX_AGE_S),
             (b"vary", b"Access-Control-Request-Method, Access-Control-Request-Headers"),
@@ -62,15 +73,18 @@ class Cors:
         asked = request.get(b"access-control-request-headers", b"")
         if _TOKENS.fullmatch(asked):
             headers.append((b"access-control-allow-headers", asked))
-        return {"type": "http.response.start", "status": 204, "headers": headers}
+        return {"type": "http.response.start", "status": 200, "headers": headers}
 
     def _allows(self, origin: bytes) -> bool:
-        return self._takes_any or origin in self._origins
+        if self._takes_any or origin in self._origins:
+            return True
+        parts = _ORIGIN.fullmatch(origin)
+        return parts is not None and not self._hosts.isdisjoint((parts["host"], parts["host"] + (parts["port"] or b"")))
 
 
 def _checked(origin: str) -> bytes:
     """An origin as browsers write it: in small letters, without the scheme's own port."""
-    remedy = "Write each as https://example.org or http://localhost:3000, after an --allowed-origins of its own; * is any."
+    remedy = "Write each as https://example.org, localhost:3000 or localhost, after an --allowed-origins of its own; * is any."
     try:
         parts = urlsplit(origin.strip())
         port, host = parts.port, parts.hostname or ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -16,7 +17,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.calls.call import Call, Conversation
 from penstock.serve.calls.in_flight import InFlight
-from penstock.serve.calls.run import mixed_ids, render
+from penstock.serve.calls.run import check_text_size, mixed_ids, render
 from penstock.serve.errors import in_words, invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
@@ -71,12 +72,26 @@ class LlamaFace(CallEndpoint):
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
         """The prompt that the model's chat template makes of a chat, whose fields are those of `/v1/chat/completions`."""
+        return await self._of_chat(data, http, lambda prompt, _running: {"prompt": prompt})
+
+    async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
+        """The number of tokens of a chat, whose fields are those of `/v1/chat/completions`."""
+
+        def count(prompt: str, running: RunningModel) -> dict[str, Any]:
+            check_text_size(prompt, running, "messages")
+            num_tokens = len(running.tokenizer.encode(prompt, add_special_tokens=False))
+            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+        return await self._of_chat(data, http, count)
+
+    async def _of_chat(self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], dict[str, Any]]) -> Response:
+        """What `tell` makes of the prompt of a chat, and of its model."""
         call = await self._off_loop.run(len(data), lambda: self.reader.chat(data, http.scope), limit=INLINE_MAX_BYTES)
         assert isinstance(call.prompts, Conversation)
-        tenant = read_owner(http.scope, self._config).tenant
-        with call.running.using():
-            prompt = await unless_gone(http, render(call.prompts, call.running, tenant, len(data)))
-            content = await call.running.off_loop.run(len(prompt), lambda: orjson.dumps({"prompt": prompt}))
+        tenant, running = read_owner(http.scope, self._config).tenant, call.running
+        with running.using():
+            prompt = await unless_gone(http, render(call.prompts, running, tenant, len(data)))
+            content = await running.off_loop.run(len(prompt), lambda: orjson.dumps(tell(prompt, running)))
         return Response(content, media_type="application/json")
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:

@@ -139,6 +139,7 @@ class LlamaBody(Body):
     """Another name of `n_probs`."""
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     response_fields: (
         Annotated[
             list[Annotated[str, Field(max_length=MAX_RESPONSE_FIELD_CHARS)]],
@@ -180,9 +181,8 @@ class LlamaBody(Body):
     grammar_lazy: Annotated[Any, NotYet(False)] = None
     grammar_triggers: Annotated[Any, NotYet([])] = None
     preserved_tokens: Annotated[Any, NotYet([])] = None
-    return_progress: Annotated[Any, NotYet(False)] = None
     stream_options: Annotated[Any, NotYet({}, {"include_usage": False})] = None
-    verbose: Annotated[Any, NotYet(False)] = None
+    verbose: Unread = None
     lora: Annotated[Any, NotYet([])] = None
     """An adapter is asked for by `model`."""
 
@@ -319,6 +319,7 @@ class LlamaReader:
             fields=tuple(body.response_fields or ()),
             has_tokens=bool(body.return_tokens),
             has_timings=bool(body.timings_per_token),
+            has_progress=bool(body.return_progress),
         )
         call = dataclasses.replace(
             call,
@@ -495,7 +496,7 @@ def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float] | None,
             if bias is False:
                 banned[token_id,] = None
             else:
-                biases[token_id] = biases.get(token_id, 0.0) + bias
+                biases[token_id] = max(-MAX_BIAS, min(biases.get(token_id, 0.0) + bias, MAX_BIAS))
     if (num_tokens := len(biases) + len(banned)) > MAX_BIASED_TOKENS:
         raise invalid(f"'logit_bias' names {num_tokens} tokens; at most {MAX_BIASED_TOKENS} are taken.", "logit_bias")
     return {str(token_id): bias for token_id, bias in biases.items()}, tuple(banned)

@@ -5,6 +5,7 @@ A slot is a row of the engine's steps. Rows of other owners are told by their nu
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,11 +17,14 @@ from starlette.responses import Response
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ModelCard
 from penstock.serve.calls.in_flight import InFlight
 from penstock.serve.errors import ApiError, shorten, unavailable
 from penstock.serve.llama_cpp.write import generation_settings
-from penstock.serve.openai.read import find_model, read_owner, read_sampling
+from penstock.serve.openai.read import find_allowed, find_model, read_owner, read_sampling
 from penstock.serve.openai.schemas import GenerationBody
+from penstock.text.dialects import Dialect, find_dialect
+from penstock.types.errors import ModelAway
 from penstock.types.request import Request, RequestStatus
 
 _INSTEAD: Mapping[str, str] = MappingProxyType(
@@ -45,24 +49,24 @@ class LlamaStatus:
         self._in_flight = in_flight
 
     async def props(self, http: HttpRequest) -> dict[str, Any]:
-        """Tell what a model is, and how it samples by default. `model_path` is its name: paths are not told."""
-        running = self._find(http)
+        """Tell what a model is, and how it samples by default. `model_path` is its name: paths are not told.
+
+        A model that is not loaded is asleep: it is described by its files, as far as these say something.
+        """
+        served, _ = find_allowed(http.query_params.get("model"), self._deployment, http.scope)
+        try:
+            running = served.answerer()
+        except ModelAway:
+            return _props(served.name, is_sleeping=True) | _of_files(await asyncio.to_thread(served.card))
         model, template, special = running.model, running.chat_template, running.tokenizer.special_tokens
         settings = {} if model.encoder else generation_settings(read_sampling(GenerationBody(), None, running), n_predict=-1)
-        return {
+        return _props(model.name, is_sleeping=False) | {
             "default_generation_settings": {"params": settings, "n_ctx": model.max_model_len},
             "total_slots": _num_slots(running)[0],
-            "model_alias": model.name,
-            "model_path": model.name,
-            "modalities": {"vision": False, "audio": False},
-            "endpoint_slots": True,
-            "endpoint_props": False,
-            "endpoint_metrics": True,
             "chat_template": "" if template is None else template.source,
+            "chat_template_caps": _caps(running.dialect, has_template=template is not None),
             "bos_token": special.get("bos_token", ""),
             "eos_token": special.get("eos_token", ""),
-            "build_info": f"penstock-{penstock.__version__}",
-            "is_sleeping": False,
         }
 
     async def slots(self, http: HttpRequest) -> list[dict[str, Any]]:
@@ -82,6 +86,47 @@ class LlamaStatus:
 
     def _find(self, http: HttpRequest) -> RunningModel:
         return find_model(http.query_params.get("model"), self._deployment, http.scope)
+
+
+def _props(name: str, *, is_sleeping: bool) -> dict[str, Any]:
+    """The fields of `/props` that need no loaded model."""
+    return {
+        "model_alias": name,
+        "model_path": name,
+        "modalities": {"vision": False, "audio": False},
+        "endpoint_slots": True,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
+        "build_info": f"penstock-{penstock.__version__}",
+        "is_sleeping": is_sleeping,
+    }
+
+
+def _of_files(card: ModelCard) -> dict[str, Any]:
+    """The fields of `/props` that a model's files tell."""
+    template = card.chat_template
+    return {
+        "default_generation_settings": {"params": {}, "n_ctx": card.max_model_len or 0},
+        "total_slots": 0,
+        "chat_template": template,
+        "chat_template_caps": _caps(find_dialect(template), has_template=bool(template)),
+        "bos_token": "",
+        "eos_token": "",
+    }
+
+
+def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
+    """What chats can have. Tools work with every template: where one knows none, they are in the system message."""
+    return {
+        "supports_tools": has_template,
+        "supports_tool_calls": has_template,
+        "supports_parallel_tool_calls": has_template and dialect.tools.ways[0].between is not None,
+        "supports_system_role": has_template and dialect.takes_system,
+        "supports_string_content": has_template,
+        "supports_typed_content": False,  # parts of a message are joined to a text before the template sees them
+        "supports_object_arguments": has_template and not dialect.takes_text_arguments,
+        "supports_preserve_reasoning": has_template and dialect.reasoning is not None,
+    }
 
 
 def _num_slots(running: RunningModel) -> tuple[int, int]:

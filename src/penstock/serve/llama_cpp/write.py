@@ -13,8 +13,9 @@ import orjson
 
 from penstock.engine.ports import OutputChunk
 from penstock.serve.calls.in_flight import RunningCall
-from penstock.serve.errors import ApiError
-from penstock.serve.openai.write import ChoiceRecord, Writer, shown_logprobs, times_ms
+from penstock.serve.errors import ApiError, told_sizes
+from penstock.serve.openai.timings import Timings
+from penstock.serve.openai.write import ChoiceRecord, Writer, shown_logprobs
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
@@ -73,7 +74,7 @@ def llama_words(error: ApiError) -> dict[str, Any]:
         kind = "exceed_context_size_error"
     elif error.code == NOT_SUPPORTED:
         kind = "not_supported_error"
-    return {"error": {"code": error.status_code, "message": error.message, "type": kind}}
+    return {"error": {"code": error.status_code, "message": error.message, "type": kind, **told_sizes(error)}}
 
 
 def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
@@ -109,6 +110,8 @@ class Shown:
     has_tokens: bool
     has_timings: bool
     """In every event."""
+    has_progress: bool
+    """In the first event of each choice."""
 
     @property
     def has_prompt(self) -> bool:
@@ -123,15 +126,12 @@ class LlamaWriter(Writer):
         self._tokenizer = tokenizer
         self._shown = shown
         self._has_new_line = [False] * len(call.requests)
-        self._times_ns: dict[int, tuple[int, int]] = {}
-        """By choice: when its first step began, and when its first token was there."""
+        self._timings = Timings(call)
+        self._has_progress = [not shown.has_progress] * len(call.requests)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
         self._has_new_line[index] |= "\n" in chunk.text
-        if self._shown.has_timings and chunk.first_token_ns is not None and index not in self._times_ns:
-            begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
-            self._times_ns[index] = begun_ns, chunk.first_token_ns
         events = _event(self._piece(index, chunk)) if chunk.text or chunk.token_ids else b""
         if chunk.finish_reason is None:
             return events
@@ -165,8 +165,10 @@ class LlamaWriter(Writer):
             "tokens_evaluated": self._call.requests[index].num_prompt_tokens,
         }
         if self._shown.has_timings:
-            begun_ns, first_ns = self._times_ns.get(index, (chunk.at_ns, chunk.at_ns))
-            piece["timings"] = self._timings(index, chunk, (first_ns - begun_ns) / 1e6, (chunk.at_ns - first_ns) / 1e6)
+            piece["timings"] = self._timings.of(index, chunk)
+        if not self._has_progress[index]:
+            self._has_progress[index] = True
+            piece["prompt_progress"] = self._timings.progress(index, chunk)
         return piece | self._probabilities(shown_logprobs(self._options, chunk))
 
     def _final(
@@ -179,7 +181,6 @@ class LlamaWriter(Writer):
     ) -> dict[str, Any]:
         """The answer of a choice whose last chunk this is. `text`, `tokens`, `entries`: what no event has told."""
         request, call = self._call.requests[index], self._call
-        _, prompt_ms, predicted_ms = times_ms(call.terms.arrival_ns, chunk)
         num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
         answer = {
             "index": index,
@@ -196,7 +197,7 @@ class LlamaWriter(Writer):
             "truncated": self._is_at_limit(chunk) and num_tokens >= call.running.admission.max_len(self._options.adapter),
             **_stop(chunk),
             "tokens_cached": chunk.num_cached_tokens,
-            "timings": self._timings(index, chunk, prompt_ms, predicted_ms),
+            "timings": self._timings.of(index, chunk),
             **self._probabilities(entries),
         }
         return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
@@ -205,15 +206,6 @@ class LlamaWriter(Writer):
         """The choice ended before it had as many tokens as were asked for, and by no stop."""
         asked = self._call.max_tokens
         return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
-
-    def _timings(self, index: int, chunk: OutputChunk, prompt_ms: float, predicted_ms: float) -> dict[str, Any]:
-        num_cached = chunk.num_cached_tokens
-        num_prompt, num_predicted = self._call.requests[index].num_prompt_tokens - num_cached, chunk.num_generated_tokens
-        return {
-            "cache_n": num_cached,
-            **_speed("prompt", num_prompt, prompt_ms),
-            **_speed("predicted", num_predicted, predicted_ms),
-        }
 
     def _probabilities(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if not entries:
@@ -240,15 +232,6 @@ def _stop(chunk: OutputChunk) -> dict[str, Any]:
     if isinstance(chunk.stop_reason, str):
         return {"stop_type": "word", "stopping_word": chunk.stop_reason}
     return {"stop_type": "eos", "stopping_word": ""}
-
-
-def _speed(name: str, number: int, time_ms: float) -> dict[str, Any]:
-    return {
-        f"{name}_n": number,
-        f"{name}_ms": time_ms,
-        f"{name}_per_token_ms": time_ms / number if number else 0.0,
-        f"{name}_per_second": 1000 * number / time_ms if time_ms else 0.0,
-    }
 
 
 def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -27,9 +26,6 @@ from penstock.serve.openai.schemas import Body, IgnoredParameters, Unread, parse
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
-from penstock.types.errors import PenstockError
-
-_log = logging.getLogger(__name__)
 
 _INSTEAD = {
     "/api/push": "Nothing is sent to a library from here.",
@@ -136,7 +132,7 @@ class OllamaModels:
 
     async def _card(self, served: ServedModel) -> ModelCard:
         if served not in self._cards:
-            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(_read_card, served))
+            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.card))
         return await asyncio.shield(self._cards[served])
 
 
@@ -155,17 +151,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("DELETE", "/api/delete"),
 )
 """Methods and paths of what is refused."""
-
-
-def _read_card(served: ServedModel) -> ModelCard:
-    """Files that can't be read say nothing here; a load tells why."""
-    if served.read_card is None:
-        return ModelCard()
-    try:
-        return served.read_card()
-    except (PenstockError, OSError) as error:
-        _log.warning("the files of %s can't be described: %s", served.name, error)
-        return ModelCard()
 
 
 def _named(served: ServedModel, name: str, card: ModelCard) -> dict[str, Any]:

@@ -322,7 +322,6 @@ class Reader:
             user=body.safety_identifier or body.user or "",
             priority=body.priority,
             cache_salt=body.cache_salt or "",
-            conversation=body.prompt_cache_key or body.session_id or body.user or "",
         )
         options = body.stream_options
         if options is not None and not body.stream:
@@ -437,6 +436,8 @@ def _call(
         is_streamed=bool(body.stream),
         includes_usage=bool(options and options.include_usage),
         has_continuous_usage=bool(options and options.continuous_usage_stats),
+        has_timings=bool(body.timings_per_token),
+        has_progress=bool(body.return_progress and body.stream),
         has_logprobs=has_logprobs,
         num_prompt_logprobs=body.prompt_logprobs,
         num_echo_logprobs=num_echo_logprobs,
@@ -695,9 +696,8 @@ def read_terms(
     user: str = "",
     priority: int | None = None,
     cache_salt: str = "",
-    conversation: str = "",
 ) -> Terms:
-    """From the headers, and from fields of the body, which are the last four; time-outs are those of the call's arm.
+    """From the headers, and from fields of the body, which are the last three; time-outs are those of the call's arm.
 
     `arrival_ns`: now, unless the request has waited for its model. Raises 400 for what is malformed, contradicts the other or
     asks for what is not there.
@@ -729,16 +729,9 @@ def read_terms(
         ),
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
-        conversation=_conversation_of(owner, conversation),
         arm=arm,
         model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
     )
-
-
-def _conversation_of(owner: Owner, name: str) -> bytes:
-    """Return what stands for the conversation's name: no tenant can name the conversation of another."""
-    salt = hashlib.blake2b(owner.tenant.encode()).digest()
-    return hashlib.blake2b(name.encode(), digest_size=16, key=salt).digest() if name else b""
 
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:

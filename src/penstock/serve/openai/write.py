@@ -29,6 +29,7 @@ from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed
 from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
 from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from penstock.serve.openai.timings import Timings
 from penstock.text.answers import (
     Answer,
     AnswerForm,
@@ -194,7 +195,14 @@ class AnswerWriter(Writer):
     def __init__(self, call: RunningCall, tokenizer: Tokenizer) -> None:
         super().__init__(call)
         self._tokenizer = tokenizer
-        self._is_plain = not (call.answer.has_logprobs or call.answer.has_token_ids or call.answer.has_continuous_usage)
+        options = call.answer
+        self._timings = Timings(call) if options.has_timings or options.has_progress else None
+        self._has_progress = [False] * len(call.requests)
+        self._timed = b""
+        """The fields of `timings.Timings` in the events of a chunk."""
+        self._is_plain = not (
+            options.has_logprobs or options.has_token_ids or options.has_continuous_usage or self._timings is not None
+        )
         self._head = b""
         self._prefixes: list[bytes] = []
         self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
@@ -217,7 +225,10 @@ class AnswerWriter(Writer):
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         """The answer that is not streamed."""
         choices = [self._choice(index, record) for index, record in enumerate(records)]
-        return {**self._answer_head(self.kind), "choices": choices, "usage": self._usage()}
+        answer = {**self._answer_head(self.kind), "choices": choices, "usage": self._usage()}
+        if self._timings is not None and self._options.has_timings:
+            answer["timings"] = self._timings.of(0, records[0].last)
+        return answer
 
     @abstractmethod
     def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
@@ -242,9 +253,21 @@ class AnswerWriter(Writer):
         return {"prompt_logprobs": prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)}
 
     def _usage_suffix(self) -> bytes:
-        if not self._options.has_continuous_usage:
-            return self._suffix
-        return b'}],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+        suffix = self._suffix
+        if self._options.has_continuous_usage:
+            suffix = b'}],"usage":' + orjson.dumps(self._usage()) + b"}\n\n"
+        return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
+
+    def _count(self, index: int, chunk: OutputChunk) -> None:
+        """Take note of a chunk before its events are written."""
+        self.usage.add(index, chunk)
+        if self._timings is None:
+            return
+        fields = {"timings": self._timings.of(index, chunk)} if self._options.has_timings else {}
+        if self._options.has_progress and not self._has_progress[index]:
+            self._has_progress[index] = True
+            fields["prompt_progress"] = self._timings.progress(index, chunk)
+        self._timed = b"," + orjson.dumps(fields)[1:-1] if fields else b""
 
     def _usage(self) -> dict[str, Any]:
         return self.usage.body()
@@ -281,7 +304,7 @@ class ChatWriter(AnswerWriter):
         return times + self._head + prompt + events.removeprefix(self._head)
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        self._count(index, chunk)
         data = self._content(index, chunk) if self._choices is None else self._parts(index, chunk, self._choices[index])
         if chunk.finish_reason is None:
             return data
@@ -495,7 +518,7 @@ class CompletionWriter(AnswerWriter):
         return times + b"".join([prefix + orjson.dumps(echo) + end for prefix, echo in pairs if echo])
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
-        self.usage.add(index, chunk)
+        self._count(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
             return self._prefixes[index] + orjson.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
         echo = b"" if self._options.num_echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)

@@ -43,11 +43,15 @@ TextsOrIds = Annotated[
         {
             "anyOf": [
                 {"type": "string", "minLength": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_TEXTS},
                 {"type": "array", "items": {"type": "integer"}, "minItems": 1},
                 {
                     "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "items": {
+                        "anyOf": [
+                            {"type": "string", "minLength": 1},
+                            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                        ]
+                    },
                     "minItems": 1,
                     "maxItems": MAX_TEXTS,
                 },
@@ -166,37 +170,56 @@ class TextsReader:
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
-    """A text, texts or, with a vocabulary, token ids or lists of those; `prefix` is put before texts. Raises 400."""
+    """A text, texts or, with a vocabulary, token ids, or a list of texts and lists of ids; `prefix` is put before texts.
+
+    Raises 400.
+    """
     if isinstance(value, str):
         return [_text(value, param, prefix)]
     if not isinstance(value, list):
         ids = "" if vocab_size is None else ", token ids or lists of those"
         raise invalid(f"'{param}' must be a string, a list of strings{ids}.", param)
     check_length(value, param)
-    kind = type(value[0])
-    if kind is int and vocab_size is not None:
+    if type(value[0]) is int and vocab_size is not None:
         return [_token_ids(value, param, vocab_size)]
     texts: list[TextInput] = []
     for index, item in enumerate(value):
         name = f"{param}[{index}]"
-        if kind is list and vocab_size is not None and type(item) is list:
-            texts.append(_token_ids(item, name, vocab_size))
-        elif kind is str and type(item) is str:
+        if type(item) is str:
             texts.append(_text(item, name, prefix))
-        elif kind is str or vocab_size is None:
-            raise invalid(f"'{name}' must be a string.", name)
+        elif type(item) is list and vocab_size is not None:
+            texts.append(_token_ids(item, name, vocab_size))
         else:
-            raise invalid(f"'{name}' must be a string, or a list of token ids, as the first one is.", name)
+            ids = "" if vocab_size is None else ", or a list of token ids"
+            raise invalid(f"'{name}' must be a string{ids}.", name)
     return texts
 
 
 def read_prompted(value: Any, param: str, asked: Asked, prompt_name: str | None) -> list[TextInput]:
     """Texts or token ids of a field, checked as by `read_texts`, with a prompt of the model before each text. Raises 400."""
     prompt = prompt_text(asked.encoder, prompt_name)
+    if isinstance(value, list):
+        if any(type(item) is int for item in value):
+            value = _spelled(value, param, asked.running)
+        else:
+            value = [_spelled(item, f"{param}[{index}]", asked.running) for index, item in enumerate(value)]
     texts = read_texts(value, param, vocab_size=asked.running.model.vocab_size, prefix=prompt)
-    if prompt_name is not None and isinstance(texts[0], TokenIds):
+    if prompt_name is not None and any(isinstance(text, TokenIds) for text in texts):
         raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
     return texts
+
+
+def _spelled(value: Any, param: str, running: RunningModel) -> Any:
+    """A list of token ids and texts as ids alone; anything else as it is. Raises 400."""
+    if not isinstance(value, list) or not any(type(part) is int for part in value):
+        return value
+    num_texts = sum([isinstance(part, str) for part in value])
+    if num_texts > MAX_TEXTS:
+        raise invalid(f"'{param}' has {num_texts} strings between token ids; at most {MAX_TEXTS} are taken.", param)
+    ids: list[Any] = []
+    for part in value:
+        ids += running.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else [part]
+    return ids
 
 
 def read_documents(value: Any, param: str) -> list[str]:

@@ -1,0 +1,55 @@
+"""llama.cpp's `timings` and `prompt_progress`: made by a writer for answers that were asked for with one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engine.ports import OutputChunk
+from penstock.serve.calls.in_flight import RunningCall
+
+
+class Timings:
+    """The times of one call's choices. Prompt times begin with the first step, so no waiting is in them."""
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call = call
+        self._times_ns: dict[int, tuple[int, int]] = {}
+        """By choice: when its first step began, and when its first token was there."""
+
+    def of(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return `timings` up to this chunk, which no later one precedes."""
+        begun_ns, first_ns = self._times(index, chunk)
+        num_cached = chunk.num_cached_tokens
+        num_prompt = self._call.requests[index].num_prompt_tokens - num_cached
+        return {
+            "cache_n": num_cached,
+            **_speed("prompt", num_prompt, (first_ns - begun_ns) / 1e6),
+            **_speed("predicted", chunk.num_generated_tokens, (chunk.at_ns - first_ns) / 1e6),
+        }
+
+    def progress(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
+        """Return `prompt_progress` of a choice whose prompt is computed."""
+        begun_ns, first_ns = self._times(index, chunk)
+        num_tokens = self._call.requests[index].num_prompt_tokens
+        return {
+            "total": num_tokens,
+            "cache": chunk.num_cached_tokens,
+            "processed": num_tokens,
+            "time_ms": (first_ns - begun_ns) / 1e6,
+        }
+
+    def _times(self, index: int, chunk: OutputChunk) -> tuple[int, int]:
+        """When the choice's first step began, and when its first token was there: a choice's first chunk has both."""
+        if index not in self._times_ns and chunk.first_token_ns is not None:
+            begun_ns = chunk.first_token_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
+            self._times_ns[index] = begun_ns, chunk.first_token_ns
+        return self._times_ns.get(index, (chunk.at_ns, chunk.at_ns))
+
+
+def _speed(name: str, number: int, time_ms: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": number,
+        f"{name}_ms": time_ms,
+        f"{name}_per_token_ms": time_ms / number if number else 0.0,
+        f"{name}_per_second": 1000 * number / time_ms if time_ms else 0.0,
+    }

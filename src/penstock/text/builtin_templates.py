@@ -1,0 +1,94 @@
+"""Chat templates that `--chat-template` takes by name, for models whose files have none: short Jinja, read by `text.chat`.
+
+Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token where the family has one.
+None knows tools: `text.dialects` puts them into the system message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_BOS = "{{ bos_token }}"
+_EACH = "{% for message in messages %}"
+_ASK = "{% endfor %}{% if add_generation_prompt %}"
+_SYSTEM_FIRST = (
+    "{% set system = messages[0].content if messages and messages[0].role == 'system' else '' %}"
+    "{% set turns = messages[1:] if system else messages %}"
+)
+"""Sets `system` to the text of a leading system message, and `turns` to the other messages."""
+
+BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
+    {
+        "chatml": (
+            _EACH
+            + "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+            + _ASK
+            + "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+        ),
+        "deepseek3": (
+            _BOS
+            + _EACH
+            + "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+            + "{% elif message.role == 'assistant' %}{{ '<｜Assistant｜>' + message.content + '<｜end▁of▁sentence｜>' }}"
+            + "{% else %}{{ '<｜User｜>' + message.content }}{% endif %}"
+            + _ASK
+            + "{{ '<｜Assistant｜>' }}{% endif %}"
+        ),
+        "gemma": (
+            _BOS
+            + _SYSTEM_FIRST
+            + "{% for message in turns %}"
+            + "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}"
+            + "{% if loop.first and system %}{{ system | trim + '\\n\\n' }}{% endif %}"
+            + "{{ message.content | trim + '<end_of_turn>\\n' }}"
+            + _ASK
+            + "{{ '<start_of_turn>model\\n' }}{% endif %}"
+        ),
+        "llama2": (
+            _SYSTEM_FIRST
+            + "{% for message in turns %}"
+            + "{% if message.role == 'assistant' %}{{ ' ' ~ message.content ~ ' ' ~ eos_token }}"
+            + "{% else %}{{ bos_token ~ '[INST] ' }}"
+            + "{% if loop.first and system %}{{ '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' }}{% endif %}"
+            + "{{ message.content + ' [/INST]' }}{% endif %}{% endfor %}"
+        ),
+        "llama3": (
+            _BOS
+            + _EACH
+            + "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}"
+            + _ASK
+            + "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+        ),
+        "mistral-v7": (
+            _BOS
+            + _EACH
+            + "{% if message.role == 'system' %}{{ '[SYSTEM_PROMPT] ' + message.content + '[/SYSTEM_PROMPT]' }}"
+            + "{% elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ eos_token }}"
+            + "{% else %}{{ '[INST] ' + message.content + '[/INST]' }}{% endif %}{% endfor %}"
+        ),
+        "phi3": (
+            _BOS
+            + _EACH
+            + "{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}"
+            + _ASK
+            + "{{ '<|assistant|>\\n' }}{% endif %}"
+        ),
+        "vicuna": (
+            _BOS
+            + _EACH
+            + "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
+            + "{% elif message.role == 'assistant' %}{{ 'ASSISTANT: ' ~ message.content ~ eos_token ~ '\\n' }}"
+            + "{% else %}{{ 'USER: ' + message.content + '\\n' }}{% endif %}"
+            + _ASK
+            + "{{ 'ASSISTANT:' }}{% endif %}"
+        ),
+        "zephyr": (
+            _BOS
+            + _EACH
+            + "{{ '<|' + message.role + '|>\\n' ~ message.content ~ eos_token ~ '\\n' }}"
+            + _ASK
+            + "{{ '<|assistant|>\\n' }}{% endif %}"
+        ),
+    }
+)
