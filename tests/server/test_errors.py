@@ -322,7 +322,7 @@ async def test_unknown_model_card_is_a_404(client):
     check(await client.get("/v1/models/nope"), 404, "model_not_found", "model")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/assistants", "/load", "/v1/models/", "/v1/completions/"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/assistants", "/load", "/v1/models/", "/v1/completions/"])
 async def test_unknown_routes_are_plain_404s(client, path):
     response = await client.post(path, json={})
     assert response.status_code in (404, 405)
