@@ -85,7 +85,7 @@ class LlamaFace(CallEndpoint):
         return await self._of_chat(data, http, count)
 
     async def _of_chat(self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], dict[str, Any]]) -> Response:
-        """What `tell` makes of the prompt of a chat, and of its model."""
+        """Return what `tell` makes of the prompt of a chat, and of its model."""
         call = await self._off_loop.run(len(data), lambda: self.reader.chat(data, http.scope), limit=INLINE_MAX_BYTES)
         assert isinstance(call.prompts, Conversation)
         tenant, running = read_owner(http.scope, self._config).tenant, call.running

@@ -116,7 +116,7 @@ def _of_files(card: ModelCard) -> dict[str, Any]:
 
 
 def _caps(dialect: Dialect, *, has_template: bool) -> dict[str, bool]:
-    """What chats can have. Tools work with every template: where one knows none, they are in the system message."""
+    """Return what chats can have. Tools work with every template: where one knows none, the system message has them."""
     return {
         "supports_tools": has_template,
         "supports_tool_calls": has_template,
