@@ -153,22 +153,30 @@ def with_smolagents(served: Served) -> None:
 
 
 def with_openai_agents(served: Served) -> None:
-    """A tool that the model calls of its own accord, whole and as a stream."""
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+    """A tool that the model calls of its own accord, whole and as a stream, over chats and over responses."""
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="openai-agents", max_retries=0)
-    agent = Agent(
-        name="Weather",
-        instructions="Be brief.",
-        model=OpenAIChatCompletionsModel(model=served.model, openai_client=client),
-        model_settings=ModelSettings(temperature=0, max_tokens=100),
-        tools=[function_tool(get_weather)],
-        tool_use_behavior="stop_on_first_tool",
-    )
 
-    async def ask() -> None:
+    async def ask(model: OpenAIChatCompletionsModel | OpenAIResponsesModel) -> None:
+        agent = Agent(
+            name="Weather",
+            instructions="Be brief.",
+            model=model,
+            model_settings=ModelSettings(temperature=0, max_tokens=100),
+            tools=[function_tool(get_weather)],
+            tool_use_behavior="stop_on_first_tool",
+        )
         whole = await Runner.run(agent, QUESTION)
         assert whole.final_output == get_weather("Rome")
         streamed = Runner.run_streamed(agent, QUESTION)
@@ -176,7 +184,11 @@ def with_openai_agents(served: Served) -> None:
         assert "tool_called" in names
         assert streamed.final_output == whole.final_output
 
-    asyncio.run(ask())
+    async def ask_both() -> None:
+        for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+            await ask(kind(model=served.model, openai_client=client))
+
+    asyncio.run(ask_both())
 
 
 def with_llama_index(served: Served) -> None:
@@ -208,6 +220,7 @@ def with_llama_index(served: Served) -> None:
 def with_autogen(served: Served) -> None:
     """A tool that the model calls of its own accord, whole and as a stream."""
     from autogen_agentchat.agents import AssistantAgent
+    from autogen_core.models import UserMessage
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
     able = {"vision": False, "function_calling": True, "json_output": True, "structured_output": True, "family": "unknown"}
@@ -227,6 +240,10 @@ def with_autogen(served: Served) -> None:
             agent = AssistantAgent("weather", model_client=client, **few)
             answer = await agent.run(task=QUESTION)
             assert answer.messages[-1].to_text() == get_weather("Rome")
+        # Streams have no usage unless it is asked for.
+        *_, last = [part async for part in client.create_stream([UserMessage(content="Hi", source="user")], include_usage=True)]
+        assert last.usage.prompt_tokens > 0
+        assert last.usage.completion_tokens > 0
         await client.close()
 
     asyncio.run(ask())

@@ -59,7 +59,7 @@ def words_for(body, answer):
     """A call's beginning where the recorded model called a tool, maybe of its own accord: the grammar says the rest. A text
     goes before it where the recorded model said one. Else a text that goes up to a stop string."""
     events = json.dumps(answer)
-    if "tools" not in body or not re.search(r'"(tool_calls": \[|input": \{|response.function_call)', events):
+    if "tools" not in body or not re.search(r'"(tool_calls": \[|input": \{|call_id": ")', events):
         return "".join(["Hello.", *(body.get("stop_sequences") or body.get("stop") or ())][:2])
     tool = body["tools"][0]
     text = "Hello.\n" if '"response.output_text.delta"' in events else ""
