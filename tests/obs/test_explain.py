@@ -438,7 +438,7 @@ class TestPrefixes:
         bench.add("a", 13, max_tokens=1)
         assert self.told_stop(bench, "a") == (0, PrefixEnd.UNSEEN, 0)
 
-    @pytest.mark.parametrize("num_common", [1, 3, 4, 6, 8, 11])
+    @pytest.mark.parametrize("num_common", [1, 3, 4, 6, 8, 10])
     def test_the_first_token_that_differs(self, num_common: int) -> None:
         bench = Bench()
         bench.add("a", 13, max_tokens=1)
@@ -447,6 +447,16 @@ class TestPrefixes:
         assert self.told_stop(bench, "b") == (num_common, PrefixEnd.DIFFERS, num_common)
         assert f"token {num_common} is another than in the cache" in summary(bench.told("b"))
         assert f"; {'1 was' if num_common == 1 else f'{num_common} were'} in the cache (" in summary(bench.told("b"))
+
+    @pytest.mark.parametrize("num_common", [13, 16, 18])
+    def test_a_history_without_the_answer_that_was_generated(self, num_common: int) -> None:
+        bench = Bench()
+        bench.add("a", 13, max_tokens=9)
+        bench.run()
+        said = [*range(1, 14), *bench.driver.outcomes["a"].token_ids]
+        bench.add("b", [*said[:num_common], *[99] * 9], max_tokens=1)
+        assert self.told_stop(bench, "b") == (num_common, PrefixEnd.ANSWER, num_common)
+        assert f"from token {num_common} on, the history differs from an answer" in summary(bench.told("b"))
 
     @pytest.mark.parametrize("num_cached", [8, 10])
     def test_nothing_was_seen_behind_what_is_cached(self, num_cached: int) -> None:

@@ -31,6 +31,7 @@ _WITHOUT = (
     "prefix_sharing",
     "kv_eviction",
     "kv_eviction_args",
+    "kv_rest",
     "kv_watermark",
     "kv_host_size",
     "kv_disk_size",

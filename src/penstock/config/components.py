@@ -153,6 +153,12 @@ class KvConfig(Component):
         default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
     )
     kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
+    kv_rest_s: float | None = duration(
+        None,
+        "How much longer than other cached prefixes those of conversations are kept between two turns; 0: no longer.",
+        minimum=0.0,
+        default_doc="60s",
+    )
     kv_host_size_bytes: int = size(
         0, "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.", minimum=0
     )

@@ -25,6 +25,7 @@ SETTING_FLAGS: Mapping[str, str] = {
     "long_prefill_token_threshold": "--long-prefill-token-threshold",
     "max_long_partial_prefills": "--max-long-partial-prefills",
     "share": "--kv-watermark",
+    "rest_ns": "--kv-rest",
 }
 """Field of a policy -> the flag that sets it."""
 _OF_ANSWERS = (
@@ -114,6 +115,7 @@ def _choose_policies(config: Config, preset: str) -> Policies:
                 "max_long_partial_prefills": chosen.max_long_partial_prefills,
             },
             "reserve": {"share": config.kv.kv_watermark},
+            "eviction": {"rest_ns": None if config.kv.kv_rest_s is None else round(config.kv.kv_rest_s * 1e9)},
         },
         arguments={
             "gate": chosen.batching_args or {},
@@ -131,6 +133,8 @@ def _check_eviction(kv: KvConfig, policies: Policies) -> None:
     """Whether the eviction that is asked for would change anything."""
     if kv.kv_eviction is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
+    if kv.kv_rest_s is not None and not kv.prefix_caching:
+        raise ConfigError("Without prefix caching no conversation is cached.", remedy="Leave --kv-rest out.")
     if kv.kv_eviction == "priority" and not policies.order.reads_priority:
         raise ConfigError(
             "There are no priorities by which to evict: a request may only have one under --policy priority.",

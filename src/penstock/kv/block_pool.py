@@ -12,6 +12,9 @@ middle (a prefix hit revives it) is therefore O(1), and nothing is allocated per
 
 A block may be given back on account of a group. It then lies in a list of that group, of the same kind, and
 when the list above is empty the eviction policy names the group that loses its head (`eviction.py`).
+
+Blocks of conversations rest: each group has a second list for them. Of the two heads the older one is lost, and a resting
+block counts as freed `rest_ns` later than it was, while no more than `MAX_RESTING_SHARE` of the group's blocks rest.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 
 NULL_BLOCK_ID = 0
 """Belongs to nobody and is never given out; padding may be written to it."""
+MAX_RESTING_SHARE = 0.75
+"""Share of a group's cached blocks that may outlast others because they rest. More than that are evicted like any other."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """The cached blocks of one group."""
+    """The cached blocks of one group, in two lists."""
 
     end_idx: int
-    """Its entry in the arrays of neighbours: next is the head of its list, prev the tail."""
+    """Entry of the list in the arrays of neighbours: next is its head, prev its tail."""
+    rest_idx: int
+    """The same of the list of blocks that rest."""
     num_blocks: int = 0
+    """Blocks in both lists."""
+    num_resting: int = 0
 
 
 class BlockPool:
@@ -47,18 +56,25 @@ class BlockPool:
         """Blocks in the free list whose content was kept."""
         self.num_shared = 0
         """Blocks with more than one reference."""
+        self.now_ns = 0
+        """Time of the step that is being planned; set by the scheduler."""
         self._ref_counts = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
         # The null block's entries are the list's two ends: next[0] is the head, prev[0] the tail.
         self._next: list[int] = [*range(1, num_blocks), NULL_BLOCK_ID]
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._eviction = eviction or LeastRecentlyUsed()
+        self._freed_ns = [0] * num_blocks
+        """When each block was cached last."""
+        self._is_of_conversation = bytearray(num_blocks)
+        """1 for a block whose content is part of a conversation, until the content is lost."""
+        self._spare_ends: list[int] = []
+        """Entries behind those of the blocks, of groups that have no blocks any more."""
+        self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
         """The groups that have blocks."""
         self._group_of: dict[int, Hashable] = {}
-        """Block id -> group, of the blocks that lie in a group's list."""
-        self._spare_ends: list[int] = []
-        """Entries behind those of the blocks, of groups that have none any more."""
+        """Block id -> group, of the blocks that lie in a group's lists."""
 
     def ref_count(self, block_id: int) -> int:
         """How many tables hold the block; 0 if it is in the free list."""
@@ -74,13 +90,21 @@ class BlockPool:
 
     def free_block_ids(self) -> Iterator[int]:
         """The free list, the next to be re-used first, then those of the groups. O(length); for checks."""
-        yield from self._list(NULL_BLOCK_ID)
-        for group in self._groups.values():
-            yield from self._list(group.end_idx)
+        for group in (self._ungrouped, *self._groups.values()):
+            yield from self._blocks_of(group)
 
     def groups(self) -> dict[Hashable, list[int]]:
-        """The cached blocks of each group, the next to be evicted first. O(blocks); for checks and pictures."""
-        return {name: list(self._list(group.end_idx)) for name, group in self._groups.items()}
+        """The cached blocks of each group, resting ones last, of either kind the oldest first. O(blocks); for checks."""
+        return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
+
+    def rests(self, block_id: int) -> bool:
+        """Whether a block is cached as part of a conversation."""
+        return bool(self._is_kept[block_id] and self._is_of_conversation[block_id])
+
+    def resting(self, name: Hashable = None) -> int:
+        """Resting blocks on account of a group; None: of no group."""
+        group = self._ungrouped if name is None else self._groups.get(name)
+        return group.num_resting if group else 0
 
     def group_size(self, name: Hashable) -> int:
         """Cached blocks on account of a group."""
@@ -98,10 +122,11 @@ class BlockPool:
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked for, {self.num_available} available")
-        num_ungrouped = min(count, self.num_available - len(self._group_of))
+        in_turn = self.num_cached if self._ungrouped.num_resting else len(self._group_of)
+        num_first = min(count, self.num_available - in_turn)
         taken: list[int] = []
         block_id = self._next[NULL_BLOCK_ID]
-        for _ in range(num_ungrouped):
+        for _ in range(num_first):
             taken.append(block_id)
             self._ref_counts[block_id] = 1
             self.num_cached -= self._is_kept[block_id]
@@ -109,9 +134,9 @@ class BlockPool:
             block_id = self._next[block_id]
         self._next[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
-        self.num_available -= num_ungrouped
-        if num_ungrouped < count:
-            taken += [self._evict() for _ in range(count - num_ungrouped)]
+        self.num_available -= num_first
+        if num_first < count:
+            taken += [self._evict() for _ in range(count - num_first)]
         return taken
 
     def hold(self, block_id: int) -> None:
@@ -123,26 +148,27 @@ class BlockPool:
         self._ref_counts[block_id] += 1
         self.num_shared += self._ref_counts[block_id] == 2
 
-    def release(self, block_id: int, *, keep: bool, group: Hashable = None) -> None:
+    def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
 
-        Content that is kept counts for `group`; None: for no group.
+        Content that is kept counts for `group`; None: for no group. `rests`: it is part of a conversation. It stays so until it
+        is lost, also if a request that is part of none uses it meanwhile.
 
         Raises ValueError if nobody holds it.
         """
+        self._is_of_conversation[block_id] |= rests
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             self.num_shared -= self._ref_counts[block_id] == 1
             return
-        before = NULL_BLOCK_ID
-        if keep:
-            before = self._prev[NULL_BLOCK_ID if group is None else self._join(group, block_id)]
+        before = self._prev[self._join(group, block_id)] if keep else NULL_BLOCK_ID
         after = self._next[before]
         self._next[before] = self._prev[after] = block_id
         self._prev[block_id], self._next[block_id] = before, after
         self._is_kept[block_id] = keep
+        self._is_of_conversation[block_id] &= keep
         self.num_available += 1
         self.num_cached += keep
 
@@ -151,10 +177,14 @@ class BlockPool:
         self._next[before] = after
         self._prev[after] = before
         self.num_available -= 1
-        self.num_cached -= self._is_kept[block_id]
-        self._is_kept[block_id] = False
-        if self._group_of:
+        if self._is_kept[block_id]:
+            self.num_cached -= 1
+            self._is_kept[block_id] = False
             self._leave(block_id)
+
+    def _blocks_of(self, group: _Group) -> Iterator[int]:
+        yield from self._list(group.end_idx)
+        yield from self._list(group.rest_idx)
 
     def _list(self, end_idx: int) -> Iterator[int]:
         """The blocks between a list's ends."""
@@ -164,37 +194,60 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take the block that the policy gives up."""
-        block_id = self._next[self._groups[self._eviction.choose()].end_idx]
+        """Take a cached block: of no group, or else of the group that the policy gives up."""
+        num_ungrouped = self.num_cached - len(self._group_of)
+        if num_ungrouped:
+            block_id = self._oldest(self._ungrouped, num_ungrouped)
+        else:
+            group = self._groups[self._eviction.choose()]
+            block_id = self._oldest(group, group.num_blocks)
         self._unlink(block_id)
+        self._is_of_conversation[block_id] = False
         self._ref_counts[block_id] = 1
         return block_id
 
+    def _oldest(self, group: _Group, num_blocks: int) -> int:
+        """Return the head of one of the group's lists, which have so many blocks."""
+        plain, resting = self._next[group.end_idx], self._next[group.rest_idx]
+        if resting == group.rest_idx:
+            return plain
+        if plain == group.end_idx:
+            return resting
+        rest_ns = self._eviction.rest_ns if group.num_resting <= MAX_RESTING_SHARE * num_blocks else 0
+        return plain if self._freed_ns[plain] <= self._freed_ns[resting] + rest_ns else resting
+
     def _join(self, name: Hashable, block_id: int) -> int:
-        """A block is about to be cached on account of a group. Returns the entry of its list's ends."""
-        group = self._groups.get(name)
+        """Note that a block is about to be cached on account of a group. Return the entry of its list's ends."""
+        self._freed_ns[block_id] = self.now_ns
+        group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(self._spare_ends.pop() if self._spare_ends else self._new_end())
-        self._group_of[block_id] = name
-        group.num_blocks += 1
-        self._eviction.resized(name, group.num_blocks)
-        return group.end_idx
+            group = self._groups[name] = _Group(self._new_end(), self._new_end())
+        rests = self._is_of_conversation[block_id]
+        group.num_resting += rests
+        if name is not None:
+            self._group_of[block_id] = name
+            group.num_blocks += 1
+            self._eviction.resized(name, group.num_blocks)
+        return group.rest_idx if rests else group.end_idx
 
     def _new_end(self) -> int:
-        """The entry of an empty list."""
+        """Return the entry of an empty list."""
+        if self._spare_ends:
+            return self._spare_ends.pop()
         end_idx = len(self._next)
         self._next.append(end_idx)
         self._prev.append(end_idx)
         return end_idx
 
     def _leave(self, block_id: int) -> None:
-        """A block was taken out of a list, which may be a group's."""
+        """Note that a cached block was taken out of its list."""
         name = self._group_of.pop(block_id, None)
+        group = self._ungrouped if name is None else self._groups[name]
+        group.num_resting -= self._is_of_conversation[block_id]
         if name is None:
             return
-        group = self._groups[name]
         group.num_blocks -= 1
         self._eviction.resized(name, group.num_blocks)
         if not group.num_blocks:
             del self._groups[name]
-            self._spare_ends.append(group.end_idx)
+            self._spare_ends += (group.end_idx, group.rest_idx)

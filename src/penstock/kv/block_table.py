@@ -75,6 +75,8 @@ class BlockTable:
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
     """The group whose cached blocks these become after the request (`eviction.py`)."""
+    rests: bool = False
+    """The request is a turn of a conversation: its cached blocks outlast others for a while (`block_pool.py`)."""
     adapter: int = BASE
     """The adapter that is pinned for the request while it holds blocks."""
     leads: bytes = b""

@@ -18,8 +18,16 @@ from typing import Protocol
 
 from penstock.types.request import Request
 
+REST_NS = 60_000_000_000
+"""How long a conversation rests, as a rule: an agent runs a tool for seconds, a person reads an answer within a minute."""
+
 
 class EvictionPolicy(Protocol):
+    """A policy of one pool. Which of a group's blocks is lost is not its question: the pool takes the oldest."""
+
+    rest_ns: int = REST_NS
+    """Cached blocks of a conversation count as used so much later than they were; 0: no later."""
+
     @abstractmethod
     def group_of(self, request: Request) -> Hashable:
         """The group of the request's blocks once it lets go of them; None: of a list of which no account is kept."""
@@ -38,6 +46,9 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed(EvictionPolicy):
     """The block that was not used for longest, of any request."""
 
+    def __init__(self, *, rest_ns: int = REST_NS) -> None:
+        self.rest_ns = rest_ns
+
     def group_of(self, request: Request) -> Hashable:
         del request
         return None
@@ -54,7 +65,8 @@ class LowestPriorityFirst(EvictionPolicy):
 
     MAX_CLASS = 20
 
-    def __init__(self) -> None:
+    def __init__(self, *, rest_ns: int = REST_NS) -> None:
+        self.rest_ns = rest_ns
         self._with_blocks = 0
         """Bit k is set while class k has blocks."""
 
@@ -79,7 +91,8 @@ class TenantFair(EvictionPolicy):
     however many requests they send. Among tenants with equally many, the one that has had as many for longest loses one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, rest_ns: int = REST_NS) -> None:
+        self.rest_ns = rest_ns
         self._sizes: dict[Hashable, int] = {}
         self._of_size: dict[int, dict[Hashable, None]] = {}
         """Number of blocks -> the tenants with as many. A size changes by one, so the largest is never searched for."""

@@ -170,6 +170,7 @@ class KVManager:
         table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
         table.group = self.eviction.group_of(request)
+        table.rests = table.rests or (self.eviction.rest_ns > 0 and self.prefix.is_turn(request, hit))
         self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
         self.prefix.lead(table, request)
         return tuple(table.block_ids)
@@ -205,6 +206,7 @@ class KVManager:
             table.hash_blocks(request, table.num_full, self.block_size)
             fresh = slice(first, table.num_full)
             self.prefix.index.publish(table.block_ids[fresh], table.parent(first), table.hashes[fresh], table.contents[fresh])
+            self.prefix.note_answer(request, table, first, table.num_full)
         if table.leads or request.num_behind > 1:
             self.prefix.lead(table, request)
 
@@ -230,6 +232,7 @@ class KVManager:
         if table.num_full < len(table.block_ids) and start < request.num_computed_tokens:
             content = pack(token_slice(request, start, request.num_computed_tokens))
             self.prefix.index.publish_tail(table.block_ids[table.num_full], table.parent(table.num_full), content)
+            self.prefix.note_answer(request, table, table.num_full, table.num_full + 1)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
         """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
@@ -251,6 +254,7 @@ class KVManager:
             contents=parent.contents[:num_full],
             num_full=min(parent.num_full, num_full),
             group=parent.group,
+            rests=parent.rests,
         )
         self._pin(self.tables[child_id], parent.adapter)
         self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
@@ -307,13 +311,13 @@ class KVManager:
 
     def _give_back_all(self, table: BlockTable) -> None:
         # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
-        self._give_back(table.held[::-1], table.group)
+        self._give_back(table.held[::-1], table.group, rests=table.rests)
 
-    def _give_back(self, block_ids: Sequence[int], group: Hashable) -> None:
+    def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
         """In the order in which they are to be evicted."""
         published = self.prefix.index.block_ids
         for block_id in block_ids:
-            self.pool.release(block_id, keep=block_id in published, group=group)
+            self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
 
     def _end(self, table: BlockTable) -> None:
         """Give back the blocks of a request that will not come again."""

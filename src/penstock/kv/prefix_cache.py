@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,6 +31,11 @@ MAX_CHILDREN = 8
 MAX_EVICTED = 8192
 """Evicted blocks that are remembered, at least; an eighth more at most."""
 MAX_BEGINNINGS = 1024
+MAX_CONVERSATIONS = 1024
+"""Conversations whose longest prompt is remembered, at least."""
+MARK_TOKENS = 2
+"""Tokens at the end of a prompt that the history of the next turn may lack: a template may open the reasoning (`<think>` and a
+newline) in the prompt. Any other end of a message has more: the mark of its end, and the header of the answer."""
 _NUM_GENERATIONS = 8
 MIN_AWAITED_TOKENS = 8
 """Tokens that the last piece of a prompt needs to be worth a step's wait: computing so many takes as long as a
@@ -85,8 +90,6 @@ class PrefixCache:
         """Key among the children of its parent -> the running request that computes this block next."""
         self.in_flight: Collection[str] = ()
         """Ids of requests of which a step in flight computes several tokens, while the next step is planned."""
-        self.now_ns = 0
-        """Time of the step that is being planned; set by the scheduler."""
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
         """Hits may end inside a block."""
@@ -96,6 +99,10 @@ class PrefixCache:
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
         """(tenant, tokens of the first block) -> its root, which its salt and adapter decide. Kept by tenant: a salt is there
         so that others learn nothing."""
+        self._answers: dict[int, int] = {}
+        """Block id -> position at which the answer began that goes on in the block, or right behind it."""
+        self._longest: Recent[bytes, int] = Recent(MAX_CONVERSATIONS)
+        """Conversation that clients name -> tokens of its longest prompt."""
 
     # Hits.
 
@@ -144,6 +151,40 @@ class PrefixCache:
                 return self.index.lookup_child(parent, pack(token_slice(request, start, stop)))
         return NULL_BLOCK_ID, 0
 
+    # Turns of conversations.
+
+    def note_answer(self, request: Request, table: BlockTable, first: int, end: int) -> None:
+        """Note which of the request's blocks [first, end), just published, reach up to its answer."""
+        begins = request.num_prompt_tokens
+        first = max(first, (begins - MARK_TOKENS - 1) // self._block_size)
+        for block_id in table.block_ids[first:end]:
+            self._answers[block_id] = begins
+
+    def is_turn(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request continues a conversation, or is likely to be continued.
+
+        It continues one if the hit reaches the answer of a request with a shorter prompt. A request whose client names its
+        conversation is likely to be continued if none of that name had a longer prompt: others are asked aside.
+        """
+        num_prompt, name = request.num_prompt_tokens, request.conversation
+        if name and num_prompt >= (self._longest.get(name) or 0):
+            self._longest.put(name, num_prompt)
+            return True
+        answer = self._answer_before(*self._end_of(request, hit))
+        return answer is not None and answer < num_prompt
+
+    def _end_of(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        """(block, position) of the first token that differs from the cache, also where no hit may end inside a block."""
+        if self.shares_parts or not self.is_shared:
+            return hit.tail_block_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens
+        tail_id, num_tail = self._find_tail(request, self._tables[request.request_id], len(hit.block_ids))
+        return tail_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens + num_tail
+
+    def _answer_before(self, block_id: int, position: int) -> int | None:
+        """Return where the answer began that the position, in or right behind a block, is part of, or None."""
+        begins = self._answers.get(block_id)
+        return begins if begins is not None and position >= begins - MARK_TOKENS else None
+
     def num_common_blocks(self, one: Request, other: Request) -> int:
         """Whole blocks with which two requests begin alike, as far as both were hashed. O(log blocks)."""
         own, others = self._tables[one.request_id].hashes, self._tables[other.request_id].hashes
@@ -168,12 +209,14 @@ class PrefixCache:
         evicted_ns = self._evicted_ns.get(table.hashes[idx]) if idx < len(table.hashes) else None
         if evicted_ns is not None:
             return PrefixStop(PrefixEnd.EVICTED, position, evicted_ns)
-        if hit.tail_block_id:
-            differs = self.index.has_more(hit.tail_block_id, position - idx * self._block_size)
+        block_id, position = self._end_of(request, hit)
+        if position > idx * self._block_size:
+            differs = self.index.has_more(block_id, position - idx * self._block_size)
         else:
             differs = position > 0 and self.index.goes_on(table.parent(idx))
         if differs:
-            return PrefixStop(PrefixEnd.DIFFERS, position)
+            is_answer = self._answer_before(block_id, position) is not None
+            return PrefixStop(PrefixEnd.ANSWER if is_answer else PrefixEnd.DIFFERS, position)
         return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
 
     def _begin(self, request: Request) -> bool:
@@ -187,10 +230,12 @@ class PrefixCache:
         self._roots.put(beginning, root)
         return known is not None and known != root
 
-    def evict(self, block_ids: Iterable[int]) -> None:
+    def evict(self, block_ids: Sequence[int]) -> None:
         """The content of these blocks is about to be lost."""
+        for block_id in block_ids:
+            self._answers.pop(block_id, None)
         for block_hash in self.index.forget(block_ids):
-            self._evicted_ns.put(block_hash, self.now_ns)
+            self._evicted_ns.put(block_hash, self._pool.now_ns)
 
     # Blocks that are coming.
 

@@ -248,6 +248,7 @@ class Traffic:
             slo_itl_ns=settings.slo_itl_ns,
             tenant=job.tenant,
             cache_salt=job.tenant.encode() + b"\0" if settings.isolates_tenants else b"",
+            conversation=self._conversation_of(record.index),
             predicted_new_tokens=self._predictions.get(record.index),
         )
         ask = Ask(
@@ -263,6 +264,15 @@ class Traffic:
             is_retry=is_retry,
         )
         return request, ask
+
+    def _conversation_of(self, index: int) -> bytes:
+        """Return the name of a job's conversation, which is that of its first turn; empty for a job that is alone."""
+        jobs = self._workload.jobs
+        if jobs[index].after is None and not self._pacer.continues(index):
+            return b""
+        while (before := jobs[index].after) is not None:
+            index = before
+        return str(index).encode()
 
     def _knock(self, call: Call) -> None:
         assert self._service is not None, "the traffic has begun"

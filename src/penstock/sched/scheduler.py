@@ -268,7 +268,7 @@ class Scheduler:
     def _plan(self, now_ns: int, sitting_out: Collection[str]) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
-        self.kv.prefix.now_ns = now_ns
+        self.kv.pool.now_ns = now_ns
         decision = self._joining.ask_gate(now_ns)
         capacity = self.capacity
         limits = StepLimits(capacity.max_step_tokens)

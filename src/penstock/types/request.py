@@ -60,6 +60,8 @@ class Request:
     tenant: str = ""
     cache_salt: bytes = b""
     """Requests share cached prefixes only with requests of the same salt."""
+    conversation: bytes = b""
+    """Name of the conversation that the client says it belongs to, hashed with the tenant; empty: the client says nothing."""
     predicted_new_tokens: int | None = None
     """The output's length as a policy may know it; never the true one."""
     matcher: Matcher | None = None

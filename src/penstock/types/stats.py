@@ -41,6 +41,8 @@ class PrefixEnd(StrEnum):
     """It was there, and its memory was given to others."""
     DIFFERS = "differs"
     """The cache goes on with other tokens."""
+    ANSWER = "answer differs"
+    """The cache goes on with other tokens of an answer that an earlier request generated there."""
     SALT = "different salt or adapter"
     """The same tenant sent the same tokens under another salt, or for another adapter."""
     UNSEEN = "never seen"
@@ -54,7 +56,7 @@ class PrefixStop:
 
     reason: PrefixEnd
     position: int
-    """Position of the first token that was not found; for `differs`, of the first that is another."""
+    """Position of the first token that was not found; for `differs` and `answer differs`, of the first that is another."""
     evicted_ns: int | None = None
     """When the block with that token was evicted, if it was."""
 

@@ -317,6 +317,11 @@ def _why_no_more(told: Explanation) -> str:
             why = f"what follows was evicted{ago}"
         case PrefixEnd.DIFFERS:
             why = f"token {stop.position} is another than in the cache"
+        case PrefixEnd.ANSWER:
+            why = (
+                f"from token {stop.position} on, the history differs from an answer of this conversation: it came back without "
+                "its reasoning, or with other text"
+            )
         case PrefixEnd.SALT:
             why = "it is cached under another salt"
         case PrefixEnd.UNSEEN:

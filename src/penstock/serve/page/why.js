@@ -26,6 +26,7 @@ const REMEDIES = {
 };
 const PREFIX_ENDS = {
   differs: "then the cache goes on with another token",
+  "answer differs": "then the history differs from an answer: it came back without its reasoning, or with other text",
   evicted: "what follows was evicted",
   "never seen": "what follows was never seen",
   "different salt or adapter": "what follows is cached under another salt or adapter",
