@@ -50,6 +50,8 @@ class Terms:
     """The time after the arrival in which it waited for its model to be loaded."""
     limits: TenantLimits | None = None
     """The tenant's own."""
+    conversation: bytes = b""
+    """As in the request."""
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason]]:

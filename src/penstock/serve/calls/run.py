@@ -597,6 +597,7 @@ def _requests(
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,
                     cache_salt=salt,
+                    conversation=terms.conversation,
                     adapter=call.adapter,
                     matcher=None if matchers is None else matchers[len(requests)],
                 )

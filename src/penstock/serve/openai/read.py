@@ -322,6 +322,7 @@ class Reader:
             user=body.safety_identifier or body.user or "",
             priority=body.priority,
             cache_salt=body.cache_salt or "",
+            conversation=body.prompt_cache_key or body.session_id or body.user or "",
         )
         options = body.stream_options
         if options is not None and not body.stream:
@@ -696,8 +697,9 @@ def read_terms(
     user: str = "",
     priority: int | None = None,
     cache_salt: str = "",
+    conversation: str = "",
 ) -> Terms:
-    """From the headers, and from fields of the body, which are the last three; time-outs are those of the call's arm.
+    """From the headers, and from fields of the body, which are the last four; time-outs are those of the call's arm.
 
     `arrival_ns`: now, unless the request has waited for its model. Raises 400 for what is malformed, contradicts the other or
     asks for what is not there.
@@ -729,9 +731,16 @@ def read_terms(
         ),
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
+        conversation=_conversation_of(owner, conversation),
         arm=arm,
         model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
     )
+
+
+def _conversation_of(owner: Owner, name: str) -> bytes:
+    """Return what stands for the conversation's name: no tenant can name the conversation of another."""
+    salt = hashlib.blake2b(owner.tenant.encode()).digest()
+    return hashlib.blake2b(name.encode(), digest_size=16, key=salt).digest() if name else b""
 
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
