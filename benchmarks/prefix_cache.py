@@ -71,13 +71,16 @@ def read_mooncake(traces: Path) -> list[Prompt]:
     return [Prompt(job.arrival_ns, job.prefix, max(1, job.num_output_tokens // SCALE)) for job in trace.jobs]
 
 
-def num_cached_blocks(jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs") -> list[int]:
+def num_cached_blocks(
+    jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs", rest_s: float | None = None
+) -> list[int]:
     """The prompt's blocks that each job found when it was first admitted."""
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, MAX_ROWS, MAX_STEP_TOKENS, max_model_len=longest)
+    settings = {"eviction": {"rest_ns": None if rest_s is None else round(rest_s * 1e9)}}
     simulation = Simulation(
         capacity=capacity,
-        make_policies=lambda: make_policies(order=order, eviction=eviction),
+        make_policies=lambda: make_policies(order=order, eviction=eviction, settings=settings),
         max_tokens=longest,
         enable_prefix_caching=True,
     )

@@ -1,17 +1,16 @@
 """What does the rest of conversations bring, and what does it cost others? The real scheduler and KV manager, modelled steps.
 
-    python benchmarks/resting.py                               # under a minute
+    python benchmarks/resting.py                               # three minutes
     python benchmarks/resting.py --write agents.jsonl          # for penstock simulate
-    python benchmarks/resting.py --traces FOLDER               # Mooncake's trace, too
 
 Four agents work beside a stream of subagents. An agent's first prompt has 20,000 tokens, each of its 20 turns 600 more and an
 answer of 150; between two turns a tool runs for 5 s in the mean. A subagent is asked once: a system prompt of 2,000 tokens that
-all subagents share, 4,000 tokens of its own, and an answer of 150. It has the name of an agent's conversation. Lengths are
-divided by 8, so that a block of 16 tokens stands for 128, and so are the rates.
+all subagents share, 4,000 tokens of its own, and an answer of 150; three come in a second. Besides, chats of two turns with
+8 s between them, one a second, beside two requests a second with one of 30 system prompts of 2,000 tokens; and the blocks of
+Mooncake's trace, as in `prefix_cache.py`. Lengths are divided by 8.
 
-Share of prompt tokens that were found, by the size of the pool and `--kv-rest`: of the agents' turns from the second on, of
-the subagents, and of all; and the same of workloads without a conversation that would rest, which must not lose. Under a
-virtual clock, so exact and repeatable. The last line is one JSON object.
+The share of prompt tokens that were found, by the size of the pool and `--kv-rest`: of turn two onwards, of requests that are
+asked once, and of all. Time is virtual, so the figures are exact and repeatable. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,10 +37,12 @@ NUM_AGENTS, NUM_TURNS = 4, 20
 FIRST_TOKENS, NEW_TOKENS, ANSWER_TOKENS = 20_000 // SCALE, 600 // SCALE, 150 // SCALE
 TOOL_S = 5.0
 SYSTEM_TOKENS, ASIDE_TOKENS = 2_000 // SCALE, 4_000 // SCALE
-SUBAGENTS_PER_S = 1.0
-RESTS_S = (0, 10, 60, 300)
-POOLS = (600, 800, 1_000, 1_400, 2_000)
-"""Blocks; the four agents hold 1,200 at their ends."""
+SUBAGENTS_PER_S = 3.0
+CHATS_PER_S, CHAT_S, CHAT_TOKENS, CHAT_ANSWER_TOKENS = 1.0, 8.0, 100, 40
+TEMPLATES_PER_S, NUM_TEMPLATES, TEMPLATE_S = 2.0, 30, 240.0
+RESTS_S = (0, 10, 60)
+AGENT_POOLS, CHAT_POOLS, TRACE_POOLS = (800, 1_000, 1_400), (400, 600, 1_000), (1_024, 4_096, 16_384)
+"""Blocks; the four agents have 1,200 of their own at their ends."""
 
 
 def agents(rng: random.Random) -> list[Job]:
@@ -74,6 +75,22 @@ def subagents(rng: random.Random, until_s: float) -> list[Job]:
                 prefix=(0,),
             )
         )
+    return jobs
+
+
+def chats(rng: random.Random) -> list[Job]:
+    """Two turns each, and requests that begin with one of many system prompts."""
+    jobs: list[Job] = []
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(CHATS_PER_S)) < TEMPLATE_S:
+        first = Job(arrival_ns=round(at_s * 1e9), num_prompt_tokens=CHAT_TOKENS, num_output_tokens=CHAT_ANSWER_TOKENS)
+        pause_ns, num_tokens = round(rng.expovariate(1 / CHAT_S) * 1e9), 2 * CHAT_TOKENS + CHAT_ANSWER_TOKENS
+        jobs += [first, replace(first, arrival_ns=pause_ns, num_prompt_tokens=num_tokens, after=len(jobs))]
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(TEMPLATES_PER_S)) < TEMPLATE_S:
+        template = rng.randrange(NUM_TEMPLATES)
+        job = Job(arrival_ns=round(at_s * 1e9), num_prompt_tokens=SYSTEM_TOKENS + 60, num_output_tokens=20, prefix=(template,))
+        jobs.append(job)
     return jobs
 
 
@@ -123,15 +140,26 @@ def main() -> None:
         return
     print(origin())
     report: dict[str, object] = {"benchmark": "resting"}
-    for name, some in (("agents and subagents", jobs), ("agents alone", turns)):
-        rows = []
-        for num_blocks in POOLS:
+    rows: list[list[str]] = []
+    for name, some, pools in (
+        ("agents, subagents", jobs, AGENT_POOLS),
+        ("chats, templates", chats(random.Random(1)), CHAT_POOLS),
+    ):
+        for num_blocks in pools:
             shares = {rest_s: found(some, num_blocks, rest_s) for rest_s in RESTS_S}
-            report[f"{name}, {num_blocks} blocks"] = shares
+            report[f"{name}, {num_blocks}"] = shares
             cells = [" / ".join(percent(share) for share in shares[rest_s].values()) for rest_s in RESTS_S]
-            rows.append([f"{num_blocks:,}", *cells])
-        print(f"{name}: turns / subagents / all\n")
-        print(table(["blocks", *(f"`--kv-rest {rest_s}s`" for rest_s in RESTS_S)], rows), flush=True)
+            rows.append([name, f"{num_blocks:,}", *cells])
+    prompts = read_mooncake(args.traces)
+    num_asked = sum(len(prompt.blocks) for prompt in prompts)
+    for num_blocks in TRACE_POOLS:
+        parts = {
+            rest_s: sum(num_cached_blocks([prompt.job() for prompt in prompts], num_blocks, "lru", rest_s=rest_s)) / num_asked
+            for rest_s in RESTS_S
+        }
+        report[f"Mooncake, {num_blocks}"] = parts
+        rows.append(["Mooncake's trace", f"{num_blocks:,}", *(f"{100 * parts[rest_s]:.1f} %" for rest_s in RESTS_S)])
+    print(table(["", "blocks", *(f"`--kv-rest {rest_s}s`" for rest_s in RESTS_S)], rows))
     print(json.dumps(report))
 
 

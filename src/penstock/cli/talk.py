@@ -26,7 +26,15 @@ MAX_INT32 = 2**31 - 1
 """The server's limit of `top_k` and `max_tokens`."""
 
 _COMPONENTS = ("model", "kv", "backend")
-_NOT_HERE = ("served_model_name", "tool_call_parser", "reasoning_parser", "kv_watermark", "kv_eviction", "kv_eviction_args", "kv_rest")
+_NOT_HERE = (
+    "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
+    "kv_watermark",
+    "kv_eviction",
+    "kv_eviction_args",
+    "kv_rest",
+)
 
 
 class NumberRange(click.FloatRange):

@@ -157,7 +157,7 @@ class KvConfig(Component):
         None,
         "How much longer than other cached prefixes those of conversations are kept between two turns; 0: no longer.",
         minimum=0.0,
-        default_doc="60s",
+        default_doc="10s",
     )
     kv_host_size_bytes: int = size(
         0, "Memory of the machine below the KV cache of a GPU, for what is evicted or preempted; 0: none.", minimum=0

@@ -13,8 +13,9 @@ middle (a prefix hit revives it) is therefore O(1), and nothing is allocated per
 A block may be given back on account of a group. It then lies in a list of that group, of the same kind, and
 when the list above is empty the eviction policy names the group that loses its head (`eviction.py`).
 
-Blocks of conversations rest: each group has a second list for them. Of the two heads the older one is lost, and a resting
-block counts as freed `rest_ns` later than it was, while no more than `MAX_RESTING_SHARE` of the group's blocks rest.
+Blocks that were found again, and those of conversations, rest: each group has a second list for them. The older of the two
+heads is lost. A resting block counts as freed `rest_ns` later than it was, while at most `MAX_RESTING_SHARE` of the group's
+blocks rest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 NULL_BLOCK_ID = 0
 """Belongs to nobody and is never given out; padding may be written to it."""
 MAX_RESTING_SHARE = 0.75
-"""Share of a group's cached blocks that may outlast others because they rest. More than that are evicted like any other."""
+"""Share of a group's cached blocks up to which resting ones outlast others; beyond it the oldest block of either kind goes.
+`benchmarks/resting.py`: half helps agents little, and all would leave new prompts no time to be found again."""
 
 
 @dataclass(slots=True)
@@ -66,8 +68,8 @@ class BlockPool:
         self._eviction = eviction or LeastRecentlyUsed()
         self._freed_ns = [0] * num_blocks
         """When each block was cached last."""
-        self._is_of_conversation = bytearray(num_blocks)
-        """1 for a block whose content is part of a conversation, until the content is lost."""
+        self._rests = bytearray(num_blocks)
+        """1 for a block that rests whenever it is cached, until its content is lost."""
         self._spare_ends: list[int] = []
         """Entries behind those of the blocks, of groups that have no blocks any more."""
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
@@ -98,8 +100,8 @@ class BlockPool:
         return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
 
     def rests(self, block_id: int) -> bool:
-        """Whether a block is cached as part of a conversation."""
-        return bool(self._is_kept[block_id] and self._is_of_conversation[block_id])
+        """Whether a block is cached and rests."""
+        return bool(self._is_kept[block_id] and self._rests[block_id])
 
     def resting(self, name: Hashable = None) -> int:
         """Resting blocks on account of a group; None: of no group."""
@@ -140,23 +142,24 @@ class BlockPool:
         return taken
 
     def hold(self, block_id: int) -> None:
-        """Add a reference; revives the block from the free list if it lies there."""
+        """Add a reference; revives the block from the free list if it lies there. From then on it rests when it is cached."""
         if block_id == NULL_BLOCK_ID:
             raise ValueError("the null block can't be held")
         if self._ref_counts[block_id] == 0:
             self._unlink(block_id)
+        self._rests[block_id] = True
         self._ref_counts[block_id] += 1
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
 
-        Content that is kept counts for `group`; None: for no group. `rests`: it is part of a conversation. It stays so until it
-        is lost, also if a request that is part of none uses it meanwhile.
+        Content that is kept counts for `group`; None: for no group. `rests`: it is part of a conversation, and stays so until
+        it is lost, whoever uses it meanwhile.
 
         Raises ValueError if nobody holds it.
         """
-        self._is_of_conversation[block_id] |= rests
+        self._rests[block_id] |= rests
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
         self._ref_counts[block_id] -= 1
@@ -168,7 +171,7 @@ class BlockPool:
         self._next[before] = self._prev[after] = block_id
         self._prev[block_id], self._next[block_id] = before, after
         self._is_kept[block_id] = keep
-        self._is_of_conversation[block_id] &= keep
+        self._rests[block_id] &= keep
         self.num_available += 1
         self.num_cached += keep
 
@@ -202,7 +205,7 @@ class BlockPool:
             group = self._groups[self._eviction.choose()]
             block_id = self._oldest(group, group.num_blocks)
         self._unlink(block_id)
-        self._is_of_conversation[block_id] = False
+        self._rests[block_id] = False
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -222,7 +225,7 @@ class BlockPool:
         group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:
             group = self._groups[name] = _Group(self._new_end(), self._new_end())
-        rests = self._is_of_conversation[block_id]
+        rests = self._rests[block_id]
         group.num_resting += rests
         if name is not None:
             self._group_of[block_id] = name
@@ -243,7 +246,7 @@ class BlockPool:
         """Note that a cached block was taken out of its list."""
         name = self._group_of.pop(block_id, None)
         group = self._ungrouped if name is None else self._groups[name]
-        group.num_resting -= self._is_of_conversation[block_id]
+        group.num_resting -= self._rests[block_id]
         if name is None:
             return
         group.num_blocks -= 1

@@ -18,15 +18,15 @@ from typing import Protocol
 
 from penstock.types.request import Request
 
-REST_NS = 60_000_000_000
-"""How long a conversation rests, as a rule: an agent runs a tool for seconds, a person reads an answer within a minute."""
+REST_NS = 10_000_000_000
+"""The rest, as a rule: nearly all of an agent's tools have run by then, and other workloads lose nothing (docs/memory.md)."""
 
 
 class EvictionPolicy(Protocol):
     """A policy of one pool. Which of a group's blocks is lost is not its question: the pool takes the oldest."""
 
     rest_ns: int = REST_NS
-    """Cached blocks of a conversation count as used so much later than they were; 0: no later."""
+    """Cached blocks that rest (`block_pool.py`) count as used so much later than they were; 0: no later."""
 
     @abstractmethod
     def group_of(self, request: Request) -> Hashable:
