@@ -327,6 +327,9 @@ async def test_calls_and_their_outputs_come_back():
     try:
         async with make_client(runtime) as client:
             assert text_of(await ask(client, input=items)) == oracle(prompt, max_tokens=12)
+            passed = {"internal_chat_message_metadata_passthrough": {"turn_id": "x"}}
+            items = [item | passed for item in items]
+            assert text_of(await ask(client, input=items)) == oracle(prompt, max_tokens=12)
     finally:
         runtime.close()
 

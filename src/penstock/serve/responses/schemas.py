@@ -186,6 +186,8 @@ class MessageItem(Body):
     """A string, or a list of parts, which `read` checks."""
     id: ItemId | None = None
     status: ItemStatus | None = None
+    internal_chat_message_metadata_passthrough: Unread = None
+    """Codex CLI sends this field with every item to providers of the name OpenAI."""
     phase: Unread = None
 
 
@@ -197,6 +199,7 @@ class FunctionCallItem(Body):
     """JSON text of an object."""
     id: ItemId | None = None
     status: ItemStatus | None = None
+    internal_chat_message_metadata_passthrough: Unread = None
     parsed_arguments: Unread = None
     """OpenAI's client parses `arguments` into this field."""
     async_: Annotated[Any, Field(alias="async"), NotYet(False)] = None
@@ -211,6 +214,7 @@ class FunctionOutputItem(Body):
     """A string, or a list of parts of the type `input_text`."""
     id: ItemId | None = None
     status: ItemStatus | None = None
+    internal_chat_message_metadata_passthrough: Unread = None
     name: str | None = None
     caller: Annotated[Any, NotYet({"type": "direct"})] = None
     namespace: str | None = None
@@ -236,6 +240,7 @@ class ReasoningItem(Body):
     content: Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     encrypted_content: Annotated[Any, NotYet("")] = None
     status: ItemStatus | None = None
+    internal_chat_message_metadata_passthrough: Unread = None
 
 
 class ItemReference(Body):
