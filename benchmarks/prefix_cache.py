@@ -8,7 +8,8 @@ the machine. Requests are those of `mooncake_synthetic.jsonl` (--traces), in whi
 blocks of 512 tokens. Scaled by 32: each such block becomes one block of 16 tokens, so that what is shared stays shared, and
 answers are 1/32 as long; arrivals are as they are. Each prompt has one token more, since no cache saves the last one.
 
-Share of the prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came one after
+Blocks do not rest (`--kv-rest 0s`), so this is least recently used; `resting.py` has the rest. Told is the share of the
+prompts' blocks that were found, by the size of the pool, beside what caches could find if requests came one after
 another (`ideal_caches.py`): infinite, least recently used, and Belady's optimum. The last line is one JSON object.
 """
 
@@ -72,12 +73,12 @@ def read_mooncake(traces: Path) -> list[Prompt]:
 
 
 def num_cached_blocks(
-    jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs", rest_s: float | None = None
+    jobs: Sequence[Job], num_blocks: int, eviction: str, order: str = "fcfs", rest_s: float = 0.0
 ) -> list[int]:
     """The prompt's blocks that each job found when it was first admitted."""
     longest = max(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
     capacity = Capacity(1 + num_blocks, BLOCK_SIZE, MAX_ROWS, MAX_STEP_TOKENS, max_model_len=longest)
-    settings = {"eviction": {"rest_ns": None if rest_s is None else round(rest_s * 1e9)}}
+    settings = {"eviction": {"rest_ns": round(rest_s * 1e9)}}
     simulation = Simulation(
         capacity=capacity,
         make_policies=lambda: make_policies(order=order, eviction=eviction, settings=settings),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ideal_caches import belady, infinite, least_recently_used, num_found
 from prefix_cache import BLOCK_SIZE, Prompt
 
+from penstock.kv.eviction import LeastRecentlyUsed
 from penstock.kv.manager import KVManager
 from penstock.testing import make_request
 
@@ -68,7 +69,7 @@ def test_a_request_that_does_not_fit_is_refused():
 @given(requests=walks(max_requests=30, max_depth=5), num_blocks=st.integers(6, 40))
 def test_one_after_another_the_kv_manager_is_the_ideal_lru(requests, num_blocks):
     """The token that is not saved takes a block more, which has no content and so is the next to be used."""
-    manager, found = KVManager(1 + num_blocks, 4), 0
+    manager, found = KVManager(1 + num_blocks, 4, eviction=LeastRecentlyUsed(rest_ns=0)), 0
     for idx, blocks in enumerate(requests):
         request = make_request(f"r{idx}", [*(name for name in blocks for _ in range(4)), 99])
         hit = manager.lookup_prefix(request)

@@ -266,7 +266,7 @@ class RestingPoolMachine(RuleBasedStateMachine):
     def revive(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(sorted(self.cached)))
         self.pool.hold(block_id)
-        self.resting.add(block_id)
+        self.resting |= {block_id} if self.rest_ns else set()
         del self.cached[block_id]
         self.held.append(block_id)
 

@@ -147,7 +147,7 @@ class BlockPool:
             raise ValueError("the null block can't be held")
         if self._ref_counts[block_id] == 0:
             self._unlink(block_id)
-        self._rests[block_id] = True
+        self._rests[block_id] |= self._eviction.rest_ns > 0
         self._ref_counts[block_id] += 1
         self.num_shared += self._ref_counts[block_id] == 2
 
