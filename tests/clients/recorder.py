@@ -30,8 +30,8 @@ ID = re.compile(r"\b(call|chatcmpl|toolu|msg|rs|fc|resp|cmpl|aitxt|item)[_-][0-9
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 LEFT_OUT = ("/load", "/ready", "/api/show", "/api/tags", "/api/ps")
 """Questions of these scripts themselves, and about the files of a model."""
-WORDS = ("messages", "prompt", "input", "inputs", "client_metadata", "prompt_cache_key")
-"""Fields in which requests may differ that have the same fields all the same."""
+WORDS = ("messages", "prompt", "input", "inputs", "system", "metadata", "client_metadata", "prompt_cache_key")
+"""Fields whose values do not make a request another one: it is the same if their shapes and the types of their parts are."""
 Shape = Any
 """The name of a type; a list with the shape of its items; or an object of shapes. None: null, of which nothing is known."""
 
@@ -74,6 +74,16 @@ def lacking(wanted: Shape, found: Shape, path: str = "") -> Iterator[str]:
         yield from lacking(wanted[0], found[0], f"{path}[]")
     elif wanted is not None and wanted != found:
         yield f"{path} is {found}, not {wanted}"
+
+
+def kinds_of(value: Any) -> set[str]:
+    """The types that parts of a value have, such as `tool_result`."""
+    if isinstance(value, list):
+        return set().union(*map(kinds_of, value))
+    if not isinstance(value, dict):
+        return set()
+    kinds = {kind} if isinstance(kind := value.get("type"), str) else set()
+    return kinds.union(*map(kinds_of, value.values()))
 
 
 def shape_of_answer(content_type: str, body: bytes) -> Shape:
@@ -162,7 +172,8 @@ class Recording:
         key = request.headers.get("x-api-key", request.headers.get("authorization", "").removeprefix("Bearer "))
         version = request.headers.get("anthropic-version")
         body = json.loads(request.body) if request.body else None
-        fields = {name: shape_of(value) if name in WORDS else value for name, value in (body or {}).items()}
+        words = {name: [shape_of(value), kinds_of(value)] for name, value in (body or {}).items() if name in WORDS}
+        fields = (body or {}) | words
         if (request.target, fields) in self._known:
             return
         self._known.append((request.target, fields))

@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PORT=${PORT:-8971}
 HERE=tests/clients
 BUILT=build/clients
-ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript codex lm-eval)
+ALL=(encoders chats anthropic ollama openai litellm langchain instructor pydantic-ai smolagents openai-agents llama-index autogen javascript claude-code codex lm-eval)
 export LITELLM_LOCAL_MODEL_COST_MAP=True # litellm reads its table of prices from its package, not from the network
 
 # start PORT COMMAND: waits until what it runs answers there.
@@ -106,7 +106,8 @@ check() {
     llama-index) framework llama-index qwen2.5-coder:1.5b llama-index-llms-openai-like ;;
     autogen) framework autogen qwen2.5-coder:1.5b 'autogen-ext[openai]' autogen-agentchat ;;
     javascript) javascript ;;
-    codex) codex ;;
+    claude-code) agent claude-code @anthropic-ai/claude-code@latest claude with_claude_code.py ;;
+    codex) agent codex @openai/codex@latest codex with_codex.py ;;
     lm-eval)
       install lm-eval 'lm-eval[api]' transformers
       ask lm-eval smollm2:135m -- env PYTHONPATH=tests .venv/bin/python $HERE/perplexity.py $BUILT/lm-eval/bin/lm_eval
@@ -143,11 +144,11 @@ npm_install() {
   echo "$*" > "$folder/.installed"
 }
 
-codex() { # The server of a scripted model is a part of the script.
-  local folder=$BUILT/codex
-  npm_install "$folder" @openai/codex@latest || return 0
-  PYTHONPATH=tests/server .venv/bin/python $HERE/with_codex.py "$PWD/$folder/node_modules/.bin/codex" \
-    ${RECORD:+"$HERE/recorded/codex.jsonl"} || failed=1
+agent() { # NAME PACKAGE PROGRAM SCRIPT, which starts the server of a scripted model itself
+  local folder=$BUILT/$1
+  npm_install "$folder" "$2" || return 0
+  PYTHONPATH=tests/server .venv/bin/python "$HERE/$4" "$PWD/$folder/node_modules/.bin/$3" \
+    ${RECORD:+"$HERE/recorded/$1.jsonl"} || failed=1
 }
 
 javascript() {

@@ -168,7 +168,9 @@ async def test_more_tokens_than_the_context_has_end_with_it(client):
     usage = answer["usage"]
     assert usage["input_tokens"] + usage["output_tokens"] == 2048
     response = await client.post(MESSAGES, json=ASK | {"messages": [{"role": "user", "content": "a" * 3000}]})
-    assert "2048" in check(response, 400, "invalid_request_error")
+    told = check(response, 400, "invalid_request_error")
+    assert told.startswith("Prompt is too long: ")
+    assert "2048" in told
 
 
 async def test_an_assistants_last_message_is_continued(client):

@@ -40,7 +40,8 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 def anthropic_words(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's API tells it. The message names the field, for which there is no place beside it."""
     kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
-    told: dict[str, Any] = {"type": kind, "message": error.message}
+    lead = "Prompt is too long: " if error.code == "context_length_exceeded" else ""  # Claude Code looks for these words
+    told: dict[str, Any] = {"type": kind, "message": lead + error.message}
     if error.code == NO_THREADS:
         told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return {"type": "error", "error": told}
