@@ -35,7 +35,7 @@ def bash(command: str) -> Call:
 
 
 TASKS = {
-    "write": Task("Write hello.py.", [["I write it.", write("hello.py", "print(1)\n")], ["Done."]], {"hello.py": "print(1)\n"}),
+    "write": Task("Write hello.py.", [[write("hello.py", "print(1)\n")], ["Done."]], {"hello.py": "print(1)\n"}),
     "edit": Task(
         "Rename the function.",
         [[read("a.py")], [edit("a.py", "def old():", "def new():")], ["The function is called new."]],

@@ -249,6 +249,17 @@ async def test_other_apis_leave_out_the_billing_line_too(client, path, asked, co
     assert cached[1] == cached[2] > 0
 
 
+async def test_a_late_system_message_is_part_of_the_users_turn():
+    """The template refuses it in its own role."""
+    late = {"role": "system", "content": "Agents: none."}
+    for turns in ([*HI, late], [HI[0], late, *HI]):
+        text = "\n".join(turn["content"] for turn in turns)
+        prompt = await prompt_of(CHAT_TEMPLATE, system="Be brief.", messages=turns)
+        assert prompt == f"<|turn|>system: Be brief.<|end|>\n<|turn|>user: {text}<|end|>\n<|turn|>assistant: "
+    prompt = await prompt_of(CHAT_TEMPLATE, messages=[late, *HI])
+    assert prompt.startswith("<|turn|>system: Agents: none.<|end|>\n<|turn|>user: hi")
+
+
 async def test_tools_calls_and_results_are_in_the_prompt():
     turns = [
         *HI,

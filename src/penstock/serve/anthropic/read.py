@@ -242,10 +242,14 @@ class _Messages:
         return self._found
 
     def add(self, role: str, content: Any, param: str) -> None:
-        """Raises 400."""
-        if role != self._role:
+        """Add a message. A `system` message within the conversation becomes part of a user's turn: many templates refuse it.
+
+        Raises 400.
+        """
+        turn = "user" if role == "system" and (self._found or self._role) else role
+        if turn != self._role:
             self._end_turn()
-            self._role = role
+            self._role = turn
         if isinstance(content, str):
             self._texts.append(content)
             return
