@@ -418,6 +418,16 @@ def test_who_is_favoured_in_the_queue_is_favoured_in_the_cache(policy: str | Non
     assert isinstance(build_core(config, DEFAULT_CAPACITY, NullObserver()).scheduler.kv.eviction, expected)
 
 
+def test_several_keys_are_treated_fairly_in_the_cache() -> None:
+    for server, expected in (
+        (ServerConfig(api_keys=("a",)), LeastRecentlyUsed),
+        (ServerConfig(api_keys=("a", "b")), TenantFair),
+        (ServerConfig(api_keys=("a",), trust_tenant_header=True), TenantFair),
+    ):
+        core = build_core(Config(server=server), DEFAULT_CAPACITY, NullObserver())
+        assert isinstance(core.scheduler.kv.eviction, expected)
+
+
 def test_an_eviction_that_would_change_nothing_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no priorities.* Set --policy priority"):
         build_policies(Config(kv=KvConfig(kv_eviction="priority")))

@@ -150,7 +150,8 @@ class KvConfig(Component):
         "Which cached prefixes are lost first when blocks are needed.",
         choices=("lru", "priority", "tenant-fair"),
         takes_class=True,
-        default_doc="priority with --policy priority, tenant-fair with --policy fair, else the preset's: lru",
+        default_doc="priority with --policy priority; tenant-fair with --policy fair, several API keys, a file of keys or "
+        "--trust-tenant-header; else the preset's: lru",
     )
     kv_eviction_args: Mapping[str, object] | None = _arguments_of("eviction")
     kv_rest_s: float | None = duration(

@@ -190,12 +190,13 @@ def _text(path: Path, flag: str) -> str:
 
 
 def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
-    """True if each tenant shares cached prefixes with itself alone.
+    """Return whether each tenant shares cached prefixes with itself alone. By default that is so if there are several."""
+    return has_several_tenants(config) if prefix_sharing is None else prefix_sharing == "tenant"
 
-    By default that is so where several keys tell tenants apart, or where a gateway behind one key does. A file of keys may have
-    several at any time, as it is read again.
+
+def has_several_tenants(config: ServerConfig) -> bool:
+    """Return whether keys tell tenants apart, or a gateway behind one key does. A file may have several keys at any time, since
+    it is read again.
     """
-    if prefix_sharing is not None:
-        return prefix_sharing == "tenant"
     num_keys = len({key.digest for key in api_keys(config)})
     return num_keys > 1 or (num_keys > 0 and (config.trust_tenant_header or bool(key_paths(config))))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.config import AdmissionConfig, Config, KvConfig
+from penstock.config.keys import has_several_tenants
 from penstock.config.sources import all_settings
 from penstock.types.errors import ConfigError
 
@@ -100,7 +101,9 @@ def _choose_policies(config: Config, preset: str) -> Policies:
         budget=budget,
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
         victim=chosen.victim or suits.get("victim"),
-        eviction=config.kv.kv_eviction or suits.get("eviction"),
+        eviction=config.kv.kv_eviction
+        or suits.get("eviction")
+        or ("tenant-fair" if has_several_tenants(config.server) else None),
         settings={
             "gate": {
                 "max_batch_size": chosen.max_batch_size,
