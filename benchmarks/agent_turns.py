@@ -2,6 +2,7 @@
 
     python benchmarks/agent_turns.py                                             # Qwen2.5-Coder-1.5B, 20,000 tokens, 4 agents
     python benchmarks/agent_turns.py --model smollm2:135m --prompt-tokens 4000 --turns 6
+    python benchmarks/agent_turns.py --model gemma3:270m --options '--chat-template gemma'
     python benchmarks/agent_turns.py --small --model smollm2:135m --prompt-tokens 2000 --turns 8 --kv-cache-memory 80MiB
 
 A real server over HTTP, chats with streamed answers. All agents share a system prompt of nine tenths of the first prompt, as
@@ -95,7 +96,7 @@ def serving(args: argparse.Namespace, *options: str) -> Iterator[str]:
     """The URL of a server with the options."""
     longest = args.prompt_tokens + args.turns * (args.answer_tokens + args.new_tokens) + 512
     command = [sys.executable, "-m", "penstock", "serve", args.model, "--port", "{port}", "--max-model-len", str(longest)]
-    command += ["--kv-cache-memory", args.kv_cache_memory, *options]
+    command += ["--kv-cache-memory", args.kv_cache_memory, *args.options.split(), *options]
     server = Contender(name="penstock", command=command)
     with tempfile.TemporaryDirectory() as folder, started(server, Path(folder, "log")) as (_, port):
         yield f"http://127.0.0.1:{port}"
@@ -205,6 +206,7 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--tool-seconds", type=float, default=10.0, help="between two turns, in the mean")
     parser.add_argument("--kv-cache-memory", default="1536MiB")
+    parser.add_argument("--options", default="", help="more options of the server, in one word")
     parser.add_argument("--small", action="store_true", help="compare --kv-rest with a cache that is too small")
     parser.add_argument("--asides", type=float, default=0.5, help="requests a second that are asked once, with --small")
     parser.add_argument("--aside-tokens", type=int, default=1000)
