@@ -427,6 +427,7 @@ WRONG = [
     ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools[0].type", "'file_search', which this server"),
     ({"tools": {}}, "tools", "must be a list"),
     ({"tools": [3]}, "tools[0]", "must be an object"),
+    ({"tools": [{"type": ["function"]}]}, "tools[0].type", "must be 'function'"),
     ({"tools": [{"name": "now"}]}, "tools[0].type", "Missing required parameter"),
     ({"tools": [{"type": "namespace", "name": "clock", "tools": [NOW_TOOL] * 129}]}, "tools[0].tools", "at most 128"),
     (

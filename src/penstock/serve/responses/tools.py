@@ -71,10 +71,12 @@ def read_tools(given: Any) -> Tools:
 
 
 def _checked(tool: Any, kind: Any, index: int) -> FunctionTool | NamespaceTool:
-    if isinstance(kind, str) and kind not in _TOOLS:
+    if not isinstance(kind, str):
+        return check_part(tool, FunctionTool, "tools", index)  # raises
+    if kind not in _TOOLS:
         message = f"'tools[{index}].type' is {shorten(kind)!r}, which this server does not run. Send 'function' or 'namespace'."
         raise invalid(message, f"tools[{index}].type")
-    return check_part(tool, _TOOLS.get(kind, FunctionTool), "tools", index)
+    return check_part(tool, _TOOLS[kind], "tools", index)
 
 
 def _add(tools: Tools, tool: FunctionTool | NamespaceTool, place: str) -> None:
