@@ -108,6 +108,13 @@ async def test_other_ends(fields, reason):
         ({"stop_sequences": ["a"] * 17}, "'stop_sequences'"),
         ({"response_format": {"type": "json_object", "json_schema": {"type": "nothing"}}}, "'response_format.json_schema'"),
         ({"messages": [{"role": "assistant", "content": "a", "tool_plan": "b"}]}, "has both 'tool_plan' and 'content'"),
+        ({"messages": [{"role": "user", "content": 0}]}, "'messages[0].content' must be"),
+        ({"messages": [{"role": "user", "content": {}}]}, "'messages[0].content' must be"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}]},
+            "'messages[0].content[0].thinking' must be a string",
+        ),
+        ({"thinking": {"type": "disabled", "token_budget": 5}}, "'thinking.token_budget' needs 'thinking.type' 'enabled'"),
     ],
 )
 async def test_errors_name_the_field_in_cohere_s_shape(client, fields, message):

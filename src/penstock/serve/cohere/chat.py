@@ -141,8 +141,8 @@ def _message(message: CohereMessage, param: str) -> dict[str, Any]:
         raise invalid(f"'{param}' has both 'tool_plan' and 'content': send the text once.", f"{param}.tool_plan")
     return {
         "role": message.role,
-        "content": _content(message.content) if message.content else message.tool_plan or "",
-        "reasoning_content": _reasoning(message.content),
+        "content": message.tool_plan or "" if message.content in (None, "", []) else _content(message.content),
+        "reasoning_content": _reasoning(message.content, f"{param}.content"),
         "tool_calls": message.tool_calls,
         "tool_call_id": message.tool_call_id,
     }
@@ -160,9 +160,17 @@ def _is_thinking(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking"
 
 
-def _reasoning(content: Any) -> str | None:
-    parts = [part.get("thinking") for part in content if _is_thinking(part)] if isinstance(content, list) else []
-    return "".join([part for part in parts if isinstance(part, str)]) or None
+def _reasoning(content: Any, param: str) -> str | None:
+    """Return the text of the parts of reasoning, or None. Raises 400."""
+    texts: list[str] = []
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if not _is_thinking(part):
+            continue
+        text = part.get("thinking")
+        if not isinstance(text, str):
+            raise invalid(f"'{param}[{index}].thinking' must be a string.", f"{param}[{index}].thinking")
+        texts.append(text)
+    return "".join(texts) or None
 
 
 def _as_text(part: Any) -> Any:
@@ -184,5 +192,7 @@ def _thinking(thinking: CohereThinking | None) -> dict[str, Any]:
     if thinking is None:
         return {}
     if thinking.type == "disabled":
+        if thinking.token_budget is not None:
+            raise invalid("'thinking.token_budget' needs 'thinking.type' 'enabled'.", "thinking.token_budget")
         return {"reasoning_effort": "none"}
     return {"thinking_token_budget": thinking.token_budget}
