@@ -444,6 +444,14 @@ def test_templates_that_are_built_in_write_the_prompts_of_their_families(name):
     assert choose_chat_template(name, {name: "the model's"}) == "the model's"
 
 
+@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
+@pytest.mark.parametrize("roles", ["s", "sau", "us", "su"])
+def test_templates_that_are_built_in_leave_no_message_out(name, roles):
+    names = {"s": "system", "a": "assistant", "u": "user"}
+    text = make(BUILTIN_TEMPLATES[name]).render([{"role": names[role], "content": f"[{role}]"} for role in roles])
+    assert [text.count(f"[{role}]") for role in roles] == [1] * len(roles)
+
+
 def test_doubled_braces_in_a_model_s_instructions_for_calls_are_made_single(tmp_path, caplog):
     """Qwen2.5-Coder's template shows a call with doubled braces, and the model writes what it was shown."""
     shown = r"{\"name\": <function-name>, \"arguments\": <args-json-object>}"

@@ -13,10 +13,12 @@ _BOS = "{{ bos_token }}"
 _EACH = "{% for message in messages %}"
 _ASK = "{% endfor %}{% if add_generation_prompt %}"
 _SYSTEM_FIRST = (
-    "{% set system = messages[0].content if messages and messages[0].role == 'system' else '' %}"
-    "{% set turns = messages[1:] if system else messages %}"
+    "{% set is_led = messages | length > 1 and messages[0].role == 'system' and messages[1].role == 'user' %}"
+    "{% set system = messages[0].content if is_led else '' %}"
+    "{% set turns = messages[1:] if is_led else messages %}"
 )
-"""Sets `system` to the text of a leading system message, and `turns` to the other messages."""
+"""Sets `turns` to the messages, and takes a leading system message before a user's out of them into `system`. The families that
+need this have no system turns: they write any other system message as a user's."""
 
 BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {
@@ -39,7 +41,7 @@ BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
             _BOS
             + _SYSTEM_FIRST
             + "{% for message in turns %}"
-            + "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}"
+            + "{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' }}"
             + "{% if loop.first and system %}{{ system | trim + '\\n\\n' }}{% endif %}"
             + "{{ message.content | trim + '<end_of_turn>\\n' }}"
             + _ASK
