@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
-from penstock.deploy.served import ModelState, ServedModel
+from penstock.deploy.served import ModelCard, ModelState, ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
 from penstock.serve.calls import run as run_file
@@ -320,6 +320,22 @@ async def test_a_model_that_can_not_be_loaded_is_503_with_its_cause_and_the_othe
         world.error = None
         assert (await world.client.post("/v1/completions", json=ASK | {"model": "b"})).status_code == 200
         assert (await world.client.post("/v1/completions", json=ASK)).status_code == 503
+
+
+async def test_the_files_of_a_model_that_is_away_are_read_once():
+    num_reads = 0
+
+    def read_card():
+        nonlocal num_reads
+        num_reads += 1
+        return ModelCard(max_model_len=99)
+
+    async with serving(read_card=read_card) as world:
+        for path in ("/props?model=b", "/props?model=b", "/api/tags"):
+            assert (await world.client.get(path)).status_code == 200
+        props = (await world.client.get("/props?model=b")).json()
+        assert props["default_generation_settings"]["n_ctx"] == 99
+    assert num_reads == len(NAMES)
 
 
 async def test_questions_about_a_model_that_is_away_do_not_load_it():

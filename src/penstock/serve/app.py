@@ -23,6 +23,7 @@ from penstock.serve.anthropic.read import MessagesReader
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import anthropic_words
 from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.chat import CohereChat, CohereChatBody
 from penstock.serve.cohere.write import cohere_words
 from penstock.serve.errors import ApiError, ErrorWords, from_http_exception, unavailable
@@ -133,11 +134,15 @@ def _operations(deployment: Deployment, config: ServerConfig) -> list[Operation]
     messages = MessagesEndpoint(
         CallEndpoint(reader, in_flight, off_loop), MessagesReader(reader, deployment, ignored), config, off_loop
     )
-    ollama, ollama_models = OllamaFace(reader, in_flight, off_loop, deployment), OllamaModels(deployment, folder, ignored)
+    cards = ModelCards()
+    ollama, ollama_models = (
+        OllamaFace(reader, in_flight, off_loop, deployment),
+        OllamaModels(deployment, folder, cards, ignored),
+    )
     texts = TextsReader(deployment, config, ignored), TextsEndpoint(deployment, config, in_flight)
     ollama_texts = OllamaTexts(*texts, deployment)
     rerank, vllm, tei = RerankFace(*texts), VllmFace(*texts), TeiFace(*texts)
-    llama, llama_status = LlamaFace(reader, in_flight, off_loop, deployment, config), LlamaStatus(deployment, in_flight)
+    llama, llama_status = LlamaFace(reader, in_flight, off_loop, deployment, config), LlamaStatus(deployment, in_flight, cards)
     llama_texts, openai_texts = LlamaTexts(*texts), EmbeddingsFace(*texts)
     tgi, cohere_chat = TgiFace(reader, in_flight, off_loop), CohereChat(reader, in_flight, off_loop)
     tokenize = by_field("inputs", tei.tokenize, tokens.tokenize, off_loop)

@@ -5,7 +5,6 @@ A slot is a row of the engine's steps. Rows of other owners are told by their nu
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ModelCard
 from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.cards import ModelCards
 from penstock.serve.errors import ApiError, shorten, unavailable
 from penstock.serve.llama_cpp.write import generation_settings
 from penstock.serve.openai.read import find_allowed, find_model, read_owner, read_sampling
@@ -44,8 +44,9 @@ async def tell_absent(http: HttpRequest) -> Response:
 
 
 class LlamaStatus:
-    def __init__(self, deployment: Deployment, in_flight: InFlight) -> None:
+    def __init__(self, deployment: Deployment, in_flight: InFlight, cards: ModelCards) -> None:
         self._deployment = deployment
+        self._cards = cards
         self._in_flight = in_flight
 
     async def props(self, http: HttpRequest) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class LlamaStatus:
         try:
             running = served.answerer()
         except ModelAway:
-            return _props(served.name, is_sleeping=True) | _of_files(await asyncio.to_thread(served.card))
+            return _props(served.name, is_sleeping=True) | _of_files(await self._cards.of(served))
         model, template, special = running.model, running.chat_template, running.tokenizer.special_tokens
         settings = {} if model.encoder else generation_settings(read_sampling(GenerationBody(), None, running), n_predict=-1)
         return _props(model.name, is_sleeping=False) | {

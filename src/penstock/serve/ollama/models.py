@@ -4,10 +4,8 @@ changes them on disk. Headers of files are read in a thread, and once.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import Annotated, Any
-from weakref import WeakKeyDictionary
 
 import orjson
 from pydantic import Field
@@ -17,6 +15,7 @@ from starlette.responses import Response
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.serve.cards import ModelCards
 from penstock.serve.errors import ApiError
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
@@ -57,12 +56,13 @@ class OllamaPullBody(OllamaNameBody):
 
 
 class OllamaModels:
-    def __init__(self, deployment: Deployment, folder: FolderWatch, ignored: IgnoredParameters | None) -> None:
+    def __init__(
+        self, deployment: Deployment, folder: FolderWatch, cards: ModelCards, ignored: IgnoredParameters | None
+    ) -> None:
         self._deployment = deployment
         self._folder = folder
+        self._cards = cards
         self._ignored = ignored
-        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelCard]] = WeakKeyDictionary()
-        """One for each model, from the first question on: a disk that hangs keeps one thread, and not one for each request."""
 
     async def version(self, _http: HttpRequest) -> dict[str, Any]:
         """This server's version, which is not one of Ollama's."""
@@ -73,7 +73,7 @@ class OllamaModels:
         await self._folder.look()
         cards = []
         for served, name in self._seen(http):
-            card = await self._card(served)
+            card = await self._cards.of(served)
             cards.append(_named(served, name, card) | {"modified_at": utc(card.modified_unix_s), "size": card.num_bytes})
         return {"models": cards}
 
@@ -91,7 +91,7 @@ class OllamaModels:
                 idle_ns = 0 if running.num_users else self._deployment.clock.now_ns() - running.used_ns
                 expires_at = utc(running.sources.unix_time_s() + (after_ns - idle_ns) // 10**9)
             cards.append(
-                _named(served, name, await self._card(served))
+                _named(served, name, await self._cards.of(served))
                 | {
                     "size": num_bytes,
                     "expires_at": expires_at,
@@ -104,7 +104,7 @@ class OllamaModels:
     async def show(self, data: bytes, http: HttpRequest) -> Response:
         """Tell what a model is, in Ollama's words. It is not loaded for that."""
         served = self._find(parse_body(data, OllamaShowBody, self._ignored), http)
-        return Response(orjson.dumps(_show(served, await self._card(served))), media_type="application/json")
+        return Response(orjson.dumps(_show(served, await self._cards.of(served))), media_type="application/json")
 
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is here. Clients pull a model before they use it. Others are not fetched: 501."""
@@ -129,11 +129,6 @@ class OllamaModels:
         """The models that the request's key opens, with their names."""
         found = [(served, name) for served in self._deployment.served if served.is_there for name in served.names]
         return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
-
-    async def _card(self, served: ServedModel) -> ModelCard:
-        if served not in self._cards:
-            self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.card))
-        return await asyncio.shield(self._cards[served])
 
 
 async def refuse(http: HttpRequest) -> Response:
