@@ -69,6 +69,7 @@ class ChatTemplate:
         self._now = now
         self._special_tokens = dict(special_tokens)
         self._reserved = frozenset([*special_tokens, "messages", "add_generation_prompt"])
+        self._reads_functions = "functions" in source  # few do: the others are spared the work
 
     def render(
         self,
@@ -98,7 +99,7 @@ class ChatTemplate:
     ) -> str:
         return self._process.render(
             {"tools": None, "documents": None}
-            | _functions(variables)
+            | (_functions(variables) if self._reads_functions else {})
             | self._special_tokens
             | dict(variables)
             | {"messages": messages, "add_generation_prompt": add_generation_prompt},
