@@ -114,6 +114,10 @@ async def test_other_ends(fields, reason):
             {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}]},
             "'messages[0].content[0].thinking' must be a string",
         ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, {"type": "b"}]}]},
+            "'messages[0].content[1].type' must be 'text'",
+        ),
         ({"thinking": {"type": "disabled", "token_budget": 5}}, "'thinking.token_budget' needs 'thinking.type' 'enabled'"),
     ],
 )

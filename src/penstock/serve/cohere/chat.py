@@ -149,11 +149,8 @@ def _message(message: CohereMessage, param: str) -> dict[str, Any]:
 
 
 def _content(content: Any) -> Any:
-    """Return OpenAI's parts for Cohere's: the result of a tool may be a document, and reasoning is a part."""
-    if not isinstance(content, list):
-        return content
-    texts = [_as_text(part) for part in content if not _is_thinking(part)]
-    return texts or ""
+    """Return OpenAI's parts for Cohere's, one for each, so that errors name the client's."""
+    return [_as_text(part) for part in content] if isinstance(content, list) else content
 
 
 def _is_thinking(part: Any) -> bool:
@@ -174,7 +171,9 @@ def _reasoning(content: Any, param: str) -> str | None:
 
 
 def _as_text(part: Any) -> Any:
-    """Return a tool's document as a part of text. Other parts stay as they are, and the chat checks them."""
+    """Return a tool's document as a part of text, and a part of reasoning as an empty one. The chat checks all others."""
+    if _is_thinking(part):
+        return {"type": "text", "text": ""}
     document = part.get("document") if isinstance(part, dict) and part.get("type") == "document" else None
     data = document.get("data") if isinstance(document, dict) else None
     return {"type": "text", "text": data} if isinstance(data, str) else part
