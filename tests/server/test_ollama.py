@@ -166,6 +166,8 @@ async def test_a_model_that_is_served_is_pulled_already(client):
     other = await client.post("/api/pull", json={"model": "other"})
     assert other.status_code == 501
     assert "penstock pull" in other.json()["error"]
+    nameless = await client.post("/api/pull", json={"stream": False})
+    assert (nameless.status_code, "'model'" in nameless.text) == (400, True)
 
 
 async def test_no_window_of_penalties_is_no_penalty(client):

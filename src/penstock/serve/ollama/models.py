@@ -16,7 +16,7 @@ import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ModelCard, ModelState, ServedModel
 from penstock.serve.cards import ModelCards
-from penstock.serve.errors import ApiError
+from penstock.serve.errors import ApiError, invalid
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
 from penstock.serve.openai.loading import FolderWatch
@@ -109,6 +109,8 @@ class OllamaModels:
     async def pull(self, data: bytes, http: HttpRequest) -> Response:
         """Confirm that a model is here. Clients pull a model before they use it. Others are not fetched: 501."""
         body = parse_body(data, OllamaPullBody, self._ignored)
+        if body.model is None and body.name is None:
+            raise invalid("Missing required parameter: 'model'.", "model")
         try:
             self._find(body, http)
         except ApiError as error:
