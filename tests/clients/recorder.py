@@ -27,6 +27,8 @@ MAX_TEXT, MAX_DESCRIPTION = 200, 40
 """Characters that are kept of a text, and of a tool's or a parameter's description."""
 MAX_NUMBERS = 24
 ID = re.compile(r"\b(call|chatcmpl|toolu|msg|rs|fc|resp|cmpl|aitxt|item)[_-][0-9A-Za-z_-]{6,}")
+DEVICE = re.compile(r"\b[0-9a-f]{64}\b")
+TEMPORARY = re.compile(r"/tmp/[\w-]+")
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 LEFT_OUT = ("/load", "/ready", "/api/show", "/api/tags", "/api/ps")
 """Questions of these scripts themselves, and about the files of a model."""
@@ -107,7 +109,10 @@ def cut(value: Any, max_text: int = MAX_TEXT) -> Any:
     if isinstance(value, list):
         is_numbers = all(isinstance(part, int) for part in value)
         return [cut(part) for part in (value[:MAX_NUMBERS] if is_numbers else value)]
-    return UUID.sub("UUID", ID.sub(r"\1_0", value))[:max_text] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    value = TEMPORARY.sub("/tmp/work", DEVICE.sub("DEVICE", value))
+    return UUID.sub("UUID", ID.sub(r"\1_0", value))[:max_text]
 
 
 @dataclass
