@@ -60,7 +60,7 @@ class RequestsEndpoint:
             raise ApiError(
                 404,
                 f"Nothing is known of a request {shorten(request_id)!r} of yours: it ended too long ago to be remembered "
-                "(--explained-requests, 0: none is), was refused before it came to the engine, or never came.",
+                "(see --explained-requests), was refused before it came to the engine, or never came.",
                 code="request_not_found",
             )
 
