@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from penstock.machine import (
+    CPU_ADDRESS_BYTES,
+    PROGRAM_ADDRESS_BYTES,
     Cores,
+    address_space,
     available_memory_bytes,
     claim_cpus,
     cpu_name,
@@ -74,6 +77,18 @@ def test_the_limit_of_address_space_counts_less_what_is_taken(machine: FakeMachi
     monkeypatch.setattr("resource.getrlimit", lambda _: (2 * GIB, 2 * GIB))
     machine.write("proc/self/statm", f"{GIB // os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
     assert machine.memory() == GIB
+
+
+def test_a_limit_of_address_space_leaves_what_a_server_will_map(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (32 * GIB, 32 * GIB))
+    machine.write("proc/self/statm", "100 1 1 1 0 1 0\n")
+    early = address_space(proc=machine.proc)
+    assert early is not None
+    assert early.program_bytes == PROGRAM_ADDRESS_BYTES + len(os.sched_getaffinity(0)) * CPU_ADDRESS_BYTES
+    machine.write("proc/self/statm", f"{31 * GIB // os.sysconf('SC_PAGE_SIZE')} 1 1 1 0 1 0\n")
+    late = address_space(proc=machine.proc)
+    assert late is not None
+    assert late.left_bytes == GIB
 
 
 def test_a_container_limit_at_the_root_counts_with_cached_pages_given_back(machine: FakeMachine) -> None:

@@ -24,18 +24,52 @@ _CGROUP = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
 SLOW_SHARE = 0.75
 """A core with less of the fastest one's speed is an efficiency core: all wait for a task that it has taken."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 _LARGE_BLOCK_BYTES = 1 << 20
+PROGRAM_ADDRESS_BYTES = 768 << 20
+"""Address space of a server beside its model and the 256 MiB of reserve: libraries, mapped files, and threads' stacks, of which
+two that compile grammars have 128 MiB each. 463 MiB were measured with two CPUs. 500 did not always suffice, as grammars that
+are kept and the order in which threads begin change what is mapped; the library of grammars aborts when memory ends."""
+CPU_ADDRESS_BYTES = 16 << 20
+"""Stacks of the two threads that each CPU gets: one reads weights, the other computes. A stack has 8 MiB as a rule."""
 
 
 def available_memory_bytes(*, proc: Path = _PROC, cgroup: Path = _CGROUP, devices: Path = _DEVICES) -> int:
     """Bytes that can be allocated without swapping: the smallest of what the kernel, the process's own limit of address
     space (`ulimit -v`), the memory nodes that it may use, and every enclosing control group allow.
     """
-    limits: list[int | None] = [_meminfo_available_bytes(proc), _address_space_left(proc), _left_on_nodes(proc, devices)]
+    space = address_space(proc=proc)
+    limits: list[int | None] = [_meminfo_available_bytes(proc), _left_on_nodes(proc, devices)]
+    limits.append(None if space is None else space.left_bytes)
     limits += [_headroom_v2(folder) for folder in _own_groups(proc, cgroup, "")]
     limits += [_headroom_v1(folder) for folder in _own_groups(proc, cgroup, "memory")]
     return max(0, min(value for value in limits if value is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class AddressSpace:
+    """The limit of this process's address space (`ulimit -v`), and what the program takes of it beside planned memory."""
+
+    limit_bytes: int
+    program_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        return self.limit_bytes - self.program_bytes
+
+
+def address_space(*, proc: Path = _PROC) -> AddressSpace | None:
+    """Return the address space of this process, or None if it has no limit.
+
+    The program takes what is mapped now, or what a server maps once it answers, if that is more.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = _read(proc / "self" / "statm").split()
+    mapped = int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+    server = PROGRAM_ADDRESS_BYTES + len(os.sched_getaffinity(0)) * CPU_ADDRESS_BYTES
+    return AddressSpace(limit, max(mapped, server))
 
 
 def usable_cpus(*, proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
@@ -143,6 +177,13 @@ def return_large_blocks_when_freed() -> None:
         set_option(_M_TRIM_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
+def share_one_arena() -> None:
+    """Make later threads allocate from existing arenas. Otherwise glibc maps 64 MiB of address space for each thread."""
+    set_option = getattr(_c_library(), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_ARENA_MAX, 1)
+
+
 @cache
 def _c_library() -> ctypes.CDLL:
     """The C library. Each opening makes types that know each other, and are freed late or never."""
@@ -168,14 +209,6 @@ def _left_on_nodes(proc: Path, devices: Path) -> int | None:
             if name.endswith((" MemFree", " Inactive(file)")):
                 left += int(value.split()[0]) * 1024
     return left
-
-
-def _address_space_left(proc: Path) -> int | None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    pages = _read(proc / "self" / "statm").split()
-    return limit - int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else limit
 
 
 def _own_groups(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:

@@ -22,9 +22,11 @@ from penstock.deploy.sizing import (
     AdapterRoom,
     KvPlan,
     check_adapter_room,
+    check_address_space,
     plan_gpu_kv,
     plan_kv,
 )
+from penstock.machine import AddressSpace
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ExpertsMlp, ModelSpec, ShortConvSpec, spec_of_equal_layers
@@ -315,3 +317,12 @@ executor = NativeExecutor(model, architectures.describe(model.spec), num_threads
 print((kib("VmHWM") - before) * 1024 - model.num_weight_bytes, model.num_weight_bytes)
 """
 """Bytes that were resident at the most, beyond what was before and what was counted; and the latter."""
+
+
+def test_a_limit_of_the_address_space_holds_the_program_and_the_plan() -> None:
+    check_address_space(AddressSpace(3 * GIB, GIB), 2 * GIB)
+
+
+def test_a_lower_limit_of_the_address_space_is_refused_with_the_number_that_suffices() -> None:
+    with pytest.raises(ConfigError, match=r"limited to 3145727 KiB, and 3145728 KiB are needed.*`ulimit -v 3145728`"):
+        check_address_space(AddressSpace(3 * GIB - 1024, GIB), 2 * GIB)

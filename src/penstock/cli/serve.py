@@ -17,7 +17,7 @@ import click
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, models_argument, printable, warn_of_unknown_variables
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.several import config_of_found, configs_of
-from penstock.machine import return_large_blocks_when_freed
+from penstock.machine import address_space, return_large_blocks_when_freed, share_one_arena
 from penstock.types.errors import ConfigError
 
 
@@ -32,6 +32,8 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
 
     set_up_logging(config.log)
     return_large_blocks_when_freed()
+    if address_space() is not None:
+        share_one_arena()  # before the first thread
     check_access(config.server, os.environ)
     raise_open_files_limit()
     connection_limit(config.server)  # so that one too high is told before the model is loaded

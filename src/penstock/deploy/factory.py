@@ -40,9 +40,9 @@ from penstock.deploy.fingerprint import system_fingerprint
 from penstock.deploy.policies import admission_limits, build_policies
 from penstock.deploy.recorder import check_recording, open_recorder
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
-from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
+from penstock.deploy.sizing import LEAST_ROOM_BYTES, RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, check_address_space
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
-from penstock.machine import Cores, give_back_free_memory
+from penstock.machine import Cores, address_space, give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
 from penstock.types.request import ARM_A, ARM_B
@@ -264,6 +264,7 @@ def _load(config: Config, source: ModelSource, resources: Resources, lasting: La
     check_recording(config)
     arms = read_arms(config)
     name = _served_names(config, source)[0]
+    _check_address_space(config, source)
     available_bytes = resources.memory.available_bytes(name)
     config, model, kv, executor = _plan(config, source, resources, available_bytes)
     share = _share(config, model, kv)
@@ -282,6 +283,18 @@ def _load(config: Config, source: ModelSource, resources: Resources, lasting: La
             f"{format_size(available_bytes)} were free before.",
             remedy=f"Lower {'--kv-cache-memory or ' if kv.num_bytes else ''}--max-num-batched-tokens, or free some memory.",
         ) from error
+
+
+def _check_address_space(config: Config, source: ModelSource) -> None:
+    """Refuse a limit of the address space under which threads of a loaded model would fail. Raises ConfigError."""
+    from penstock.models.load import load_model
+
+    space, config = address_space(), device.settled(config)
+    if space is None or device.is_on_gpu(config):
+        return
+    model = load_model(source, floats=device.held_floats(config), experts_on_disk=config.model.experts_on_disk)
+    kv_bytes = config.kv.kv_cache_memory_bytes or LEAST_ROOM_BYTES
+    check_address_space(space, _num_weight_bytes(config, model) + kv_bytes + RESERVE_BYTES)
 
 
 def _share(config: Config, model: LoadedModel, kv: KvPlan) -> MemoryShare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,16 @@ from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
     from penstock.backends.cuda.memory import Usage
+    from penstock.machine import AddressSpace
 
 DEFAULT_CAP_BYTES = 4 << 30
 """Largest KV cache that is taken unasked: a server should not fill a workstation."""
 RESERVE_BYTES = 256 << 20
 """Memory left for the process itself: the interpreter, activations, the vocabulary; while weights are loaded, the part of a
 matrix that is being converted."""
+LEAST_ROOM_BYTES = 64 << 20
+"""Room that a limit of the address space must leave for a KV cache of no set size. Half of it becomes the cache: some thousand
+tokens of a small model."""
 DEFAULT_GPU_UTILIZATION = 0.9
 """Share of a GPU's memory. The driver has the rest, which is also room for what a profile can't see, such as fragments."""
 SLOT_BOOKS_BYTES = 450
@@ -194,6 +199,18 @@ def check_adapter_room(adapters: AdapterRoom, available_bytes: int) -> None:
             f"{format_size(adapters.read_bytes)} to read one, do not fit the {format_size(max(0, free_bytes))} of the "
             "machine's memory that are free.",
             remedy="Lower --max-cpu-loras or --max-lora-rank, or free some memory.",
+        )
+
+
+def check_address_space(space: AddressSpace, planned_bytes: int) -> None:
+    """Check that the planned memory fits beside the program, before anything is loaded. Raises ConfigError."""
+    needed_bytes = space.program_bytes + planned_bytes
+    if needed_bytes > space.limit_bytes:
+        needed_kib = math.ceil(needed_bytes / 1024)
+        raise ConfigError(
+            f"The address space of this process is limited to {space.limit_bytes // 1024} KiB, and {needed_kib} KiB are "
+            f"needed: {format_size(planned_bytes)} for the model and {format_size(space.program_bytes)} for the program.",
+            remedy=f"Set `ulimit -v {needed_kib}` or more (LimitAS= of a systemd unit), or `ulimit -v unlimited`.",
         )
 
 
