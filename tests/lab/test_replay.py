@@ -399,6 +399,35 @@ def test_a_stop_string_whose_text_waits_for_masks_ends_its_answer_where_it_did(c
     assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
 
 
+def test_conversations_that_clients_named_outlast_others_again(tmp_path: Path) -> None:
+    path, clock = tmp_path / "recording", WallClock()
+    recorder = make_recorder(path, clock)
+    core = EngineCore(Scheduler(CAPACITY, make_policies()), journal=recorder)
+    output = OutputStage(lambda skip_special_tokens: Numbers())
+    executor = HashExecutor(CAPACITY, model=MODEL, seed=5)
+    engine = Engine(core, executor, output, clock=clock, sink=lambda chunks: None, turn_observer=recorder)
+
+    def ask(name: str, first: int, conversation: bytes = b"") -> Request:
+        prompt = [first, *range(4, 23)]
+        request = make_request(
+            name, prompt, arrival_ns=clock.now_ns(), temperature=0.0, max_tokens=2, conversation=conversation
+        )
+        engine.submit(request)
+        while engine.turn():
+            pass
+        return request
+
+    ask("a", 30, b"mine")
+    for nth in range(8):
+        ask(f"b{nth}", nth)
+    assert ask("c", 30, b"mine").num_cached_tokens == 19
+    recorder.close()
+    recording = open_recording(path)
+    assert [request.arrival.conversation for request in recording.requests()] == [1, *[0] * 8, 1]
+    replayed = replay(recording, make_policies)
+    assert (replayed.difference, replayed.num_equal) == ("", replayed.num_steps)
+
+
 @pytest.mark.parametrize("preset", ["penstock", "vllm", "sglang"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_stop_strings_in_last_tokens_are_recorded_and_end_again(preset: str, depth: int, tmp_path: Path) -> None:

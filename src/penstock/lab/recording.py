@@ -121,6 +121,8 @@ class Arrival:
     """Number of its adapter: the same for requests of the same one."""
     adapter_content: int = BASE
     """Number of the first adapter with the same content, with which it shares prefixes."""
+    conversation: int = 0
+    """Number of the conversation that its client named; 0 if it named none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +470,7 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
         arm=line.get("arm", ""),
+        conversation=line.get("conversation", 0),
         adapter=line.get("adapter", BASE),
         adapter_content=line.get("content", line.get("adapter", BASE)),
     )

@@ -242,6 +242,7 @@ def _request(arrival: Arrival, contents: _Contents, matcher: Matcher | None) -> 
         deadline_ns=arrival.deadline_ns,
         tenant=arrival.tenant,
         arm=arrival.arm,
+        conversation=str(arrival.conversation).encode() if arrival.conversation else b"",
         matcher=matcher,
         adapter=None if arrival.adapter == BASE else AdapterRef(arrival.adapter, arrival.adapter_content.to_bytes(16, "big")),
     )

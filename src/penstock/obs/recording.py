@@ -54,6 +54,8 @@ MAX_ENDED = 1024
 MAX_LATER = 4096
 """Lines that wait for the end of a turn. An engine that fails in a turn never tells its end, while the door goes on."""
 MAX_TENANTS = 1 << 16
+MAX_CONVERSATIONS = 1 << 12
+"""Names of conversations that are remembered, which are more than the prefix cache remembers."""
 MAX_ADAPTERS = 1 << 16
 """Contents of adapters that are remembered."""
 MAX_REFUSED = 1 << 14
@@ -321,6 +323,9 @@ class _Writer:
         self._content_of: dict[int, int] = {}
         """Number of an adapter -> the number that was told for its content, which stays."""
         self._tenants = {name: number for number, name in enumerate(tenants)}
+        self._conversations: dict[bytes, int] = {}
+        """Name of a conversation -> its number; the one that was used last is the last."""
+        self._num_conversations = 0
         self._next_context: dict[int, int] = {}
         """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
         self._part_names: tuple[str, ...] = ()
@@ -363,6 +368,8 @@ class _Writer:
             line["grammar"] = True
         if sampling.prompt_logprobs is not None:
             line["scored"] = True
+        if request.conversation:
+            line["conversation"] = self._conversation(request.conversation)
         if request.adapter is not None:
             line["adapter"] = request.adapter.number
             if content != request.adapter.number:
@@ -545,6 +552,15 @@ class _Writer:
             if content:  # else it has not been read yet
                 self._contents.setdefault(content, told)
         return told
+
+    def _conversation(self, name: bytes) -> int:
+        number = self._conversations.pop(name, None)
+        if number is None:
+            number = self._num_conversations = self._num_conversations + 1
+        self._conversations[name] = number
+        if len(self._conversations) > MAX_CONVERSATIONS:
+            del self._conversations[next(iter(self._conversations))]
+        return number
 
     def _tenant(self, tenant: str) -> int | str:
         if self._has_tenant_names:
