@@ -13,7 +13,8 @@ from penstock.kv.block_pool import MAX_RESTING_SHARE, BlockPool
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed, TenantFair
 from penstock.kv.invariants import check
 from penstock.kv.manager import KVManager
-from penstock.testing import make_request
+from penstock.testing import make_adapter, make_request
+from penstock.testing.hash_executor import HashAdapter
 from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
@@ -115,6 +116,30 @@ def test_of_a_request_like_an_earlier_one_what_was_found_rests() -> None:
     server.ask(prompt)
     server.ask([*prompt[:11], *server.fresh(8)])
     assert server.manager.pool.resting() == 4
+
+
+def test_an_adapter_that_is_used_again_does_not_rest() -> None:
+    """It is cheap to place again, and the requests that had it are not."""
+    server = Server(24)
+    manager, adapter = server.manager, make_adapter(1)
+    for name in "ab":
+        request = make_request(name, server.fresh(4), adapter=adapter)
+        manager.allocate(request, manager.lookup_prefix(request), 4, HashAdapter(1, 2))
+        manager.free(name)
+    assert manager.adapters.residents
+    assert manager.pool.resting() == 0
+
+
+def test_a_preempted_request_that_finds_its_own_blocks_does_not_rest() -> None:
+    server = Server(24)
+    manager, request = server.manager, make_request("a", server.fresh(14))
+    for request.num_preemptions in (0, 1):
+        manager.allocate(request, manager.lookup_prefix(request), 14)
+        request.num_computed_tokens = 14
+        manager.publish(request)
+        manager.suspend("a")
+    assert manager.pool.num_cached
+    assert manager.pool.resting() == 0
 
 
 def test_a_prefix_that_others_share_outlasts_them() -> None:
@@ -262,11 +287,11 @@ class RestingPoolMachine(RuleBasedStateMachine):
             self.resting.discard(block_id)
 
     @precondition(lambda self: self.cached)
-    @rule(data=st.data())
-    def revive(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), rests=st.booleans())
+    def revive(self, data: st.DataObject, rests: bool) -> None:
         block_id = data.draw(st.sampled_from(sorted(self.cached)))
-        self.pool.hold(block_id)
-        self.resting |= {block_id} if self.rest_ns else set()
+        self.pool.hold(block_id, rests=rests)
+        self.resting |= {block_id} if rests else set()
         del self.cached[block_id]
         self.held.append(block_id)
 

@@ -141,27 +141,27 @@ class BlockPool:
             taken += [self._evict() for _ in range(count - num_first)]
         return taken
 
-    def hold(self, block_id: int) -> None:
-        """Add a reference; revives the block from the free list if it lies there. From then on it rests when it is cached."""
+    def hold(self, block_id: int, *, rests: bool = False) -> None:
+        """Add a reference; revives the block from the free list if it lies there. `rests`: as that of `release`."""
         if block_id == NULL_BLOCK_ID:
             raise ValueError("the null block can't be held")
         if self._ref_counts[block_id] == 0:
             self._unlink(block_id)
-        self._rests[block_id] |= self._eviction.rest_ns > 0
+        self._rests[block_id] |= rests
         self._ref_counts[block_id] += 1
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
         """Drop a reference; with the last one the block joins the free list, its content kept or not.
 
-        Content that is kept counts for `group`; None: for no group. `rests`: it is part of a conversation, and stays so until
-        it is lost, whoever uses it meanwhile.
+        Content that is kept counts for `group`; None: for no group. `rests`: the block rests whenever it is cached, until its
+        content is lost.
 
         Raises ValueError if nobody holds it.
         """
-        self._rests[block_id] |= rests
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
+        self._rests[block_id] |= rests
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] > 0:
             self.num_shared -= self._ref_counts[block_id] == 1

@@ -162,10 +162,12 @@ class KVManager:
             table.block_ids = self._take(num_fresh)
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
+        # A request that was preempted finds its own blocks, which is no sign that others will.
+        rests = self.eviction.rest_ns > 0 and not request.num_preemptions
         for block_id in hit.held:  # before the others, which would else be taken from among them
-            self.pool.hold(block_id)
+            self.pool.hold(block_id, rests=rests)
         self._pin(table, number, packed)  # before the fresh ones for the same reason
-        fresh = self._take_with_copy(num_fresh, hit.tail_block_id) if hit.tail_block_id else self._take(num_fresh)
+        fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
         table.num_full = len(hit.block_ids)
@@ -370,12 +372,12 @@ class KVManager:
         self.adapters.evict(taken)
         return taken
 
-    def _take_with_copy(self, count: int, source: int) -> list[int]:
+    def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
         """Take blocks as `_take` does; the first gets a copy of `source`, which stays known if there are enough others."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:
-            self.pool.hold(source)
+            self.pool.hold(source, rests=rests)
         fresh = self._take(count)
         if fresh[0] != source:
             self.pending_copies.append((source, fresh[0]))
