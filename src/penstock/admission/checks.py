@@ -186,8 +186,8 @@ class QueueDelay:
         if excess_ns <= 0:
             return None
         detail = (
-            f"the queue's delay is over its target: the first token is expected after {view.ttft_ns / 1e9:.2f} s, with the "
-            f"usual variation {view.ttft_ns * self.margin.factor / 1e9:.2f} s; the target is {target_ns / 1e9:g} s"
+            f"the queue's delay is over its target: the first token is expected after {view.ttft_ns / 1e9:.2f} s, or "
+            f"{view.ttft_ns * self.margin.factor / 1e9:.2f} s with the worst recent error; the target is {target_ns / 1e9:g} s"
         )
         return Refusal(RejectReason.QUEUE_DELAY, detail, int(excess_ns))
 

@@ -739,8 +739,10 @@ def read_terms(
 
 def _conversation_of(owner: Owner, name: str) -> bytes:
     """Return what stands for the conversation's name: no tenant can name the conversation of another."""
+    if not name:
+        return b""
     salt = hashlib.blake2b(owner.tenant.encode()).digest()
-    return hashlib.blake2b(name.encode(), digest_size=16, key=salt).digest() if name else b""
+    return hashlib.blake2b(name.encode(), digest_size=16, key=salt).digest()
 
 
 def read_owner(scope: Scope, config: ServerConfig) -> Owner:
