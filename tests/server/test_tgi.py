@@ -82,7 +82,8 @@ async def test_the_root_asks_for_a_key_where_the_page_does_not():
     try:
         async with make_client(runtime, api_keys=("secret",)) as client:
             assert (await client.get("/")).status_code == 200
-            assert (await client.post("/", json=PROMPT)).status_code == 401
+            refused = await client.post("/", json=PROMPT)
+            assert (refused.status_code, list(refused.json())) == (401, ["error", "error_type"])
             allowed = await client.post("/", json=PROMPT, headers={"Authorization": "Bearer secret"})
             assert allowed.status_code == 200
     finally:

@@ -72,7 +72,7 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
         **dict.fromkeys(LLAMA_PATHS, llama_words),
         "/api/": ollama_words,
         "/v2/chat": cohere_words,
-        **dict.fromkeys(("/generate", "/generate_stream"), tgi_words),
+        **dict.fromkeys(("/", "/generate", "/generate_stream"), tgi_words),
         **dict.fromkeys(TEI_PATHS, tei_words),
     }
 )
