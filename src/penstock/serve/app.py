@@ -80,7 +80,7 @@ _ERROR_WORDS: Mapping[str, ErrorWords] = MappingProxyType(
 
 
 _Answer = Callable[[HttpRequest], Awaitable[Any]]
-"""Returns what a route without a body tells."""
+"""Answers a route that takes no body."""
 
 
 def create_app(

@@ -52,7 +52,7 @@ class OllamaPullBody(OllamaNameBody):
     insecure: Unread = None
     username: Unread = None
     password: Unread = None
-    """Nothing is fetched, so there is nobody to log in to."""
+    """Nothing is fetched, so no login is needed."""
 
 
 class OllamaModels:

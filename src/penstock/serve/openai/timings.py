@@ -1,4 +1,4 @@
-"""llama.cpp's `timings` and `prompt_progress`: made by a writer for answers that were asked for with one of them."""
+"""llama.cpp's `timings` and `prompt_progress`: a writer makes one for answers that want either of them."""
 
 from __future__ import annotations
 
