@@ -497,6 +497,15 @@ class TestExpectations:
         door.on_tokens([request], ())
         assert door.margin.factor == pytest.approx(3.0)
 
+    def test_an_accident_does_not_close_the_door(self):
+        """With a factor of 100, 16 ms of the target would be left, and nobody who waits would come in to correct it."""
+        door = make_door(slo_ttft_ns=2 * SECOND)
+        now_ns = busy(door, rate=4.0)
+        waits = make_load(8, 0, 0)
+        assert refusal(door, waits, now_ns) is None
+        door.margin.observe(SECOND, 100 * SECOND)
+        assert refusal(door, waits, now_ns) is None
+
     def test_the_margin_is_the_worst_of_the_last_99_errors(self):
         margin = Margin()
         for late in [3.0, *[1.2] * 98]:

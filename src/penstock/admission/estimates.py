@@ -31,6 +31,8 @@ NUM_ERRORS = 99
 """Errors that the margin remembers: the next one is the largest of a hundred once in a hundred times."""
 FIRST_FACTOR = 1.25
 """Assumed as the first error."""
+MAX_FACTOR = 4.0
+"""A larger error is an accident, such as a machine that stood still, and must not keep away those who could correct it."""
 
 MIN_BUSY_S = 1.0
 """Shorter observations give no rate of ends."""
@@ -137,8 +139,8 @@ class Lengths:
 class Margin:
     """How far off the expected time to first token was at worst, among the last requests that came in.
 
-    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, and at least 1. If errors come in no
-    particular order, 1 request in 100 takes longer than its expected time multiplied by `factor`.
+    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, from 1 to `MAX_FACTOR`. If errors come in
+    no particular order, 1 request in 100 takes longer than its expected time multiplied by `factor`.
     """
 
     def __init__(self) -> None:
@@ -148,7 +150,7 @@ class Margin:
     def observe(self, expected_ns: int, real_ns: int) -> None:
         """The door expected `expected_ns` > 0, and the first token came after `real_ns`."""
         self._errors.append(real_ns / expected_ns)
-        self.factor = max(1.0, *self._errors)
+        self.factor = min(MAX_FACTOR, max(1.0, *self._errors))
 
 
 class DrainMeter:
