@@ -227,7 +227,7 @@ def test_a_fault_is_told_for_a_while_and_then_it_is_tried_again(disk: Disk, tmp_
         disk.wait()
         told = adapters.failure("a")
         assert told is not None
-        assert (told.detail, told.reason) == (f"{tmp_path / 'a'}: broken. Mend it.", RejectReason.INVALID)
+        assert (told.detail, told.reason) == ("a: broken. Mend it.", RejectReason.INVALID)
         assert adapters.state(ref.number) == AdapterState(None, told.detail, told.reason)
         adapters.want(ref)
         assert found(adapters, "a") is ref
@@ -316,7 +316,7 @@ def test_files_that_changed_while_requests_wait_fail_and_nobody_who_waits_is_to_
         adapters.want(ref, is_urgent=True)
         disk.wait()
         state = adapters.state(ref.number)
-        assert "changed while it was in use" in state.failure
+        assert "files changed while it was used" in state.failure
         assert state.reason is RejectReason.UNAVAILABLE
         again = found(adapters, "a")
         assert again.number > ref.number

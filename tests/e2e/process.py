@@ -112,7 +112,7 @@ class Answer:
     def read(self, line: str) -> None:
         """One line of the stream."""
         assert not self.is_done or not line, "something comes after [DONE]"
-        if not line:
+        if not line or line.startswith(":"):  # a comment, such as a keepalive
             return
         assert line.startswith("data: "), line
         if line == "data: [DONE]":
@@ -132,26 +132,27 @@ def stream_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stream(url: str, path: str, body: Mapping[str, Any], *, on_event: Callable[[], None] = lambda: None) -> Answer:
-    """The whole stream; `on_event` is called after each of its lines."""
+    """The whole stream; `on_event` is called after each of its events."""
     answer = Answer()
     with httpx.stream("POST", url + path, json=stream_body(body), timeout=TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             answer.read(line)
-            on_event()
+            if line.startswith("data: "):
+                on_event()
     return answer
 
 
 async def stream_async(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any], *, started: asyncio.Event | None = None
 ) -> Answer:
-    """The whole stream; `started` is set once its first line was read."""
+    """The whole stream; `started` is set once its first event was read."""
     answer = Answer()
     async with client.stream("POST", path, json=stream_body(body)) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             answer.read(line)
-            if started is not None:
+            if started is not None and line.startswith("data: "):
                 started.set()
     return answer
 

@@ -49,7 +49,7 @@ def test_curl(server: RealServer) -> None:
 def test_curl_streams(server: RealServer) -> None:
     lines = curl("--no-buffer", f"{server.url}{CHAT}", "--json", json.dumps({**ASK, "stream": True})).split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
     assert "Paris" in "".join(event["choices"][0]["delta"].get("content", "") for event in events)
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
@@ -59,7 +59,7 @@ def test_curl_streams(server: RealServer) -> None:
 def test_llama_cpps_words(server: RealServer, is_streamed: bool) -> None:
     body = {"prompt": BEGIN["prompt"], "n_predict": 40, "temperature": 0, "stop": ["."], "n_probs": 2, "stream": is_streamed}
     answer = curl("--no-buffer", f"{server.url}/completion", "--json", json.dumps(body))
-    *pieces, last = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event]
+    *pieces, last = [json.loads(event.removeprefix("data: ")) for event in answer.split("\n\n") if event[:1] not in ("", ":")]
     assert "".join(piece["content"] for piece in (*pieces, last)) == " Paris"
     assert (last["stop_type"], last["stopping_word"], last["tokens_predicted"]) == ("word", ".", 2)
     first = (*pieces, last)[0]["completion_probabilities"][0]

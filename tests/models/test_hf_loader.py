@@ -325,7 +325,10 @@ def test_biases_of_q_k_and_v(tmp_path):
 
 
 REFUSED = {
-    "architecture": ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM is not supported.*LlamaForCausalLM"),
+    "architecture": (
+        {"architectures": ["OPTForCausalLM"]},
+        "OPTForCausalLM is not supported. The nearest that are: .*ForCausalLM",
+    ),
     "no architecture": ({"architectures": None}, "architectures is missing"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'.*another model"),
     "bias of attention": ({"attention_bias": True}, "attention_bias is True, and the weights have no layers.0.q_bias"),
