@@ -47,7 +47,8 @@ class Case:
         assert response.headers["x-request-id"], shown
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == self.wanted, shown
-        assert set(error) == {"message", "type", "param", "code"}, shown
+        # A prompt that was counted has both sizes in its refusal.
+        assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}, shown
         for word in self.words:
             assert word in error["message"], shown
 
@@ -64,7 +65,7 @@ NOT_JSON = "not valid JSON"
 NOT_UTF_8 = "not UTF-8"
 NO_OBJECT = "must be a JSON object"
 LONG_TEXT = "word " * 20_000
-MANY_MESSAGES = [HI[0], {"role": "assistant", "content": "Hello"}] * 5_000
+MANY_MESSAGES = [HI[0], {"role": "assistant", "content": "Hello"}] * 2_000
 
 CASES = {
     "not JSON": [
@@ -134,7 +135,7 @@ CASES = {
         Case(prompt("a" * 4_000_000), "8192 tokens", param="prompt", code=TOO_LONG),
         Case(prompt(["Hi", LONG_TEXT]), "8192 tokens", param="prompt[1]", code=TOO_LONG),
         Case(prompt([1] * (MAX_MODEL_LEN + 1)), "8193", param="prompt", code=TOO_LONG),
-        Case(prompt([1] * 500_000), "500000", param="prompt", code=TOO_LONG),
+        Case(prompt([1] * 200_000), "200000", param="prompt", code=TOO_LONG),
         Case(chat([{"role": "user", "content": LONG_TEXT}]), "8192 tokens", param="messages", code=TOO_LONG, path=CHAT),
         Case(chat(MANY_MESSAGES), "8192 tokens", param="messages", code=TOO_LONG, path=CHAT),
         Case(prompt(["Hi"] * 129), "at most 128", param="prompt"),
