@@ -135,6 +135,8 @@ CASES = {
         Case(prompt("a" * 4_000_000), "8192 tokens", param="prompt", code=TOO_LONG),
         Case(prompt(["Hi", LONG_TEXT]), "8192 tokens", param="prompt[1]", code=TOO_LONG),
         Case(prompt([1] * (MAX_MODEL_LEN + 1)), "8193", param="prompt", code=TOO_LONG),
+        Case(prompt([1] * 500_000), "elements"),
+        Case(chat(MANY_MESSAGES * 3), "messages", param="messages", path=CHAT),
         Case(prompt([1] * 200_000), "200000", param="prompt", code=TOO_LONG),
         Case(chat([{"role": "user", "content": LONG_TEXT}]), "8192 tokens", param="messages", code=TOO_LONG, path=CHAT),
         Case(chat(MANY_MESSAGES), "8192 tokens", param="messages", code=TOO_LONG, path=CHAT),

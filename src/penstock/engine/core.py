@@ -200,7 +200,7 @@ class EngineCore:
         """Commit a step: one event for each row that sampled or failed, in the order of the plan.
 
         `clock` tells how long grammars take, and nothing else; None: it is not asked. `read_end` makes the text of an answer
-        that ends by its length, before the end is told to anybody; None: there is no text.
+        that ends by its length, before observers hear of the end. None means that there is no text.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")

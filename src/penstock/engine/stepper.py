@@ -82,7 +82,7 @@ class Stepper:
         """Make a stepper with nothing in flight. Raises ValueError for an executor whose depth is neither 1 nor 2.
 
         `poll_aborts` gives the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
-        move a virtual clock to the end of the step. `read_end` is the core's; None: there is no text.
+        move a virtual clock to the end of the step. `read_end` is passed to `EngineCore.finish`.
         """
         if executor.depth not in (1, 2):
             raise ValueError(f"one or two steps can be in flight, not {executor.depth}")

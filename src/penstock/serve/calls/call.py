@@ -51,7 +51,7 @@ class Terms:
     limits: TenantLimits | None = None
     """The tenant's own."""
     conversation: bytes = b""
-    """As in the request."""
+    """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason]]:

@@ -100,7 +100,7 @@ class CohereChatBody(Body):
     documents: Annotated[Any, NotYet([])] = None
     citation_options: Annotated[Any, NotYet({"mode": "OFF"})] = None
     safety_mode: Annotated[Any, NotYet("OFF", "NONE", "CONTEXTUAL")] = None
-    """There are no safety instructions to change."""
+    """The server adds no safety instructions, so there are none to change."""
     logprobs: Annotated[Any, NotYet(False)] = None
 
 

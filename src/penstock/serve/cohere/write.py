@@ -103,7 +103,7 @@ class CohereWriter(Writer):
                 return _event("tool-call-end", index=index)
 
     def _say(self, kind: str, text: str) -> bytes:
-        """Return a piece of text or of reasoning, both of which are blocks of content."""
+        """Return the events of a piece of text or reasoning. Each kind is a block of content."""
         opened = b""
         if self._kind != kind:
             opened = self._close() + self._content_event("content-start", {"type": kind, kind: ""})
