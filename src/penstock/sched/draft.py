@@ -151,17 +151,18 @@ class StepDraft:
         new_block_ids: tuple[int, ...] = (),
         *,
         is_prefill: bool,
+        max_samples: int = 1,
     ) -> None:
-        """Plan the request's next `query_len` tokens, and a new one if it has caught up with them.
+        """Plan the request's next `query_len` tokens, and up to `max_samples` new ones if it has caught up with them.
 
         `is_prefill`: also if it is one token, the last.
         """
         context_len = request.num_computed_tokens
-        samples = int(context_len + query_len == request.num_tokens)
+        samples = max_samples if context_len + query_len == request.num_tokens else 0
         row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
         self.rows.append(row)
         counts = self.counts
-        counts.num_tokens += query_len
+        counts.num_tokens += row.num_positions
         if is_prefill:
             counts.prefills.append(row)
             self.num_scored_left -= len(request.positions_to_score(context_len, query_len))
@@ -187,10 +188,10 @@ class StepDraft:
         counts = self.counts
         for idx, row in enumerate(self.rows):
             if row.request_id == request.request_id:
-                counts.num_tokens -= row.query_len
+                counts.num_tokens -= row.num_positions
                 if idx < self.num_decode_rows:
                     self.num_decode_rows -= 1
-                    counts.num_decodes -= row.query_len
+                    counts.num_decodes -= row.num_positions
                 if row in counts.prefills:
                     counts.prefills.remove(row)
                     self.num_scored_left += len(request.positions_to_score(row.context_len, row.query_len))

@@ -6,14 +6,19 @@ A request that lacks blocks preempts others until they are found, or itself if t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
+from penstock.sched.choosing.chooser import Speculation
 from penstock.sched.draft import StepDraft
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import PreemptReason
+
+NO_SLOTS: Mapping[str, int] = MappingProxyType({})
+"""With it no decode takes the short way, and each is asked how many tokens it may get."""
 
 MAX_FORCED_TOKENS = 15
 """Forced tokens that a request computes in a step beside the one before them, as others wait for their next token meanwhile."""
@@ -22,9 +27,10 @@ MAX_FORCED_TOKENS = 15
 class Extending:
     """The next tokens of each running request, and the blocks for them."""
 
-    def __init__(self, kv: KVManager, running: Running) -> None:
+    def __init__(self, kv: KVManager, running: Running, speculation: Speculation | None = None) -> None:
         self._kv = kv
         self._running = running
+        self._speculation = speculation
 
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
         """A row for every running request that decodes, in order of admission. Returns the other ones.
@@ -44,8 +50,9 @@ class Extending:
                     going.append(request)
             if any(request.num_behind for request in going):
                 counts.sat_out, running = staying, tuple(going)
+        num_slots = self._kv.num_slots if self._speculation is None else NO_SLOTS
         prefills, num_rows = progress.plan_decodes(
-            running, self._kv.num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
+            running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)
         )
         counts.num_tokens += num_rows
         if prefills:
@@ -92,7 +99,10 @@ class Extending:
             return  # a victim of this step, or a beam that waits for another
         running, context_len = self._running, request.num_computed_tokens
         num_copies = len(self._kv.pending_copies)
-        while (blocks := self._kv.extend(request.request_id, context_len, context_len + query_len)) is None:
+        max_samples = 1 if self._speculation is None or is_prefill else self._max_samples(draft, request, self._speculation)
+        end = context_len + query_len + max_samples - 1
+        while (blocks := self._kv.extend(request.request_id, context_len, end)) is None:
+            assert max_samples == 1, "memory for more tokens was found before"
             assert not draft.admissions, "a step must not both admit and preempt"
             draft.lacks_memory = True
             eviction = running.choose_victim(running.may_lose(), request, query_len)
@@ -103,5 +113,15 @@ class Extending:
             running.tell_again(request)
             draft.admit(request, self._kv.block_table(request.request_id))
             blocks = ()
-        draft.add_row(request, query_len, blocks, is_prefill=is_prefill)
+        draft.add_row(request, query_len, blocks, is_prefill=is_prefill, max_samples=max_samples)
         progress.plan(request, query_len)
+
+    def _max_samples(self, draft: StepDraft, request: Request, speculation: Speculation) -> int:
+        """Tokens that a decode may get in this step: every running request finds a token and a block of its own first."""
+        if request.sampling.follows_grammar or request.sampling.beams is not None:
+            return 1
+        num_running = len(self._running)
+        num_spare_tokens = draft.budget.tokens_left - (num_running - len(draft.rows))
+        num_spare_slots = (self._kv.pool.num_available - num_running) * self._kv.block_size
+        num_to_limit = request.max_total_tokens - request.num_tokens
+        return max(1, min(speculation.max_samples(request), num_to_limit, 1 + num_spare_tokens, 1 + num_spare_slots))

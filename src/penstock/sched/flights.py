@@ -26,6 +26,7 @@ Where more than the number of tokens counts, no step is planned ahead, and the s
     memory        the running requests may need more blocks than are free: one would be preempted, whose row is in flight
     classes       the order pauses a request for the first that waits, which lacks a row or memory (`joining.py`)
     beams         the tokens decide which requests go on
+    speculation   the tokens decide how many of them a row got
     batches       a gate that is not continuous calls the next batch when the last request of one has ended, and pads
 
 So no request is preempted in a step that is planned ahead. It may turn out while a step is planned that the order would pause a
@@ -122,12 +123,14 @@ class Flights:
 class Ahead:
     """The assumption that the step in flight will be committed as it was planned."""
 
-    def __init__(self, kv: KVManager, policies: Policies, running: Running, groups: Groups) -> None:
+    def __init__(
+        self, kv: KVManager, policies: Policies, running: Running, groups: Groups, *, is_possible: bool = True
+    ) -> None:
         self._kv = kv
         self._order = policies.order
         self._running = running
         self._groups = groups
-        self._is_possible = policies.gate.may_plan_ahead
+        self._is_possible = is_possible and policies.gate.may_plan_ahead
         self._assumed: list[tuple[Request, int]] = []
         """Requests with a row in flight, and the number of its tokens."""
 

@@ -176,11 +176,12 @@ def advance(
     """A step was computed: count its tokens as computed, append those that were sampled, and tell them to `outcome`.
 
     `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
-    Returns the rows of prefills, rows that filled a block, those whose requests end, and
+    Returns the rows of prefills, rows that filled a block, rows that may sample several tokens, those whose requests end, and
     those of `apart` that sample, in the order of the plan. A text ends with its answer. Raises KeyError or ValueError if a row
-    that samples has not got its token, or its states.
+    that samples has not got its tokens, or its states.
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
+    num_more = 0  # tokens of a row after its first
     advances: list[Advance] = []
     add_event, add_advance = outcome.events.append, advances.append
     for row in rows:
@@ -193,8 +194,8 @@ def advance(
             request.num_inflight_tokens = 0
         else:
             request.num_inflight_tokens -= query_len
-        reason, stop_reason = None, None
-        if row.samples:
+        reason, stop_reason, samples = None, None, row.samples
+        if samples:
             if apart and request_id in apart:
                 add_advance(Advance(request, row, is_apart=True))
                 continue
@@ -206,24 +207,46 @@ def advance(
                 continue
             token_ids = tokens[request_id]
             entries = logprobs.get(request_id, ()) if logprobs else ()
-            (token_id,) = token_ids
-            request.output_token_ids.append(token_id)
-            num_tokens = request.num_tokens = num_computed + 1
-            if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
-                reason, stop_reason = _why_ended(request, token_id)
+            if samples == 1:
+                (token_id,) = token_ids
+                request.output_token_ids.append(token_id)
+                num_tokens = request.num_tokens = num_computed + 1
+                if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
+                    reason, stop_reason = _why_ended(request, token_id)
+            else:
+                token_ids, reason, stop_reason = _append_sampled(request, token_ids, samples)
+                entries = entries[: len(token_ids)]
+                num_more += len(token_ids) - 1
+                num_computed = 0  # it may have filled a block
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
             if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
-    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events)
+    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events) + num_more
     return advances
 
 
+def _append_sampled(request: Request, token_ids: tuple[int, ...], max_samples: int) -> Appended:
+    """Several tokens were sampled in one step. All but the last have KV. Raises ValueError if there are none, or more than
+    `max_samples`.
+    """
+    if not 1 <= len(token_ids) <= max_samples:
+        raise ValueError(f"{request.request_id!r} got {len(token_ids)} tokens, of 1 to {max_samples}")
+    appended = _append_each(request, token_ids)
+    request.num_computed_tokens += len(appended.token_ids) - 1
+    return appended
+
+
 def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
-    """Append tokens that the request's grammar forces, up to the one with which the request ends. They have no KV yet."""
+    """The grammar of a request that was given a token forces others after it. They have no KV."""
     request.forced_from = request.num_tokens
+    return _append_each(request, token_ids)
+
+
+def _append_each(request: Request, token_ids: Sequence[int]) -> Appended:
+    """Append one token after another, as if each came in a step of its own, up to the one with which the request ends."""
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
         request.output_token_ids.append(token_ids[num_kept])

@@ -50,7 +50,8 @@ from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
-from penstock.sched.choosing.beams import Answer, Beams
+from penstock.sched.choosing.beams import Beams
+from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
 from penstock.sched.choosing.groups import Groups
 from penstock.sched.draft import StepDraft
 from penstock.sched.extending import Extending
@@ -86,14 +87,19 @@ class Scheduler:
         *,
         enable_prefix_caching: bool = True,
         tier: Tier | None = None,
+        speculation: Speculation | None = None,
         most_step_ns: Callable[[], int] = lambda: 0,
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
         """`most_step_ns` tells how long a step should take at most, as others want the machine now; 0: as long as it likes.
         `adapters`: where those of requests come from; of them `max_adapters` different ones run at once."""
-        if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
-            raise ValueError("a model that keeps nothing of its texts has no prefix cache and no tier")
+        if speculation is not None and capacity.has_state:
+            raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
+        if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
+            raise ValueError(
+                "a model that keeps nothing of its texts has no prefix cache and no tiers, and speculates about nothing"
+            )
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
         """Number of requests that may run at once."""
@@ -128,10 +134,10 @@ class Scheduler:
         )
         if capacity.is_one_pass:
             self.tell_no_stops()
-        self._extending = Extending(self.kv, self._running)
+        self._extending = Extending(self.kv, self._running, speculation)
         self._flights = Flights(self.kv)
-        self._ahead = Ahead(self.kv, policies, self._running, self._groups)
-        self._beams = Beams(self.kv, self._running, self._groups)
+        self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
+        self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
         self._is_continuous = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, which was made ahead, found a request to pause: the next one is not made ahead."""
@@ -378,11 +384,11 @@ class Scheduler:
                 self._fail(request, failures[request.request_id], outcome, now_ns)
             else:
                 self.kv.publish(request)
-                self._beams.take(request, result)
+                self._chooser.take(request, result)
         if failures and self._padding.is_active:
             self._padding.fail(failures)
         if grouped:
-            for answer in self._beams.choose(now_ns):
+            for answer in self._chooser.choose(now_ns):
                 self._tell(answer, outcome, now_ns)
         return outcome
 
@@ -431,7 +437,8 @@ class Scheduler:
     def _publish(self, request: Request, row: RowPlan) -> None:
         """Let others find the blocks that a row filled, and give back those that its request reads no more."""
         is_prefill = row.query_len > 1 or not row.samples
-        if is_prefill or not request.num_computed_tokens % self.capacity.block_size:
+        may_fill_block = not request.num_computed_tokens % self.capacity.block_size or row.samples > 1
+        if is_prefill or may_fill_block:
             self.kv.publish(request)
             if is_prefill and request.num_behind == 1:  # its prompt is computed: others may begin alike
                 self.kv.publish_tail(request)

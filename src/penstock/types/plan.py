@@ -71,8 +71,15 @@ class RowPlan:
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before this step."""
     samples: int
-    """Tokens that the executor samples after the row's last one and appends to the row itself: 0 in the middle of a prompt, else
-    1. With `Capacity.is_one_pass`, 1 requests the answer to the row's text, and nothing is appended."""
+    """Tokens that the executor samples after the row's last one, and appends to the row by itself: 0 of a chunk of a prompt,
+    else 1 as a rule. If it is more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`,
+    each of them the token that a step of its own would have sampled. The row has blocks for all of them.
+    With `Capacity.is_one_pass` it is 1, which asks for the answer to the row's text; nothing is appended."""
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the row may compute and write, from `context_len` on."""
+        return self.query_len + max(0, self.samples - 1)
 
 
 @dataclass(slots=True)
@@ -88,7 +95,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.query_len for row in self.rows)
+        return sum(row.num_positions for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

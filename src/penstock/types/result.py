@@ -37,7 +37,7 @@ class StepTiming:
 class StepResult:
     step_id: int
     token_ids: Mapping[str, tuple[int, ...]]
-    """request_id -> the token sampled in this step, for each row that samples and did not fail."""
+    """request_id -> tokens sampled in this step, in order: 1 to `samples` of each row that samples and did not fail."""
     timing: StepTiming
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """Only rows that asked for them; as long as that row's `token_ids`."""

@@ -17,27 +17,15 @@ A request whose token was computed while another of its group has to catch up ke
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.choosing.beam_search import Beam
+from penstock.sched.choosing.chooser import Answer
 from penstock.sched.choosing.groups import BeamGroup, Groups
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult, TokenLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The whole answer of a request, which ends with it."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    """Empty, or as long as `token_ids`."""
-    is_stopped: bool
-    """True if the last token is a stop token, False if the answer reached its limit."""
 
 
 class Beams:
