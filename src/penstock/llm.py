@@ -701,8 +701,8 @@ class _Asked:
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
-        from penstock.serve.calls.run import check_encoded
-        from penstock.serve.openai.read import check_token_ids
+        from penstock.calls.run import check_encoded
+        from penstock.serve.asking import check_token_ids
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
@@ -760,7 +760,7 @@ class _Asked:
         if running.chat_template is None:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
-        from penstock.serve.calls.run import render_here
+        from penstock.calls.run import render_here
         from penstock.serve.openai.read import read_conversation
         from penstock.serve.openai.schemas import ChatTemplateFields
 
@@ -792,7 +792,7 @@ def _requests(
     adapter: AdapterRef | None = None,
 ) -> list[Request]:
     """A request for each of the `n` answers to a prompt."""
-    from penstock.serve.calls.run import banned_sequences
+    from penstock.calls.run import banned_sequences
     from penstock.serve.openai.grammars import asked_grammar
     from penstock.serve.openai.read import read_sampling
 
@@ -894,7 +894,7 @@ def _check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
 
 def _text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
     """The tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
-    from penstock.serve.openai.read import check_token_ids
+    from penstock.serve.asking import check_token_ids
     from penstock.serve.texts.read import read_truncation
 
     with _own_errors():

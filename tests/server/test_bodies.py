@@ -13,16 +13,10 @@ from pydantic import ValidationError
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.anthropic.schemas import MessagesBody
+from penstock.serve.bodies import MAX_CONTAINERS, MAX_MESSAGES, MAX_TOKEN_IDS, parse_body
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
-from penstock.serve.openai.schemas import (
-    MAX_CONTAINERS,
-    MAX_MESSAGES,
-    MAX_TOKEN_IDS,
-    ChatCompletionBody,
-    CompletionBody,
-    parse_body,
-)
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.responses.schemas import ResponsesBody
 from work_time import others_are_no_garbage, thread_s

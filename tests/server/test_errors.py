@@ -570,7 +570,7 @@ async def test_tokens_that_only_the_tokenizer_has_are_refused():
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_fault_before_the_answer_begins_leaves_nothing_behind(runtime, client, monkeypatch, is_streamed, path):
-    monkeypatch.setattr("penstock.serve.openai.write.Usage", lambda _call: 1 / 0)
+    monkeypatch.setattr("penstock.serve.streams.Usage", lambda _call: 1 / 0)
     body = {"messages": HI} if path == CHAT else {"prompt": "a"}
     response = await client.post(
         path, json={**body, "stream": is_streamed, "max_tokens": 2000}, headers={"X-Request-Id": "mine"}

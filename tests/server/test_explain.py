@@ -246,10 +246,10 @@ async def test_who_asks_for_a_request_in_vain_is_told_why(client):
 
 @pytest.mark.parametrize(("limit_s", "num_lines"), [(None, 0), (100.0, 0), (0.0, 1)])
 async def test_slow_requests_are_explained_in_the_log(runtime, caplog, limit_s, num_lines):
-    caplog.set_level("WARNING", "penstock.serve.calls.in_flight")  # who asks for these lines may not want all others
+    caplog.set_level("WARNING", "penstock.calls.in_flight")  # who asks for these lines may not want all others
     async with make_client(runtime, slow_request_s=limit_s) as client:
         await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 5}, headers={"X-Request-Id": "r"})
-    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.serve.calls.in_flight"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.calls.in_flight"]
     assert len(lines) == num_lines
     assert all(line.startswith("slow request r: Took ") and "prompt of 37 tokens" in line for line in lines)
 

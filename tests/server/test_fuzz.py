@@ -142,7 +142,7 @@ def check(response):
         assert len(error if isinstance(error, str) else error["message"]) < 2000
     elif response.headers["content-type"].startswith("text/event-stream"):
         *_, last = response.text.removesuffix("\n\n").split("\n\n")
-        assert last == "data: [DONE]" or "error" not in orjson.loads(last.removeprefix("data: "))
+        assert last == "data: [DONE]" or "error" not in orjson.loads(last.removeprefix("data:"))
     elif response.headers["content-type"] == "application/x-ndjson":
         assert [orjson.loads(line) for line in response.text.splitlines()][-1]["done"] is True
     else:

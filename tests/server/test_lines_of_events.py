@@ -2,7 +2,7 @@
 
 import orjson
 
-from penstock.serve.openai.write import whole_lines
+from penstock.serve.streams import whole_lines
 
 LINE_ENDS = "a\x85b\u2028c\u2029d\n\r\x0b\x0c\x1c\x1d\x1ee"
 

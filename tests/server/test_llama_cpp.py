@@ -9,7 +9,7 @@ from harness import CAPACITY, CHAT_TEMPLATE, SPECIAL_TOKENS, GatedExecutor, make
 from test_completions import TOKENIZER, oracle
 from test_tools import says
 
-from penstock.serve.calls.in_flight import InFlight
+from penstock.calls.in_flight import InFlight
 from penstock.text import fim
 
 END, BEGIN, TURN = SPECIAL_TOKENS

@@ -15,13 +15,13 @@ import pytest
 from harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.calls import run as run_file
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.served import ModelCard, ModelState, ServedModel
 from penstock.obs.metrics import Metrics
 from penstock.serve.app import create_app
-from penstock.serve.calls import run as run_file
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
 
@@ -300,7 +300,7 @@ async def test_too_many_that_wait_are_turned_away():
 
 
 async def test_bodies_that_wait_take_so_much_memory_and_no_more(monkeypatch):
-    monkeypatch.setattr("penstock.serve.openai.loading.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("penstock.serve.loading.MAX_WAITING_BYTES", 1000)
     async with serving() as world:
         world.may_load.clear()
         waiting = asyncio.create_task(world.client.post("/v1/completions", json=ASK | {"prompt": "a" * 600}))
@@ -420,7 +420,7 @@ async def test_a_model_that_is_put_into_the_folder_is_found_and_one_that_is_take
             assert asked
             assert threading.current_thread() not in asked, "the event loop waits for the disk"
 
-            monkeypatch.setattr("penstock.serve.openai.loading.MAX_LOOK_S", 0.05)
+            monkeypatch.setattr("penstock.serve.loading.MAX_LOOK_S", 0.05)
             assert world.deployment._looking.acquire(timeout=1)  # the disk hangs
             assert (await ask("h")).status_code == 404
             world.deployment._looking.release()

@@ -17,7 +17,7 @@ import orjson
 import pytest
 from harness import GatedExecutor, LiveServer, wait_until
 
-from penstock.serve.calls.call import Call
+from penstock.calls.call import Call
 
 COMPLETION = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0}

@@ -10,10 +10,10 @@ import pytest
 from harness import LiveServer, fixed_sources, make_client, make_runtime, running, until
 from test_errors import COMPLETIONS, check
 
+from penstock.calls.run import MAX_TEXT_CHARS
 from penstock.config import ServerConfig
 from penstock.deploy import off_loop
 from penstock.deploy.off_loop import INLINE_MAX_SIZE, LARGE_SIZE, MAX_GRAMMARS, OffLoop
-from penstock.serve.calls.run import MAX_TEXT_CHARS
 from penstock.text.chat import ChatTemplate
 from penstock.types.errors import Rejected, RejectReason
 

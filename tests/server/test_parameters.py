@@ -13,6 +13,15 @@ from test_completions import oracle
 from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.serve.anthropic.schemas import ClientTool, MessagesBody, MetadataBody
+from penstock.serve.bodies import (
+    MAX_LOGGED_CHARS,
+    MAX_LOGGED_NAMES,
+    Body,
+    CalledFunction,
+    IgnoredParameters,
+    ToolCallBody,
+    parse_body,
+)
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
@@ -20,21 +29,14 @@ from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
 from penstock.serve.openai.read import PART_NO_EFFECT
 from penstock.serve.openai.schemas import (
-    MAX_LOGGED_CHARS,
-    MAX_LOGGED_NAMES,
-    Body,
-    CalledFunction,
     ChatCompletionBody,
     ChatMessage,
     CompletionBody,
     GenerationBody,
-    IgnoredParameters,
     JsonSchemaFormat,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
-    ToolCallBody,
-    parse_body,
 )
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.responses.schemas import (

@@ -6,8 +6,8 @@ import pytest
 from harness import PRINTABLE_MODEL, make_tokenizer
 from test_completions import TOKENIZER, ask, ask_streaming, oracle
 
-from penstock.serve.calls import run
-from penstock.serve.openai.logprobs import CompletionLogprobs, prompt_logprobs
+from penstock.calls import run
+from penstock.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from penstock.testing.hash_executor import expected_prompt_logprobs
 from penstock.types.result import TokenLogprobs
 

@@ -7,8 +7,8 @@ import pytest
 from harness import make_client
 from test_responses import ASK, PATH, ask
 
+from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
-from penstock.serve.calls.call import Owner
 from penstock.serve.errors import ApiError
 from penstock.serve.responses.store import Kept, ResponseStore, as_json
 

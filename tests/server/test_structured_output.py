@@ -16,7 +16,7 @@ from test_errors import CHAT, COMPLETIONS, check
 
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import MAX_GRAMMARS
-from penstock.serve.openai.schemas import MAX_ANSWER_CHARS, MAX_ANSWERS, MAX_CHOICES
+from penstock.serve.bodies import MAX_ANSWER_CHARS, MAX_ANSWERS, MAX_CHOICES
 from penstock.text.grammar import (
     ANSWERS_PER_COMPILATION,
     MAX_LARK_CHARS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.engine.ports import OutputChunk
-from penstock.serve.openai.write import server_timing, times_ms
+from penstock.serve.streams import server_timing, times_ms
 
 MS = 1_000_000
 

@@ -7,16 +7,16 @@ import orjson
 import pytest
 from harness import END_ID, VOCAB_SIZE, make_tokenizer
 
+from penstock.calls.call import TokenPrompt
+from penstock.calls.run import tokenise
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
-from penstock.serve.calls.call import TokenPrompt
-from penstock.serve.calls.run import tokenise
 from penstock.serve.errors import ApiError
 from penstock.serve.http.checks import RequestIdentity
-from penstock.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
 from penstock.serve.openai.read import Reader
 from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason

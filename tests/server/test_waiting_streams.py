@@ -17,12 +17,12 @@ import pytest
 from harness import GatedExecutor, LiveServer, running, until
 from starlette.requests import Request as HttpRequest
 
+from penstock.calls.call import Owner, Terms
 from penstock.clock import VirtualClock
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.call import Owner, Terms
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.write import ChoiceRecord, EventStream, Writer
+from penstock.serve.streams import ChoiceRecord, EventStream, Writer
 from penstock.testing import make_request
 from penstock.types.request import FinishReason
 

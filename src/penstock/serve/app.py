@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
@@ -22,8 +23,8 @@ from penstock.serve.anthropic.endpoints import AnthropicModels, MessagesEndpoint
 from penstock.serve.anthropic.read import MessagesReader
 from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import anthropic_words
-from penstock.serve.calls.in_flight import InFlight
-from penstock.serve.cards import ModelCards
+from penstock.serve.bodies import Body, IgnoredParameters
+from penstock.serve.cards import ModelCards, ModelsEndpoint
 from penstock.serve.cohere.chat import CohereChat, CohereChatBody
 from penstock.serve.cohere.write import cohere_words
 from penstock.serve.errors import ApiError, ErrorWords, from_http_exception, unavailable
@@ -35,16 +36,16 @@ from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
 from penstock.serve.llama_cpp.status import ABSENT, LlamaStatus, tell_absent
 from penstock.serve.llama_cpp.texts import LlamaEmbeddingBody, LlamaTexts
 from penstock.serve.llama_cpp.write import llama_words
+from penstock.serve.loading import AdapterLooks, FolderWatch, when_loaded
 from penstock.serve.ollama.answers import OllamaFace
 from penstock.serve.ollama.models import REFUSED, OllamaModels, OllamaPullBody, OllamaShowBody, refuse
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.ollama.read import error_words as ollama_words
 from penstock.serve.ollama.texts import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaTexts
 from penstock.serve.openai.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
-from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint, ModelsEndpoint
-from penstock.serve.openai.loading import AdapterLooks, FolderWatch, when_loaded
+from penstock.serve.openai.endpoints import CallEndpoint, ChatEndpoint, CompletionsEndpoint
 from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import Body, ChatCompletionBody, CompletionBody, IgnoredParameters
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody, TokenizeEndpoint
 from penstock.serve.openapi import Endpoint, Operation, write_document
 from penstock.serve.ops.docs_page import docs_page

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 import penstock
 from penstock.serve.answer_schemas import ANSWERS, JSON, REF, SCHEMAS, error_schema
-from penstock.serve.openai.schemas import Body
+from penstock.serve.bodies import Body
 
 TITLE = "Penstock"
 DESCRIPTION = "An OpenAI-compatible server for language models and encoders."

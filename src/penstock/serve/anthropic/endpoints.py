@@ -12,20 +12,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.call import Call
+from penstock.calls.run import check_text_size, render
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import NAMES, MessagesReader
 from penstock.serve.anthropic.write import MessageWriter
-from penstock.serve.calls.call import Call
-from penstock.serve.calls.run import check_text_size, render
+from penstock.serve.asking import read_owner
+from penstock.serve.bodies import INLINE_MAX_BYTES
+from penstock.serve.cards import Listed, ModelsEndpoint
 from penstock.serve.errors import ApiError, invalid, renamed, shorten
 from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.endpoints import CallEndpoint, Listed, ModelsEndpoint
-from penstock.serve.openai.read import read_owner
-from penstock.serve.openai.schemas import INLINE_MAX_BYTES
-from penstock.serve.openai.write import NewWriter
+from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.streams import NewWriter
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000
 """Models that one answer lists; as at Anthropic."""

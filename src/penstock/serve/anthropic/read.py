@@ -12,27 +12,27 @@ from typing import Any
 
 from starlette.types import Scope
 
+from penstock.calls.call import Call, Conversation
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS
-from penstock.serve.calls.call import Call, Conversation
-from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.openai.read import Reader, find_model, read_conversation
-from penstock.serve.openai.schemas import (
+from penstock.serve.asking import find_model
+from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_TOOLS,
-    ChatCompletionBody,
-    ChatTemplateFields,
+    NAME_RULE,
+    TOOL_NAME,
     FunctionBody,
     IgnoredParameters,
-    JsonSchemaFormat,
     NotYet,
-    ResponseFormat,
     ToolBody,
+    check_depth,
     parse_body,
 )
-from penstock.serve.openai.tools import NAME_RULE, TOOL_NAME, check_depth
+from penstock.serve.errors import ApiError, invalid, shorten, unknown
+from penstock.serve.openai.read import Reader, read_conversation
+from penstock.serve.openai.schemas import ChatCompletionBody, ChatTemplateFields, JsonSchemaFormat, ResponseFormat
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 

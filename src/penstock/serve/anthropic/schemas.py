@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from penstock.serve.errors import RULE, shorten
-from penstock.serve.openai.schemas import (
+from penstock.serve.bodies import (
     INT32_MAX,
     MAX_DESCRIPTION_CHARS,
     MAX_MESSAGES,
@@ -26,6 +25,7 @@ from penstock.serve.openai.schemas import (
     Schema,
     Unread,
 )
+from penstock.serve.errors import RULE, shorten
 
 MAX_USER_ID_CHARS = 512
 """Anthropic's limit."""

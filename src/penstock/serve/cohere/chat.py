@@ -13,11 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.serve.calls.call import Call
-from penstock.serve.cohere.write import CohereWriter
-from penstock.serve.errors import invalid
-from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.schemas import (
+from penstock.calls.call import Call
+from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
     MAX_CALL_ID_CHARS,
@@ -25,7 +22,6 @@ from penstock.serve.openai.schemas import (
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
     Body,
-    ChatCompletionBody,
     NotYet,
     ReasoningBudget,
     Schema,
@@ -36,7 +32,11 @@ from penstock.serve.openai.schemas import (
     check_body,
     parse_body,
 )
-from penstock.serve.openai.write import NewWriter
+from penstock.serve.cohere.write import CohereWriter
+from penstock.serve.errors import invalid
+from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.schemas import ChatCompletionBody
+from penstock.serve.streams import NewWriter
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {

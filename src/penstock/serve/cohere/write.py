@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer
+from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason

@@ -11,21 +11,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.call import Call, Conversation
+from penstock.calls.in_flight import InFlight
+from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.call import Call, Conversation
-from penstock.serve.calls.in_flight import InFlight
-from penstock.serve.calls.run import check_text_size, mixed_ids, render
+from penstock.serve.asking import find_model, read_owner
+from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import in_words, invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
 from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.read import Reader, find_model, read_owner
-from penstock.serve.openai.schemas import INLINE_MAX_BYTES, Body, NotYet, parse_body
-from penstock.serve.openai.write import NewWriter
+from penstock.serve.openai.read import Reader
+from penstock.serve.streams import NewWriter
 from penstock.serve.texts.tei import MAX_TOLD_TOKENS
 
 LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/")

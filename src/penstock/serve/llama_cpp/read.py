@@ -17,13 +17,11 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 
+from penstock.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
-from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
-from penstock.serve.openai.read import MAX_BIAS, Reader, check_token_ids, find_model
-from penstock.serve.openai.schemas import (
+from penstock.serve.asking import MAX_BIAS, check_token_ids, find_model
+from penstock.serve.bodies import (
     INT32_MAX,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -31,7 +29,6 @@ from penstock.serve.openai.schemas import (
     MAX_SUFFIX_CHARS,
     MAX_TOKENS_LIMIT,
     Body,
-    CompletionBody,
     IgnoredParameters,
     NotYet,
     RepeatLastN,
@@ -41,7 +38,11 @@ from penstock.serve.openai.schemas import (
     check_body,
     parse_body,
 )
-from penstock.serve.openai.write import NewWriter
+from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.schemas import CompletionBody
+from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
 from penstock.types.sampling import MAX_LOGPROBS, LineLimits, SamplingParams

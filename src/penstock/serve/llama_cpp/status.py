@@ -14,14 +14,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import penstock
+from penstock.calls.in_flight import InFlight
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ModelCard
-from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.asking import find_allowed, find_model, read_owner
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import ApiError, shorten, unavailable
 from penstock.serve.llama_cpp.write import generation_settings
-from penstock.serve.openai.read import find_allowed, find_model, read_owner, read_sampling
+from penstock.serve.openai.read import read_sampling
 from penstock.serve.openai.schemas import GenerationBody
 from penstock.text.dialects import Dialect, find_dialect
 from penstock.types.errors import ModelAway

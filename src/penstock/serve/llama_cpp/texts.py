@@ -9,9 +9,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.serve.bodies import Body
 from penstock.serve.errors import in_words, invalid
 from penstock.serve.llama_cpp.write import llama_words
-from penstock.serve.openai.schemas import Body
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import embedding, scaled

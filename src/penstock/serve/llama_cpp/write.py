@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError, told_sizes
-from penstock.serve.openai.timings import Timings
-from penstock.serve.openai.write import ChoiceRecord, Writer, shown_logprobs
+from penstock.serve.streams import ChoiceRecord, Writer, shown_logprobs
+from penstock.serve.timings import Timings
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs

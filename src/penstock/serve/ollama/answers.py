@@ -10,10 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.call import Call
+from penstock.calls.in_flight import InFlight, RunningCall
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.calls.call import Call
-from penstock.serve.calls.in_flight import InFlight, RunningCall
+from penstock.serve.asking import find_allowed
+from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import entry_of
 from penstock.serve.ollama.read import (
@@ -30,9 +32,8 @@ from penstock.serve.ollama.read import (
 )
 from penstock.serve.ollama.write import OllamaWriter, utc
 from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.read import Reader, find_allowed
-from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
-from penstock.serve.openai.write import NewWriter
+from penstock.serve.openai.read import Reader
+from penstock.serve.streams import NewWriter
 from penstock.text.tokenizer import Tokenizer
 
 _Body = TypeVar("_Body", bound=OllamaBody)

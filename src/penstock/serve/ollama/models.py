@@ -15,13 +15,13 @@ from starlette.responses import Response
 import penstock
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.serve.asking import find_allowed, may_ask
+from penstock.serve.bodies import Body, IgnoredParameters, Unread, parse_body
 from penstock.serve.cards import ModelCards
 from penstock.serve.errors import ApiError, invalid
+from penstock.serve.loading import FolderWatch
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
-from penstock.serve.openai.loading import FolderWatch
-from penstock.serve.openai.read import find_allowed, may_ask
-from penstock.serve.openai.schemas import Body, IgnoredParameters, Unread, parse_body
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task

@@ -16,21 +16,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 
+from penstock.calls.call import Call
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.calls.call import Call
-from penstock.serve.errors import ApiError, invalid
-from penstock.serve.http.checks import is_admin
-from penstock.serve.openai.read import Reader, find_allowed
-from penstock.serve.openai.schemas import (
+from penstock.serve.asking import find_allowed
+from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
     Body,
-    ChatCompletionBody,
-    CompletionBody,
     IgnoredParameters,
     NotYet,
     RepeatLastN,
@@ -39,6 +35,10 @@ from penstock.serve.openai.schemas import (
     Unread,
     check_body,
 )
+from penstock.serve.errors import ApiError, invalid
+from penstock.serve.http.checks import is_admin
+from penstock.serve.openai.read import Reader
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.types.sampling import MAX_LOGPROBS
 
 _Body = TypeVar("_Body", bound="OllamaBody")

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.deploy.deployment import Deployment
+from penstock.serve.asking import find_allowed
 from penstock.serve.ollama.read import OllamaBody, keep, name_of, read_body
-from penstock.serve.openai.read import find_allowed
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import embedding

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 import orjson
 
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
+from penstock.serve.logprobs import ChatLogprobs
 from penstock.serve.ollama.read import error_words
-from penstock.serve.openai.logprobs import ChatLogprobs
-from penstock.serve.openai.tools import as_object
-from penstock.serve.openai.write import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, shown_logprobs, times_ms
+from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, as_object, shown_logprobs, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.text.tokenizer import Tokenizer
 

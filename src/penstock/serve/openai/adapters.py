@@ -17,10 +17,10 @@ from starlette.responses import PlainTextResponse, Response
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ServedModel
+from penstock.serve.asking import find_served
+from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import ApiError, invalid, shorten, unavailable
 from penstock.serve.http.checks import require_admin
-from penstock.serve.openai.read import find_served
-from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
 from penstock.types.errors import ConfigError, ModelError
 
 MAX_PATH = 4096

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from penstock.serve.calls.call import AskedGrammar
+from penstock.calls.call import AskedGrammar
 from penstock.serve.errors import invalid
 from penstock.serve.openai.schemas import GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.text.grammar import Grammar, GrammarKind

@@ -8,169 +8,52 @@ and every object has a limit. Rules that need more than one field, or the model,
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    GetJsonSchemaHandler,
-    ValidationError,
     WithJsonSchema,
-    model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path
+from penstock.serve.bodies import (
+    INT32_MAX,
+    INT32_MIN,
+    MAX_ANSWER_CHARS,
+    MAX_ANSWERS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CALL_ID_CHARS,
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_REPETITION_PENALTY,
+    MAX_SALT_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_SUFFIX_CHARS,
+    MAX_TOKEN_IDS,
+    MAX_TOKENS_LIMIT,
+    MAX_TOOLS,
+    MIN_REPETITION_PENALTY,
+    Body,
+    LogitBias,
+    NoEffect,
+    NotYet,
+    ReasoningBudget,
+    RepeatLastN,
+    Schema,
+    StopStrings,
+    TemplateVariables,
+    TokenId,
+    ToolBody,
+    ToolCallBody,
+    Unread,
+)
+from penstock.serve.errors import RULE
 from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
-from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
-
-_log = logging.getLogger(__name__)
-
-MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_SUFFIX_CHARS = 2**20
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 1000
-MAX_STOP_TOKENS = 256
-MAX_SALT_CHARS = 256
-MAX_TOKENS_LIMIT = 2**31 - 1
-MAX_TOKEN_IDS = 2**18
-"""Token ids in one body, twice the longest usual context. Nothing else in the process can run while a body is parsed, and more
-ids would take tens of milliseconds. Elements of all other lists and objects count as well: see `load_json`."""
-MAX_MESSAGES = 2**12
-"""Messages, or items of a conversation, in one body. One call validates them, and holds the interpreter for 10 us each."""
-MAX_TEMPLATE_KWARGS = 256
-MAX_TOOLS = 128
-"""OpenAI's limit; also of the calls in one message."""
-MAX_DESCRIPTION_CHARS = 1 << 15
-MAX_CALL_ID_CHARS = 256
-MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
-"""That one can be chosen from."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Logits are multiplied or divided by it; in this range none of a real model's overflows."""
-INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-
-INLINE_MAX_BYTES = 1 << 15
-"""Bodies up to here are read within a few milliseconds, so the event loop may do it."""
-
-MAX_CONTAINERS = 100_000
-"""Objects and lists in one body. Text and token ids are not counted, so only what is no request has more: the parser would
-spend most of a second on the two millions that fit into 4 MiB, and nothing else in the process could run meanwhile."""
-
-MAX_LOGGED_NAMES, MAX_LOGGED_CHARS = 100, 64
-"""Limits of what is logged about ignored parameters: clients choose the names, and could fill the log and the memory."""
-
-
-class NotYet:
-    """Marks a field of the API that is known and not supported. It may be null, or a value that asks for nothing."""
-
-    def __init__(self, *neutral: Any, instead: str = "") -> None:
-        """`neutral`: values that mean the same as leaving the field out. `instead`: the field of `structured_outputs` that
-        took its place, at vLLM and here.
-        """
-        self.neutral = neutral
-        self._instead = instead
-
-    def is_neutral(self, value: object) -> bool:
-        # `1 == True` in Python, but not in JSON: compare the types too.
-        return value is None or any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
-
-    def refuse(self, value: object, param: str) -> None:
-        """Raise a 400 unless the value asks for nothing."""
-        if not self.is_neutral(value):
-            raise invalid(f"'{param}' is not supported yet{self._remedy()}.", param)
-
-    def _remedy(self) -> str:
-        if self._instead:
-            return f": send it as 'structured_outputs': {{'{self._instead}': ...}}"
-        if not self.neutral:
-            return ""
-        return f" (accepted: null or {' or '.join(orjson.dumps(value).decode() for value in self.neutral)})"
-
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"description": "Not supported yet: only values that ask for nothing are accepted."}
-
-
-class NoEffect:
-    """Marks a field that clients send for their own bookkeeping. The answer is the same with it and without it.
-
-    docs/http-api.md lists all of them in one table, under "Fields without effect".
-    """
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(schema), "description": "No effect on the answer."}
-
-
-Unread = Annotated[Any, NoEffect()]
-"""A value that nothing reads. The limits of the whole body bound its size."""
-
-MAX_NAMED = 3
-"""Unknown fields that one error names."""
-
-
-class Body(BaseModel):
-    """Base of every request body: no unknown fields, no silent conversions (`"16"` is not a number)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    field_names: ClassVar[frozenset[str]] = frozenset()
-    """As clients write them."""
-    unsupported: ClassVar[dict[str, NotYet]] = {}
-    no_effect: ClassVar[frozenset[str]] = frozenset()
-    kinds: ClassVar[tuple[Any, ...]] = ()
-    """The values that a required field `type` may have."""
-    remedies: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Names that belong to other APIs and routes -> what to do here instead."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_kwargs: Any) -> None:
-        fields = cls.model_fields
-        cls.field_names = frozenset(field.alias or name for name, field in fields.items())
-        cls.kinds = get_args(fields["type"].annotation) if "type" in fields and fields["type"].is_required() else ()
-        marks = [(name, mark) for name, field in fields.items() for mark in field.metadata]
-        cls.unsupported = {name: mark for name, mark in marks if isinstance(mark, NotYet)}
-        cls.no_effect = frozenset(name for name, mark in marks if isinstance(mark, NoEffect))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_fields(cls, value: Any) -> Any:
-        # One finding for all of them, and not one for each: there may be very many.
-        if not isinstance(value, dict) or value.keys() <= cls.field_names:
-            return value
-        if cls.kinds and value.get("type", cls.kinds[0]) not in cls.kinds:
-            return {"type": value["type"]}  # an object of another kind: that is told, and not its fields
-        names = list(islice((name for name in value if name not in cls.field_names), MAX_NAMED + 1))
-        remedy = f" {cls.remedies[names[0]]}" if names[0] in cls.remedies else ""
-        remedy = remedy or did_you_mean(names[0], cls.field_names - cls.unsupported.keys())
-        told = {"names": names[:MAX_NAMED], "has_more": len(names) > MAX_NAMED, "remedy": remedy}
-        raise PydanticCustomError(UNKNOWN_FIELDS, "Unknown fields", told)
-
-
-def at_most(num_entries: int) -> BeforeValidator:
-    """Limits an object before its entries are looked at; `Field(max_length=...)` does so after them."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > num_entries:
-            raise PydanticCustomError(RULE, "must have at most {limit} entries", {"limit": num_entries})
-        return value
-
-    return BeforeValidator(check)
-
-
-def _an_object(value: Any) -> Any:
-    if isinstance(value, dict):
-        return value
-    raise PydanticCustomError(RULE, "must be an object")
 
 
 def _an_object_or_text(value: Any) -> Any:
@@ -182,33 +65,11 @@ def _an_object_or_text(value: Any) -> Any:
     raise PydanticCustomError(RULE, message, {"limit": MAX_SOURCE_CHARS})
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _true_false_or_never(value: Any) -> Any:
     if value is True or value is False or value == "never":
         return value
     raise PydanticCustomError(RULE, "must be true, false or 'never'")
 
-
-StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOP_STRINGS, fail_fast=True),
-    BeforeValidator(_one_or_many),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                    "maxItems": MAX_STOP_STRINGS,
-                },
-            ]
-        }
-    ),
-]
 
 Prompt = Annotated[
     Any,
@@ -224,19 +85,7 @@ Prompt = Annotated[
     ),
 ]
 """Checked in `read`, where the messages can name the element."""
-
-ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
-TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
-RepeatLastN = Annotated[int, Field(ge=-1, le=INT32_MAX)]
-"""The penalties count only the last so many tokens. -1: all; 0: no penalties."""
-LogitBias = Annotated[
-    dict[str, Any],
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
-]
-"""Checked in `read`, which knows how many tokens there are, and ends at the first wrong entry."""
-
-TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
 
 class StreamOptions(Body):
@@ -246,7 +95,6 @@ class StreamOptions(Body):
     include_obfuscation: Unread = None
 
 
-Schema = Annotated[Any, BeforeValidator(_an_object), WithJsonSchema({"type": "object"})]
 SchemaOrText = Annotated[
     Any,
     BeforeValidator(_an_object_or_text),
@@ -420,7 +268,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    remedies = {
+    remedies: ClassVar[Mapping[str, str]] = {
         **LLAMA_REMEDIES,
         "max_completion_tokens": "Send 'max_tokens'.",
         "messages": "Messages go to /v1/chat/completions; this route takes a 'prompt'.",
@@ -435,45 +283,6 @@ class CompletionBody(GenerationBody):
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
     """The text behind the completion: the model fills in the middle. Empty: nothing does."""
     prompt_embeds: Annotated[Any, NotYet()] = None
-
-
-class FunctionBody(Body):
-    """A function that an answer may call."""
-
-    name: str
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARS)] | None = None
-    parameters: Annotated[Schema | None, WithJsonSchema({"type": "object"})] = None
-    """JSON schema of the arguments; without it there are none."""
-    strict: bool | None = None
-    """True: a schema that can't be followed is refused. Else its arguments are any object then."""
-
-
-class ToolBody(Body):
-    remedies = dict.fromkeys(
-        ("name", "description", "parameters", "input_schema", "strict"),
-        'A tool has the form {"type": "function", "function": {"name": ..., "parameters": ...}}.',
-    )
-
-    type: Literal["function"]
-    function: FunctionBody
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: Any = ""
-    """JSON text of an object; also the object itself."""
-    parsed_arguments: Unread = None
-    """OpenAI's clients parse `arguments` into this field, and send it when an answer comes back as a message."""
-
-
-class ToolCallBody(Body):
-    """A call that an assistant made, in the history."""
-
-    id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)]
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: Unread = None
-    """Clients that assemble an answer from a stream keep the index of its events."""
 
 
 class ChatMessage(Body):
@@ -514,7 +323,10 @@ class ChatTemplateFields(Body):
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    remedies = {**LLAMA_REMEDIES, "prompt": "A prompt goes to /v1/completions; this route takes 'messages'."}
+    remedies: ClassVar[Mapping[str, str]] = {
+        **LLAMA_REMEDIES,
+        "prompt": "A prompt goes to /v1/completions; this route takes 'messages'.",
+    }
 
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     logprobs: bool | None = None
@@ -561,123 +373,3 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     moderation: Annotated[Any, NotYet()] = None
     return_prompt_text: Annotated[Any, NotYet(False)] = None
     web_search_options: Annotated[Any, NotYet()] = None
-
-
-# From bytes to a body.
-
-_Body = TypeVar("_Body", bound=Body)
-
-
-class IgnoredParameters:
-    """The names that were ignored so far under `--ignore-unknown-parameters`. Each is logged once, by whichever thread."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-        self._lock = threading.Lock()
-
-    def note(self, names: Iterable[str]) -> None:
-        for name in names:
-            if len(self._logged) == MAX_LOGGED_NAMES:
-                return
-            shown = name[:MAX_LOGGED_CHARS]
-            with self._lock:
-                if shown in self._logged or len(self._logged) == MAX_LOGGED_NAMES:
-                    continue
-                self._logged.add(shown)
-                is_last = len(self._logged) == MAX_LOGGED_NAMES
-            _log.warning("the parameter %r is ignored (--ignore-unknown-parameters)", shown)
-            if is_last:
-                _log.warning("names of further parameters that are ignored are not logged")
-
-
-def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """The body. Raises 400 for the first thing that is wrong.
-
-    `ignored` takes note of unknown fields; without it they are wrong.
-    """
-    return check_body(load_json(data), body_type, ignored)
-
-
-def check_body(value: Any, body_type: type[_Body], ignored: IgnoredParameters | None = None) -> _Body:
-    """The body of a JSON value that `load_json` gave; `parse_body` does both."""
-    if ignored is not None and isinstance(value, dict):
-        unknown = [name for name in value if name not in body_type.field_names]
-        for name in unknown:
-            del value[name]
-        ignored.note(unknown)
-    try:
-        body = body_type.model_validate(value)
-    except ValidationError as error:
-        raise from_finding(error.errors(include_url=False)[0]) from None
-    _refuse_unsupported(body)
-    return body
-
-
-def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
-    """A part of a body that was left as it came; `place` says where it stands. Raises 400."""
-    try:
-        part = part_type.model_validate(value)
-    except ValidationError as error:
-        finding = error.errors(include_url=False)[0]
-        raise from_finding({**finding, "loc": (*place, *finding["loc"])}) from None
-    _refuse_unsupported(part, prefix=f"{param_path(place)}.")
-    return part
-
-
-def _refuse_unsupported(body: Body, *, prefix: str = "") -> None:
-    """Raise a 400 that names a field which asks for something that is not there yet. Descends into nested bodies."""
-    unsupported = body.unsupported
-    for name in sorted(body.model_fields_set):  # few, and the others ask for nothing
-        value = getattr(body, name)
-        if value is None:
-            continue
-        param = f"{prefix}{name}"
-        if isinstance(value, Body):
-            _refuse_unsupported(value, prefix=f"{param}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Body):
-            for index, item in enumerate(value):
-                _refuse_unsupported(item, prefix=f"{param}[{index}].")
-        elif name in unsupported:
-            unsupported[name].refuse(value, param)
-
-
-def load_json(data: bytes) -> Any:
-    """Return the value of a body. Raises 400 for what is no JSON, or has too many elements to parse beside other requests."""
-    if _is_more(data, b"{[", MAX_CONTAINERS):
-        raise invalid(f"The body has more than {MAX_CONTAINERS} objects and lists.")
-    if _is_more(data, b",", MAX_TOKEN_IDS):
-        raise invalid(f"The body has more than {MAX_TOKEN_IDS} token ids, or other elements of lists and objects.")
-    try:
-        # Faster than the standard library, and strict about NaN, surrogates and depth.
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise invalid(_why_no_json(data, error)) from error
-
-
-def _why_no_json(data: bytes, error: orjson.JSONDecodeError) -> str:
-    try:
-        data.decode()
-    except UnicodeDecodeError as wrong:
-        before = data[: wrong.start].decode()
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        byte = data[wrong.start]
-        return (
-            f"The body is not UTF-8, as JSON has to be: byte 0x{byte:02x} after {counted(wrong.start, 'byte')}, "
-            f"line {line} column {column}."
-        )
-    if "surrogate" in error.msg:
-        place = f"line {error.lineno} column {error.colno}"
-        return f"The body is not valid JSON: a \\u escape is half a surrogate pair, without the other half: {place}."
-    return f"The body is not valid JSON: {error}."
-
-
-def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
-    """Whether more than `limit` of these characters stand outside of strings. Nothing is parsed."""
-    if _count(data, marks) <= limit:
-        return False
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return _count(b"".join(unescaped.split(b'"')[::2]), marks) > limit
-
-
-def _count(data: bytes, marks: bytes) -> int:
-    return sum([data.count(mark) for mark in marks])

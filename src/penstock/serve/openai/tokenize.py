@@ -11,24 +11,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.call import Conversation
+from penstock.calls.run import check_text_size, render
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.call import Conversation
-from penstock.serve.calls.run import check_text_size, render
+from penstock.serve.asking import check_token_ids, find_model, read_owner
+from penstock.serve.bodies import INLINE_MAX_BYTES, MAX_TOKEN_IDS, Body, IgnoredParameters, TokenId, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import check_token_ids, find_model, read_conversation, read_owner
-from penstock.serve.openai.schemas import (
-    INLINE_MAX_BYTES,
-    MAX_TOKEN_IDS,
-    Body,
-    ChatTemplateFields,
-    IgnoredParameters,
-    Messages,
-    TokenId,
-    parse_body,
-)
+from penstock.serve.openai.read import read_conversation
+from penstock.serve.openai.schemas import ChatTemplateFields, Messages
 from penstock.text.tokenizer import Tokenizer
 
 _Read = TypeVar("_Read")

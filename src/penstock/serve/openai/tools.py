@@ -6,24 +6,17 @@ it.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
-from penstock.serve.calls.call import AskedGrammar, ToolUse
+from penstock.calls.call import AskedGrammar, ToolUse
+from penstock.serve.bodies import NAME_RULE, TOOL_NAME, ToolBody, check_depth, past_call
 from penstock.serve.errors import invalid, refuse_unknown
-from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, ToolBody
-from penstock.text.dialects import NAME_CHARS, Dialect, PastCall
+from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage
+from penstock.text.dialects import Dialect, PastCall
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.text.tool_grammar import Tool, tool_source
 
-MAX_NAME_CHARS = 128
-"""Anthropic's limit. OpenAI's is 64."""
-TOOL_NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
-NAME_RULE = f"must be 1 to {MAX_NAME_CHARS} letters, digits or any of _ . -"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
 """vLLM's name, and those of others."""
@@ -126,41 +119,6 @@ def past_calls(message: ChatMessage, param: str) -> tuple[PastCall, ...]:
         name, arguments = call.function.name, call.function.arguments
         calls.append(past_call(call.id, name, arguments, f"{param}.tool_calls[{index}].function"))
     return tuple(calls)
-
-
-def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:
-    """A call whose `name` and `arguments`, an object or its JSON text, stand at this place in the body. Raises 400."""
-    if not TOOL_NAME.fullmatch(name):
-        raise invalid(f"'{at}.name' {NAME_RULE}.", f"{at}.name")
-    if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments") from None
-    if not isinstance(arguments, dict):
-        raise invalid(f"'{at}.arguments' must be the JSON text of an object.", f"{at}.arguments")
-    check_depth(arguments, f"{at}.arguments")
-    return PastCall(call_id, name, arguments)
-
-
-def as_object(arguments: str) -> orjson.Fragment | None:
-    """A call's arguments as a part of other JSON: on one line, and else as the model wrote them, with all digits and levels.
-
-    None if they are no object, as of a model that writes JSON of its own kind.
-    """
-    try:
-        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
-    except (ValueError, RecursionError):
-        return None
-    return orjson.Fragment(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
-
-
-def check_depth(value: Any, param: str) -> None:
-    """Raise 400 for what is nested deeply: orjson reads 1,024 levels and writes 254, some of which are around the value."""
-    try:
-        orjson.dumps([[[[[[[[value]]]]]]]])
-    except orjson.JSONEncodeError:
-        raise invalid(f"'{param}' is nested too deeply: make it flatter.", param) from None
 
 
 def max_reasoning_tokens(body: ChatCompletionBody, dialect: Dialect) -> int | None:

@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ServedModel
+from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.schemas import Body, IgnoredParameters, parse_body
 
 MAX_UNLOAD_S = 24 * 3600.0
 _Result = TypeVar("_Result")

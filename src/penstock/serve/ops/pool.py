@@ -8,12 +8,12 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.calls.in_flight import InFlight
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
-from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.asking import find_model, read_owner
 from penstock.serve.errors import unavailable
-from penstock.serve.openai.read import find_model, read_owner
 from penstock.serve.ops.requests import json_answer
 
 SHARED_NS = 100_000_000

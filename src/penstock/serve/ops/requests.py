@@ -13,12 +13,12 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.calls.in_flight import InFlight, Told
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
-from penstock.serve.calls.in_flight import InFlight, Told
+from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten
-from penstock.serve.openai.read import read_owner
-from penstock.serve.openai.write import FINISH_WORDS
+from penstock.serve.streams import FINISH_WORDS
 from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")

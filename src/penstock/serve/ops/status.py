@@ -16,8 +16,8 @@ from penstock.deploy.served import ModelState, ServedModel
 from penstock.engine.thread import EngineState
 from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
+from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
-from penstock.serve.openai.read import find_served
 from penstock.types.stats import AdapterCounts
 
 

@@ -16,22 +16,23 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
+from penstock.calls.call import Owner
+from penstock.calls.in_flight import InFlight, RunningCall
+from penstock.calls.run import run
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.deploy.off_loop import OffLoop
-from penstock.serve.calls.call import Owner
-from penstock.serve.calls.in_flight import InFlight, RunningCall
-from penstock.serve.calls.run import run
+from penstock.serve.asking import read_owner
+from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
 from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import Reader, read_owner
-from penstock.serve.openai.schemas import INLINE_MAX_BYTES, parse_body
-from penstock.serve.openai.write import error_of, respond
+from penstock.serve.openai.read import Reader
 from penstock.serve.responses.read import NAMES, NO_COMPACTION, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import Kept, ResponseStore, as_json, has_id
 from penstock.serve.responses.write import Response, ResponsesWriter
+from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected
 

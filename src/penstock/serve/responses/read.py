@@ -15,22 +15,12 @@ from typing import Any, Literal
 import orjson
 from starlette.types import Scope
 
-from penstock.serve.calls.call import Call
+from penstock.calls.call import Call
+from penstock.serve.bodies import MAX_MESSAGES, CalledFunction, ToolCallBody, check_part, past_call
 from penstock.serve.errors import ApiError, invalid, refuse_unknown, renamed, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import (
-    MAX_MESSAGES,
-    CalledFunction,
-    ChatCompletionBody,
-    ChatMessage,
-    JsonSchemaFormat,
-    ResponseFormat,
-    ToolCallBody,
-    check_part,
-)
-from penstock.serve.openai.tools import past_call
-from penstock.serve.openai.write import fingerprint
+from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, JsonSchemaFormat, ResponseFormat
 from penstock.serve.responses.schemas import (
     LOGPROBS,
     FunctionCallItem,
@@ -43,6 +33,7 @@ from penstock.serve.responses.schemas import (
     TextPart,
 )
 from penstock.serve.responses.tools import Tools, chat_name, read_tools
+from penstock.serve.streams import fingerprint
 
 Item = dict[str, Any]
 """An item as it is told and kept: plain JSON data, with an `id`."""

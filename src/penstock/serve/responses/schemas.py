@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from penstock.serve.openai.schemas import (
+from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
     MAX_CALL_ID_CHARS,

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
+from penstock.calls.call import Owner
 from penstock.clock import Clock
-from penstock.serve.calls.call import Owner
 from penstock.serve.errors import ApiError, overloaded, shorten
 from penstock.serve.responses.read import Item, Past
 from penstock.types.errors import counted

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from penstock.serve.bodies import MAX_TOOLS, FunctionBody, ToolBody, check_part
 from penstock.serve.errors import invalid, shorten
-from penstock.serve.openai.schemas import MAX_TOOLS, FunctionBody, ToolBody, check_part
 from penstock.serve.responses.schemas import FunctionTool, NamespaceTool
 
 LEFT_OUT = ("custom", "image_generation", "tool_search", "web_search", "web_search_preview")

@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.in_flight import RunningCall
 from penstock.serve.errors import ApiError
-from penstock.serve.openai.logprobs import ChatLogprobs
-from penstock.serve.openai.write import ChoiceRecord, ReadChoice, Writer, fingerprint
+from penstock.serve.logprobs import ChatLogprobs
 from penstock.serve.responses.read import Item, Question
+from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.calls.call import Terms
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.call import Terms
 from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048

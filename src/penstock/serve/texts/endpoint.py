@@ -14,14 +14,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.in_flight import InFlight
+from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.http.checks import JsonEndpoint, entry_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.schemas import INLINE_MAX_BYTES, load_json
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk
 from penstock.serve.texts.run import run

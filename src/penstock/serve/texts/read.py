@@ -12,14 +12,14 @@ from typing import Annotated, Any, NoReturn, TypeVar
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 
+from penstock.calls.call import Terms
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.call import Terms
+from penstock.serve.asking import claim_of, find_model, read_terms
+from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
-from penstock.serve.openai.read import claim_of, find_model, read_terms
-from penstock.serve.openai.schemas import INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import EncoderInfo, Task, TruncationSide
 

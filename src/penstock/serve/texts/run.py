@@ -15,13 +15,13 @@ from functools import partial
 
 from penstock.admission.checks import Ask
 from penstock.admission.door import Place
+from penstock.calls.call import Terms
+from penstock.calls.in_flight import InFlight
+from penstock.calls.run import ask_of, at_the_door
 from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.call import Terms
-from penstock.serve.calls.in_flight import InFlight
-from penstock.serve.calls.run import ask_of, at_the_door
 from penstock.serve.errors import ApiError, cancelled
-from penstock.serve.openai.write import error_of, server_timing, times_ms
+from penstock.serve.streams import error_of, server_timing, times_ms
 from penstock.serve.texts.call import Text, TextInput, TextResult, TextResults, TextsCall, TokenIds
 from penstock.serve.texts.desk import SAMPLING, Desk, Urgency
 from penstock.serve.texts.tokens import parts_of, tokenise, work_size

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 import penstock
+from penstock.calls.run import check_text_size
 from penstock.deploy.off_loop import give_way
-from penstock.serve.calls.run import check_text_size
+from penstock.serve.bodies import Body, load_json
 from penstock.serve.errors import ApiError, in_words, invalid
 from penstock.serve.http.checks import JsonEndpoint
-from penstock.serve.openai.schemas import Body, load_json
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import embedding, ranking, scores

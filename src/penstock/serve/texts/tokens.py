@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
+from penstock.calls.run import check_encoded, check_text_size
 from penstock.deploy.off_loop import give_way
 from penstock.deploy.running import RunningModel
-from penstock.serve.calls.run import check_encoded, check_text_size
 from penstock.serve.texts.call import Text, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import TextTokens
 from penstock.types.errors import Rejected, RejectReason

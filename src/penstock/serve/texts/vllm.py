@@ -8,8 +8,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.serve.bodies import Body, NoEffect, NotYet
 from penstock.serve.errors import invalid
-from penstock.serve.openai.schemas import Body, NoEffect, NotYet
 from penstock.serve.texts.call import TextResults, Truncation
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.texts.numbers import as_base64, rows, scores

@@ -17,22 +17,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.call import Call
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.call import Call
-from penstock.serve.calls.in_flight import RunningCall
+from penstock.serve.bodies import INT32_MAX, MAX_TOKENS_LIMIT, Body, NotYet, StopStrings, check_body, parse_body
 from penstock.serve.errors import ApiError, in_words, invalid
 from penstock.serve.openai.endpoints import CallEndpoint, Read
-from penstock.serve.openai.schemas import (
-    INT32_MAX,
-    MAX_TOKENS_LIMIT,
-    Body,
-    CompletionBody,
-    NotYet,
-    StopStrings,
-    check_body,
-    parse_body,
-)
-from penstock.serve.openai.write import ChoiceRecord, NewWriter, Writer
+from penstock.serve.openai.schemas import CompletionBody
+from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 

@@ -19,15 +19,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
 
+from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.calls.in_flight import Arrival, InFlight
+from penstock.serve.asking import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_owner, read_terms
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import JsonEndpoint, identity_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_owner, read_terms
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 

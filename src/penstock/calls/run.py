@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.admission.checks import Ask
 from penstock.admission.door import Place
-from penstock.deploy.off_loop import INLINE_MAX_SIZE
-from penstock.deploy.running import RunningModel
-from penstock.obs.explain.explanation import GRAMMAR
-from penstock.serve.calls.call import (
+from penstock.calls.call import (
     AskedGrammar,
     Call,
     Conversation,
@@ -30,7 +27,10 @@ from penstock.serve.calls.call import (
     TextPrompt,
     TokenPrompt,
 )
-from penstock.serve.calls.in_flight import Arrival, InFlight, RunningCall
+from penstock.calls.in_flight import Arrival, InFlight, RunningCall
+from penstock.deploy.off_loop import INLINE_MAX_SIZE
+from penstock.deploy.running import RunningModel
+from penstock.obs.explain.explanation import GRAMMAR
 from penstock.text.answers import AnswerForm
 from penstock.text.chat import require_chat_template
 from penstock.text.dialects import Message, for_template

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.calls.in_flight import RunningCall
 
 
 class Timings:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
+from penstock.calls.call import Call, Owner, Terms
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
@@ -25,7 +26,6 @@ from penstock.engine.thread import EngineState
 from penstock.obs.explain.explanation import GRAMMAR, MODEL, PROMPT, Explanation, explain_arrival, explain_intake, summary
 from penstock.obs.explain.journal import Journal
 from penstock.obs.explain.lives import Life
-from penstock.serve.calls.call import Call, Owner, Terms
 from penstock.text.answers import AnswerForm
 from penstock.types.request import FinishReason, Request, RequestStatus
 

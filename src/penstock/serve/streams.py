@@ -1,0 +1,493 @@
+"""Answers: `CallEndpoint` reads a question, has it run and sends what the API's `Writer` makes of the result.
+
+An answer is one JSON value, or a stream. A stream's events are bytes, built once per step. The call's own task sends each as a
+message of ASGI, and waits where the client reads slowly. A stream begins as soon as its call was admitted, so whatever fails
+later is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.calls.call import AnswerOptions, Terms
+from penstock.calls.in_flight import RunningCall
+from penstock.deploy.off_loop import OffLoop
+from penstock.engine.ports import OutputChunk
+from penstock.serve.errors import (
+    ApiError,
+    cancelled,
+    deadline_exceeded,
+    failed,
+    from_rejected,
+    internal,
+)
+from penstock.serve.http.checks import entry_of
+from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
+from penstock.text.answers import (
+    AnswerForm,
+    CallEnd,
+    HiddenTokens,
+    Part,
+    Reasoning,
+)
+from penstock.text.dialects import short_id
+from penstock.text.tokenizer import Tokenizer
+from penstock.types.errors import Rejected, RejectReason
+from penstock.types.request import FinishReason
+from penstock.types.result import TokenLogprobs
+from penstock.types.sampling import MAX_LOGPROBS
+
+
+def as_object(arguments: str) -> orjson.Fragment | None:
+    """A call's arguments as a part of other JSON: on one line, and else as the model wrote them, with all digits and levels.
+
+    None if they are no object, as of a model that writes JSON of its own kind.
+    """
+    try:
+        value = json.loads(arguments, parse_int=str, parse_float=str, parse_constant=int)  # int() refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return None
+    return orjson.Fragment(arguments.replace("\n", " ").replace("\r", " ")) if isinstance(value, dict) else None
+
+
+_log = logging.getLogger(__name__)
+
+FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+"""OpenAI's words; every other end is an error."""
+_PARTS = ("queue", "prefill", "decode")
+_LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
+"""Characters that end a line in Unicode and that JSON lets stand in a string, with JSON's other way to write them."""
+_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    # nginx would otherwise collect events before it passes them on.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -> Response:
+    """Return the response to a call, in the words of a writer.
+
+    Raises `ApiError` if an answer that is not streamed fails.
+    """
+    with call:
+        writer = new_writer(call, call.running.tokenizer)
+        entry = entry_of(http.scope)
+        if entry is not None:
+            entry.count_tokens = writer.usage.counts
+        if call.answer.is_streamed:
+            return EventStream(http, call, writer)
+        records = await _collect(http, call, writer)
+    if entry is not None:
+        entry.ttft_s = _ttft_s(call.terms, records[0].last)
+    return await _json(records, call, writer, call.running.off_loop)
+
+
+class Usage:
+    """Token counts of one call, in OpenAI's shape.
+
+    Each prompt counts once, however many choices it has; `cached_tokens` is what its first choice found in the cache.
+    """
+
+    def __init__(self, call: RunningCall) -> None:
+        self._num_choices = call.num_choices
+        self._num_prompt_tokens = sum([request.num_prompt_tokens for request in call.requests[:: call.num_choices]])
+        self._num_generated = [0] * len(call.requests)
+        self._num_cached = [0] * len(call.requests)
+
+    def add(self, index: int, chunk: OutputChunk) -> None:
+        self._num_generated[index] = chunk.num_generated_tokens
+        self._num_cached[index] = chunk.num_cached_tokens
+
+    def counts(self) -> tuple[int, int]:
+        """Tokens of all prompts, and of all answers so far."""
+        return self._num_prompt_tokens, sum(self._num_generated)
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of all prompts that were found in the cache."""
+        return sum(self._num_cached[:: self._num_choices])
+
+    def body(self) -> dict[str, Any]:
+        num_generated = sum(self._num_generated)
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_generated,
+            "total_tokens": self._num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+class ChoiceRecord:
+    """All that one choice has said, of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self.chunks: list[OutputChunk] = []
+
+    @property
+    def text(self) -> str:
+        return "".join([chunk.text for chunk in self.chunks])
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def last(self) -> OutputChunk:
+        return self.chunks[-1]
+
+
+class Writer(ABC):
+    """The shape of one answer in some API: all of it (`whole`), or its stream.
+
+    A stream is `open`, a `keepalive` now and then, `begin` and `write` with the first chunk, `write` with each other, and `end`
+    or `fail`. All of these return bytes of its body.
+    """
+
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    """The type of a stream."""
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call = call
+        self._options = call.answer
+        self.usage = Usage(call)
+
+    def open(self) -> bytes:
+        """Return the first bytes of a stream, sent when the call was admitted and before anything of it was computed."""
+        return self.keepalive()
+
+    def keepalive(self) -> bytes:
+        """Return bytes without meaning for the client, which show that the server is at work."""
+        return _comment("keepalive")
+
+    def begin(self, timing: str) -> bytes:
+        """Return what comes before the first chunk, when an adapter is loaded; may be empty. `timing`: as `Server-Timing`."""
+        del timing
+        return b""
+
+    @abstractmethod
+    def write(self, index: int, chunk: OutputChunk) -> bytes:
+        """Events of one chunk of choice `index`; may be empty."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """The end of a complete stream, after the last chunk; may be empty."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """The end of a stream that fails after it began."""
+
+    @abstractmethod
+    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
+        """The answer that is not streamed."""
+
+
+NewWriter = Callable[[RunningCall, Tokenizer], Writer]
+
+
+class ReadChoice:
+    """One choice whose text is taken apart. A face with other events makes them of the same parts."""
+
+    def __init__(self, call: RunningCall, index: int, tokenizer: Tokenizer, *, id_prefix: str = "call_") -> None:
+        """`id_prefix`: of the ids of calls, where the model's template wants none of its own form."""
+        form = call.form or AnswerForm()
+        self._has_reasoning = call.has_reasoning
+        self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
+        skips = call.answer.skips_special_tokens and not call.requests[index].sampling.skip_special_tokens
+        self._hidden = HiddenTokens(tokenizer, form.marks) if skips else None
+        self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, tokenizer)
+        self.num_calls = 0
+        self.is_cut = False
+        """A call was cut: by the limit of tokens, or a stop string."""
+
+    def read(self, chunk: OutputChunk) -> list[Part]:
+        """The parts that became certain with a chunk; all that is left, if it is the last."""
+        text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
+        parts = self._reader.push(text)
+        if chunk.finish_reason is not None:
+            parts += self._reader.finish()
+        if self._reasoning is not None:
+            self._reasoning.add(chunk.token_ids, parts)
+        for part in parts:
+            if isinstance(part, CallEnd):
+                self.num_calls += part.is_whole
+                self.is_cut |= not part.is_whole
+        return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, marks included, whether or not it is shown."""
+        return 0 if self._reasoning is None else self._reasoning.count
+
+    @property
+    def has_calls(self) -> bool:
+        """The choice ended with calls, all of them whole."""
+        return self.num_calls > 0 and not self.is_cut
+
+    def finish_word(self, chunk: OutputChunk) -> str | None:
+        """OpenAI's word for the end of a choice whose last chunk this is."""
+        if chunk.finish_reason is FinishReason.STOP and self.has_calls:
+            return "tool_calls"
+        return _finish_word(chunk)
+
+
+class _ReasoningTokens:
+    """Counts the tokens with which an answer begins, up to the one that ends its reasoning; 0 if it does not reason."""
+
+    def __init__(self, form: AnswerForm, tokenizer: Tokenizer) -> None:
+        assert form.reasoning is not None
+        self.count = 0
+        self._close = form.reasoning.close.encode()
+        self._token_bytes = tokenizer.token_bytes
+        self._num_tokens = 0
+        self._tail = b""
+        """The last bytes, fewer than the mark has that ends the reasoning."""
+        self._has_reasoned = form.is_reasoning
+        self._has_ended = False
+
+    def add(self, token_ids: Sequence[int], parts: Sequence[Part]) -> None:
+        """The next tokens, and what the answer was found to say with them."""
+        if self._has_ended:
+            return
+        self._has_reasoned |= any(isinstance(part, Reasoning) for part in parts)
+        self._has_ended = any(not isinstance(part, Reasoning) for part in parts)
+        for token_id in token_ids:
+            self._num_tokens += 1
+            self._tail += self._token_bytes(token_id)
+            if self._close in self._tail:
+                self._has_ended = True
+                break
+            self._tail = self._tail[1 - len(self._close) :]
+        self.count = self._num_tokens if self._has_reasoned else 0
+
+
+def shown_logprobs(options: AnswerOptions, chunk: OutputChunk) -> Sequence[TokenLogprobs]:
+    """Without those of a stop token that is not shown: its bytes might complete a character that the text leaves incomplete."""
+    ends_with_stop_token = chunk.finish_reason is FinishReason.STOP and isinstance(chunk.stop_reason, int)
+    return chunk.logprobs[:-1] if ends_with_stop_token and not options.shows_stop else chunk.logprobs
+
+
+def _call_id(engine_id: str, id_chars: int, prefix: str, index: int) -> str:
+    """The id of a call: another one for each that this process has told of."""
+    name = short_id(f"{engine_id}.{index}", id_chars or 24)
+    return name if id_chars else prefix + name
+
+
+# Answers that come whole
+
+
+async def _collect(http: HttpRequest, call: RunningCall, writer: Writer) -> list[ChoiceRecord]:
+    """All that the choices say, once they have said it."""
+    records = [ChoiceRecord() for _ in call.requests]
+    with ClientWatch(http, partial(call.stream.cancel, CLIENT_LEFT)):
+        while chunks := await call.next_chunks():
+            _raise_if_over(call, chunks)
+            for chunk in chunks:
+                index = call.index_of[chunk.request_id]
+                writer.usage.add(index, chunk)
+                records[index].chunks.append(chunk)
+    _raise_if_over(call, [])
+    call.close()
+    return records
+
+
+async def _json(records: Sequence[ChoiceRecord], call: RunningCall, writer: Writer, off_loop: OffLoop) -> Response:
+    """The whole answer, with `Server-Timing` of its first choice."""
+    num_tokens = sum([record.last.num_generated_tokens for record in records])
+    size = num_tokens * (1 + MAX_LOGPROBS if call.answer.has_logprobs else 1)
+    size += sum([len(request.prompt_logprobs) for request in call.requests]) * (1 + MAX_LOGPROBS)
+    data = await off_loop.finish(size, lambda: orjson.dumps(writer.whole(records)))
+    headers = {"Server-Timing": server_timing(times_ms(call.terms.arrival_ns, records[0].last), call.terms.model_wait_ns)}
+    return Response(data, media_type="application/json", headers=headers)
+
+
+# Streams
+
+
+class EventStream(Response):
+    """Streams one call. Owns the call, and closes it."""
+
+    keepalive_s: ClassVar[float] = 10.0
+    """A silent stream sends a keepalive after this time at the earliest and twice this time at the latest.
+
+    Impatient clients give up after 30 s.
+    """
+
+    def __init__(self, http: HttpRequest, call: RunningCall, writer: Writer) -> None:
+        super().__init__()
+        self._http = http
+        self._call = call
+        self._writer = writer
+        self._is_silent = False
+        """No event was sent since the last look."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The next look."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive  # The watch has the latter.
+        with ClientWatch(self._http, partial(self._call.stream.cancel, CLIENT_LEFT)):
+            try:
+                headers = [(b"content-type", self._writer.media_type), *_HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._look()
+                await self._send_events(send)
+            except Exception:
+                request_id = self._call.terms.request_id
+                _log.exception("request %s failed while it was streamed", request_id)
+                await send(_piece(self._writer.fail(internal(request_id)), more=False))
+            finally:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._call.close()
+
+    def _look(self) -> None:
+        """Have a keepalive sent if the stream was silent since the last look. One that waits for its client gets none."""
+        if self._is_silent:
+            self._call.stream.flush()
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(self.keepalive_s, self._look)
+
+    async def _send_events(self, send: Send) -> None:
+        stream = self._call.stream
+        await send(_piece(self._writer.open(), more=True))
+        chunks = await self._next_chunks(send)
+        data = self._begin(chunks[0]) if chunks else b""
+        while chunks:
+            events, error = self._write(chunks)
+            data += events
+            if error is not None:
+                await send(_piece(data + self._writer.fail(error), more=False))
+                return
+            if stream.is_ended:
+                await send(_piece(data + self._writer.end(), more=False))
+                return
+            if data:
+                self._is_silent = False
+                await send(_piece(data, more=True))
+                data = b""
+            chunks = await self._next_chunks(send)
+        # Only a client that left gets here; the server ignores what is sent to it, but wants to see an end.
+        await send(_piece(b"", more=False))
+
+    async def _next_chunks(self, send: Send) -> list[OutputChunk]:
+        """Return the next chunks, after as many keepalives as the wait for them needs; empty if the client left."""
+        while not (chunks := await self._call.next_chunks()) and not self._call.stream.is_ended:
+            await send(_piece(self._writer.keepalive(), more=True))
+        return chunks
+
+    def _begin(self, first: OutputChunk) -> bytes:
+        terms = self._call.terms
+        if (entry := entry_of(self._http.scope)) is not None:
+            entry.ttft_s = _ttft_s(terms, first)
+        # The times of the choice that spoke first.
+        return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.model_wait_ns))
+
+    def _write(self, chunks: list[OutputChunk]) -> tuple[bytes, ApiError | None]:
+        write, index_of = self._writer.write, self._call.index_of
+        if len(chunks) == 1 and chunks[0].finish_reason is None:
+            return write(index_of[chunks[0].request_id], chunks[0]), None
+        parts: list[bytes] = []
+        for chunk in chunks:
+            error = error_of(self._call.terms, chunk)
+            if error is not None:
+                # The chunk may be merged with ones before the failure: what they said is still shown.
+                chunk.finish_reason = None
+            parts.append(write(index_of[chunk.request_id], chunk))
+            if error is not None:
+                return b"".join(parts), error
+        return b"".join(parts), None
+
+
+def _comment(text: str) -> bytes:
+    """Return an event that clients skip."""
+    return b": %s\n\n" % text.encode()
+
+
+def _piece(events: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": whole_lines(events), "more_body": more}
+
+
+def whole_lines(events: bytes) -> bytes:
+    """The same JSON for clients that divide lines as Unicode does (Python's `str.splitlines`, httpx's `iter_lines`), and not at
+    LF and CR alone as server-sent events do: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+    """
+    if not events.isascii():
+        for char, escaped in _LINE_ENDS:
+            events = events.replace(char, escaped)
+    return events
+
+
+# How a call ended
+
+
+def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
+    if call.stream.is_cancelled:
+        raise cancelled(CLIENT_LEFT)
+    for chunk in chunks:
+        error = error_of(call.terms, chunk)
+        if error is not None:
+            raise error
+
+
+def error_of(terms: Terms, chunk: OutputChunk) -> ApiError | None:
+    """The error that a finish chunk of a call tells about; None if the request ended by itself, or has not ended.
+
+    A request that ended with all others (the engine failed, the server stops), or by the client's own grammar, has a
+    `reject_reason`.
+    """
+    if chunk.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    detail = chunk.detail or "the request ended early"
+    if not chunk.reject_reason:
+        return cancelled(detail) if chunk.finish_reason is FinishReason.ABORT else failed(detail, terms.request_id)
+    reason = RejectReason(chunk.reject_reason)
+    limit_ns = next((at_ns for at_ns, why in terms.time_limits if why is reason), None)
+    if limit_ns is None:
+        return from_rejected(Rejected(reason, detail))
+    queue_ms, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
+    allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
+    return deadline_exceeded(reason, allowed_ms, queue_ms, prefill_ms + decode_ms, chunk.num_generated_tokens)
+
+
+def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
+    """How long the request of a first or a finish chunk queued, prefilled and decoded until then, without gaps.
+
+    Before its first step all its time was queueing; from then to its first token, prefill.
+    """
+    scheduled_ns = chunk.at_ns if chunk.first_scheduled_ns is None else chunk.first_scheduled_ns
+    decode_ns = chunk.at_ns if chunk.first_token_ns is None else chunk.first_token_ns
+    return (scheduled_ns - arrival_ns) / 1e6, (decode_ns - scheduled_ns) / 1e6, (chunk.at_ns - decode_ns) / 1e6
+
+
+def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
+    return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
+
+
+def server_timing(parts_ms: Sequence[float], model_wait_ns: int = 0) -> str:
+    """The value of a `Server-Timing` header (https://www.w3.org/TR/server-timing/): the parts whose end is known, and `model`,
+    the part of `queue` in which its model was loaded, where it waited for that.
+    """
+    parts = [f"{name};dur={part_ms:.3f}" for name, part_ms in zip(_PARTS, parts_ms, strict=False)]
+    if model_wait_ns:
+        parts.append(f"model;dur={model_wait_ns / 1e6:.3f}")
+    return ", ".join(parts)
+
+
+def fingerprint(options: AnswerOptions) -> str:
+    """The model's, and of its adapter, which has one when it is there."""
+    adapter = options.adapter
+    return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
+
+
+def _finish_word(chunk: OutputChunk) -> str | None:
+    return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]
