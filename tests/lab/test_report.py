@@ -149,7 +149,7 @@ def test_html_names_no_host_of_its_own() -> None:
 def test_a_comparison_is_a_table_of_words() -> None:
     before = result_of(run_of(random_records(1, 300), seed=1))
     after = result_of(run_of(random_records(1, 300, slower=1.2), seed=1))
-    (compared,) = compare_results(before, [after], num_draws=200)
+    (compared,) = compare_results(before, [after])
     sections = list(sections_of_compared(compared, "a.json", EVIL))
     text = as_text(sections)
     assert max(map(len, text.splitlines())) <= MAX_COLUMNS

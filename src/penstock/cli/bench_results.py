@@ -30,14 +30,12 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     metavar="SHARE",
     help="Exit with 1 if a figure is worse by more than this, as 5%, and not by noise, or if none can be compared.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draws that make the intervals.")
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
 def compare(
     before: Path | None,
     after: tuple[Path, ...],
     recording: Path | None,
     fail_if_worse: str | None,
-    seed: int,
     *,
     any_workload: bool,
     markdown: bool,
@@ -47,7 +45,7 @@ def compare(
     if recording is not None:
         if before is not None:
             raise click.UsageError("--arms compares the arms of one recording: leave the other files out.")
-        arms = compare_arms(open_recording(recording), seed=seed)
+        arms = compare_arms(open_recording(recording))
         sections = list(sections_of_arms(arms))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
         _fail_if_worse([arms.compared], arms.ends, limit, fail_if_worse)
@@ -55,7 +53,7 @@ def compare(
     if before is None or not after:
         raise click.UsageError(f"Missing argument '{'BEFORE' if before is None else 'AFTER...'}'.")
     first, others = read_result(before), [read_result(path) for path in after]
-    all_compared = compare_results(first, others, any_workload=any_workload, seed=seed)
+    all_compared = compare_results(first, others, any_workload=any_workload)
     for path, compared in zip(after, all_compared, strict=True):
         sections = list(report.sections_of_compared(compared, str(before), str(path)))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))

@@ -84,7 +84,7 @@ class ArmsCompared:
     warnings: Sequence[str]
 
 
-def compare_arms(recording: Recording, *, seed: int = 0) -> ArmsCompared:
+def compare_arms(recording: Recording) -> ArmsCompared:
     """The two arms of the test that a recording has. Raises RecordingError if it has none."""
     about = recording.header.arms
     if about is None:
@@ -96,7 +96,7 @@ def compare_arms(recording: Recording, *, seed: int = 0) -> ArmsCompared:
     compared = None
     if has_both:
         results = [_result(arm, recording) for arm in (a, b)]
-        [found] = compare_results(results[0], [results[1]], seed=seed, has_rates=False, is_by_chance=is_by_chance)
+        [found] = compare_results(results[0], [results[1]], has_rates=False)
         compared = replace(found, notes=())
     return ArmsCompared(
         differences=about["differences"],

@@ -1,21 +1,16 @@
-"""How sure a figure is: confidence intervals of means, quantiles, shares and rates. Called by `figures` and `compare`.
+"""Confidence intervals of means, quantiles, shares and rates, all at `LEVEL`. Called by `figures` and `compare`.
 
-Every interval has the level `LEVEL`. A sample that is too small for one gives a value without an interval, never a guess.
-Requests that follow each other share a queue, so their latencies are no independent draws. Samples are therefore taken in
-the order of time, and a sample counts as many values as independent draws would say as much as it does.
+A sample that is too small for an interval gives a value alone. Successive requests share a queue, so their latencies are not
+independent: series are passed in the order of time, and count as their effective number of independent draws.
 
-- Mean: Student's t with that number.
-- Quantile: the two order statistics between which it lies, by the binomial distribution, with that number (H. A. David and
-  H. N. Nagaraja, Order Statistics, 3rd edition, 2003, section 7.1). The value itself is interpolated linearly, as NumPy does.
-- Effective number: n over the integrated autocorrelation time, summed up to five times itself (A. Sokal, Monte Carlo Methods
-  in Statistical Mechanics, 1997, section 3), with the correction of its bias and its own error (U. Wolff, Computer Physics
-  Communications 156, 2004); never more than n.
-- Quantile of grouped values (gaps between tokens): how the share below it varies from group to group tells as how many
-  independent draws they count (E. L. Korn and B. I. Graubard, Survey Methodology 24, 1998); then as above.
-- Rate: the means of successive batches of time (B. W. Schmeiser, Operations Research 30, 1982), Student's t.
-- Share: E. B. Wilson's score interval (Journal of the American Statistical Association 22, 1927), with that number.
-
-Never reads a clock, draws no random numbers, and does not know what is measured.
+- Effective number: n over the integrated autocorrelation time, windowed as by Sokal (Monte Carlo Methods in Statistical
+  Mechanics, 1997, section 3) with the bias correction and error of Wolff (Computer Physics Communications 156, 2004).
+- Mean: Student's t.
+- Quantile: two order statistics, by the binomial distribution (David and Nagaraja, Order Statistics, 3rd edition, 7.1).
+- Quantile of grouped values (gaps between tokens): the variation of the share below it between groups gives the effective
+  number (Korn and Graubard, Survey Methodology 24, 1998); then as above.
+- Rate: Student's t over batches of time (Schmeiser, Operations Research 30, 1982).
+- Share: the score interval of Wilson (Journal of the American Statistical Association 22, 1927).
 """
 
 from __future__ import annotations
@@ -33,9 +28,9 @@ Bools = NDArray[np.bool_]
 
 LEVEL = 0.95
 MIN_DRAWS = 6.0
-"""Fewer independent values give no interval: Student's t is no help where the shape of the distribution decides."""
+"""Fewer independent values give no interval: the shape of the distribution would decide it."""
 MAX_BATCHES = 20
-"""More batches than that gain little (Schmeiser), and neighbours depend on each other more."""
+"""More batches gain little (Schmeiser), and neighbours would depend on each other more."""
 _SOKAL_FACTOR = 5.0
 _MIN_DEGREES = 2.0
 _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
@@ -43,7 +38,7 @@ _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval at `LEVEL`; None and None where the sample is too small for one."""
+    """A figure and its interval at `LEVEL`, or None where the sample is too small for one."""
 
     value: float
     low: float | None = None
@@ -55,13 +50,13 @@ class Estimate:
         return self.low is not None and self.high is not None
 
     def scaled(self, factor: float) -> Estimate:
-        """The same in another unit. `factor` is positive."""
+        """Return the same in another unit. `factor` is positive."""
         if self.low is None or self.high is None:
             return Estimate(self.value * factor)
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def inverted(self, numerator: float) -> Estimate:
-        """`numerator` over this, which is not negative; the interval is unknown where this may be 0."""
+        """Return `numerator` over this, which must not be negative. The interval is unknown where this may be 0."""
         value = numerator / self.value if self.value else math.inf
         if not self.low or not self.high or self.low <= 0:
             return Estimate(value)
@@ -69,7 +64,7 @@ class Estimate:
 
 
 def student_quantile(share: float, degrees: float) -> float:
-    """The quantile of Student's t, by the expansion in 1/degrees around the normal one (Abramowitz and Stegun, 26.7.5).
+    """Return a quantile of Student's t, by the expansion in 1/degrees around the normal one (Abramowitz and Stegun, 26.7.5).
 
     The error at 0.975 is below 1 % for 2 degrees and below 0.1 % from 5 on.
     """
@@ -84,7 +79,7 @@ def student_quantile(share: float, degrees: float) -> float:
 
 
 def student_tail(distance: float, degrees: float) -> float:
-    """The chance that Student's t is at least so far from 0, on either side: its density, integrated over an angle."""
+    """Return the chance that Student's t is at least this far from 0 on either side. Integrates the density over an angle."""
     if degrees > _ALMOST_NORMAL:
         return 2 * NormalDist().cdf(-abs(distance))
     begin = math.atan(abs(distance) / math.sqrt(degrees))
@@ -97,7 +92,7 @@ def student_tail(distance: float, degrees: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """As how many independent values a series counts, and how well that is known."""
+    """The effective number of independent values in a series, and how well it is known."""
 
     count: float
     degrees: float
@@ -109,7 +104,7 @@ class Draws:
 
 
 def effective_draws(series: Floats) -> Draws:
-    """The draws of a series in the order of time, of at least one value; their number is at most its length."""
+    """Return the effective draws of a series, at most its length. It has at least one value, in the order of time."""
     length = len(series)
     centred = series - series.mean()
     if length < 2 or not centred.any():
@@ -149,12 +144,12 @@ def quantile_estimate(series: Floats, share: float) -> Estimate:
 
 
 def _shrink(degrees: float) -> float:
-    """The share of the draws that is left if a variance is known by so many degrees of freedom alone."""
+    """Return the share of draws to count when the variance is only known to this many degrees of freedom."""
     return (NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, degrees)) ** 2
 
 
 def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
-    """The ranks (from 1) of the order statistics of `count` draws that enclose a quantile at `LEVEL`; None: too few draws."""
+    """Return the ranks, from 1, of the two of `count` order statistics that enclose a quantile, or None for too few draws."""
     if count < 1:
         return None
     spread = 10 * math.sqrt(count * share * (1 - share)) + 30
@@ -171,7 +166,7 @@ def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
 
 
 def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
-    """A quantile of many values in groups, such as a histogram for each stretch of time.
+    """Return a quantile of values in groups, such as one histogram for each stretch of time.
 
     `values`: [buckets], ascending. `counts`: [groups, buckets], how often each value is in each group; at least one is.
     """
@@ -198,13 +193,13 @@ def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
 
 
 def _bucket_at(totals: Ints, share: float) -> int:
-    """The first bucket up to which at least `share` of all values are."""
+    """Return the first bucket up to which at least `share` of all values lie."""
     upto = np.cumsum(totals)
     return min(len(totals) - 1, int(np.searchsorted(upto, share * float(upto[-1]) - 1e-9, side="left")))
 
 
 def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
-    """`total` per second of `duration_s`; `batches` is what each of as many equal parts of that time had."""
+    """Return `total` per second of `duration_s`. `batches`: what each equal part of that time had."""
     rate = total / duration_s if duration_s > 0 else 0.0
     count = len(batches)
     if count < MIN_DRAWS or duration_s <= 0:
@@ -215,9 +210,9 @@ def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
 
 
 def share_estimate(holds: Bools, values: Floats) -> Estimate:
-    """The share of requests that hold something. Both arrays are in the order of time, and of the same length, at least 1.
+    """Return the share of requests for which `holds` is true. Both arrays have the same length and are in the order of time.
 
-    `values` are latencies: where all requests are alike, these tell as how many draws they count.
+    `values` are latencies. They give the effective number of draws where `holds` is the same for all requests.
     """
     share, z = float(holds.mean()), NormalDist().inv_cdf((1 + LEVEL) / 2)
     draws = effective_draws(values if share in (0, 1) else holds.astype(np.float64))
