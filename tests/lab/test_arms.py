@@ -133,22 +133,6 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     assert change.low < -0.2 < change.high
 
 
-def test_a_load_that_drifts_hides_no_difference(tmp_path: Path) -> None:
-    """It is in both arms, as chance made them; tenants may come at different times, so theirs are too few to say."""
-    lines = traffic(0.85, num=8000, swing=0.2)
-    found = compared_of(tmp_path / "r", lines)
-    assert found.compared is not None
-    shown = {one.figure: one for one in found.compared.comparisons[0].differences}
-    for figure in ("ttft mean", "ttft p50", "ttft p90", "ttft p99", "e2e p50", "e2e p99"):
-        change = shown[figure].change
-        assert shown[figure].is_more_than_noise, figure
-        assert change is not None
-        assert change.value == pytest.approx(-0.15, abs=0.08), figure
-    by_tenant = compared_of(tmp_path / "r", lines, tenants=1).compared
-    assert by_tenant is not None
-    assert not any(one.is_more_than_noise for one in by_tenant.comparisons[0].differences if one.figure.startswith("ttft"))
-
-
 def test_a_quantile_of_few_requests_is_not_judged(tmp_path: Path) -> None:
     """Two of the 200 requests of an arm are above p99."""
     found = compared_of(tmp_path / "r", traffic(3.0, num=400))
