@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
-from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig, ServerConfig
+from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
 from penstock.deploy import factory
-from penstock.deploy.arms import recorded_policies
 from penstock.deploy.factory import start_model
 from penstock.deploy.policies import build_policies
-from penstock.lab.recording import Departure, Seen, open_recording
-from penstock.lab.replay import replay
+from penstock.lab.recording import Departure, open_recording
 from penstock.lab.steps import steps_of
 from penstock.models.catalog import ModelSource, SourceKind, resolve
 from penstock.sched.policies.presets import PRESETS
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError
-from tiny_adapters import factors_of_llama, write_adapter
-from tiny_models import TinyLlama, write_gguf, write_hf
+from replay import replay
+from tiny_models import TinyLlama, write_gguf
 
 TINY = TinyLlama()
 
@@ -49,9 +47,8 @@ def config_of(record: Path, preset: str = "penstock", **server: Any) -> Config:
     )
 
 
-def serve(path: Path, config: Config, num_adapters: int = 0) -> None:
-    """Five clients with four requests each; some share their beginning, and one in five goes away. They ask for the base, or
-    for adapters in turn."""
+def serve(path: Path, config: Config) -> None:
+    """Five clients with four requests each; some share their beginning, and one in five goes away."""
     running = start_model(config, resolve(str(path), path.parent))
 
     async def client(number: int) -> None:
@@ -59,9 +56,6 @@ def serve(path: Path, config: Config, num_adapters: int = 0) -> None:
             prompt = [20 + pos % 5 for pos in range(18)] + [30 + number] * ((number * 17 + idx * 29) % 50)
             request = make_request(f"{number}-{idx}", prompt, max_tokens=4 + (number + idx) * 5 % 17, temperature=0.0)
             request.arrival_ns = running.clock.now_ns()
-            if num_adapters:
-                assert running.adapters is not None
-                request.adapter = running.adapters.find(f"a{(number + idx) % num_adapters}")
             with running.bridge.open([request]) as stream:
                 while not stream.is_ended:
                     chunks = await stream.next_chunks()
@@ -92,27 +86,6 @@ def test_plans_of_the_native_backend_are_made_again(preset: str, gguf: Path, tmp
     assert sum(departure.num_cached_tokens for departure in departures) > 0
 
 
-def test_plans_with_adapters_are_made_again(tmp_path: Path) -> None:
-    """They are read from files meanwhile, by a thread of their own; memory beside the KV cache has room for two of four."""
-    write_hf(tmp_path / "tiny", TINY)
-    for seed in range(4):
-        write_adapter(tmp_path / "adapters" / f"a{seed}", factors_of_llama(TINY, rank=4, ends=("q_proj",), seed=seed))
-    config = replace(
-        config_of(tmp_path / "r"),
-        kv=KvConfig(kv_cache_memory_bytes=1 << 19),
-        lora=LoraConfig(lora_dir=str(tmp_path / "adapters"), max_loras=2, max_cpu_loras=2, max_lora_rank=4),
-    )
-    serve(tmp_path / "tiny", config, num_adapters=4)
-    recording = open_recording(tmp_path / "r")
-    assert recording.header.max_adapters == 2
-    assert {event.number for event in recording.events() if isinstance(event, Seen) and event.num_pages} == {1, 2, 3, 4}
-    assert all(request.departure.num_output_tokens for request in recording.requests() if request.departure is not None)
-    found = config_from(recording.header.settings)
-    replayed = replay(recording, lambda: build_policies(found))
-    assert replayed.difference == ""
-    assert replayed.num_equal == replayed.num_steps > 20
-
-
 def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "r"
     start_model(config_of(path), resolve(str(gguf), gguf.parent)).close(10)
@@ -123,7 +96,7 @@ def test_the_header_says_what_made_it(gguf: Path, tmp_path: Path) -> None:
     assert header.settings["kv_cache_memory"] == 1 << 18
     assert "record" not in header.settings
     assert header.capacity.max_rows == 8
-    assert (header.depth, header.has_prefix_caching, header.has_tier) == (1, True, False)
+    assert header.depth == 1
     assert header.about["threads"] == 1
     assert str(tmp_path) not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -156,16 +129,18 @@ def serve_tenants(gguf: Path, config: Config) -> None:
 
 
 @pytest.mark.parametrize("has_names", [False, True])
-def test_shares_of_tenants_are_told_by_their_numbers(has_names: bool, gguf: Path, tmp_path: Path) -> None:
+def test_shares_of_tenants_are_recorded_with_their_names_or_not_at_all(has_names: bool, gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "r"
-    serve_tenants(gguf, with_shares(path, record_tenant_names=has_names))
+    config = with_shares(path, record_tenant_names=has_names)
+    serve_tenants(gguf, config)
     recording = open_recording(path)
     header, text = recording.header, path.read_text()
     assert any(name in text for name in ("acme", "umbrella", "nobody")) is has_names
-    assert header.settings["policy_args"]["shares"] == ({"umbrella": 1, "acme": 50} if has_names else {"0": 1, "1": 50})
-    replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
-    assert replayed.difference == ""
-    assert replayed.num_equal == replayed.num_steps > 20
+    assert header.settings["policy_args"] == (config.scheduler.policy_args if has_names else "not recorded")
+    if has_names:
+        replayed = replay(recording, lambda: build_policies(config))
+        assert replayed.difference == ""
+        assert replayed.num_equal == replayed.num_steps > 20
 
 
 OWN = """
@@ -178,7 +153,7 @@ class Mine(FirstComeFirstServed):
 
 
 @pytest.mark.parametrize("has_names", [False, True])
-def test_a_policy_of_ones_own_is_told_by_its_class(has_names: bool, gguf: Path, tmp_path: Path) -> None:
+def test_a_policy_of_ones_own_is_recorded_with_names_alone(has_names: bool, gguf: Path, tmp_path: Path) -> None:
     own, path = tmp_path / "secret_place.py", tmp_path / "r"
     own.write_text(OWN)
     config = config_of(path, record_tenant_names=has_names)
@@ -187,13 +162,8 @@ def test_a_policy_of_ones_own_is_told_by_its_class(has_names: bool, gguf: Path, 
     recording = open_recording(path)
     header, text = recording.header, path.read_text()
     assert any(name in text for name in ("secret_place", "acme", str(tmp_path))) is has_names
-    assert "Mine" in header.settings["policy"]
-    if has_names:
-        replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
-        assert replayed.num_equal == replayed.num_steps > 20
-    else:
-        with pytest.raises(ConfigError, match=r"a policy of its own, Mine, .* Record with --record-tenant-names"):
-            recorded_policies(header.settings, header.arms)
+    assert ("Mine" in header.settings["policy"]) is has_names
+    assert (header.settings["policy_args"] == {"friend": "acme"}) is has_names
 
 
 def test_configurations_have_names(gguf: Path, tmp_path: Path) -> None:

@@ -123,8 +123,6 @@ def record(path: Path, depth: int = 1) -> list[MeasuredStep]:
         "settings": {},
         "capacity": asdict(CAPACITY),
         "depth": depth,
-        "has_prefix_caching": True,
-        "has_tier": False,
     }
     recorder = Recorder(path, max_bytes=1 << 30, clock=VirtualClock(), block_size=16, about=about)
     for idx, (at_ms, num_running) in enumerate(((100, 2), (250, 0), (900, 1), (910, 1))):

@@ -228,8 +228,6 @@ HEADER = {
     "machine": {},
     "config": "0",
     "settings": {},
-    "has_prefix_caching": True,
-    "has_tier": False,
 }
 
 

@@ -46,8 +46,6 @@ ABOUT = {
     "settings": {},
     "capacity": asdict(CAPACITY),
     "depth": 1,
-    "has_prefix_caching": True,
-    "has_tier": False,
 }
 
 

@@ -29,7 +29,6 @@ _FILE = click.Path(path_type=Path)
 @model_argument
 @click.option("--fit", "fit_file", type=_FILE, metavar="FILE", help="Fit the simulator's cost model, and write it to FILE.")
 @click.option("--from", "source", type=_FILE, metavar="RECORDING", help="Steps of a recording, instead of this machine's.")
-@click.option("--check", is_flag=True, help="With --from: plan the recorded steps again, and say whether the plans are equal.")
 @click.option("--trace", type=_FILE, metavar="FILE", help="With --from: a trace for ui.perfetto.dev.")
 @click.option("--plot", "plot_file", type=_FILE, metavar="FILE.png", help="Without --fit and --from: the roofline, as a plot.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True, help="How often each step is measured.")
@@ -43,7 +42,6 @@ _FILE = click.Path(path_type=Path)
 def profile(
     fit_file: Path | None,
     source: Path | None,
-    check: bool,
     trace: Path | None,
     plot_file: Path | None,
     rounds: int,
@@ -59,9 +57,8 @@ def profile(
       penstock profile --from traffic.rec --trace trace.json
     """
     if source is None:
-        for is_given, flag in ((check, "--check"), (trace is not None, "--trace")):
-            if is_given:
-                raise click.UsageError(f"{flag} is about a recording: name one with --from.")
+        if trace is not None:
+            raise click.UsageError("--trace is about a recording: name one with --from.")
         if fit_file is not None and plot_file is not None:
             raise click.UsageError("--plot draws the table, which --fit does not make: leave one of them out.")
         if fit_file is None:
@@ -73,18 +70,16 @@ def profile(
         raise click.UsageError("--plot draws steps of this machine: leave out --from.")
     from penstock.lab.recording import open_recording
 
-    _from_recording(open_recording(source), fit_file, trace, check=check)
+    _from_recording(open_recording(source), fit_file, trace)
 
 
-def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None, *, check: bool) -> None:
+def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | None) -> None:
     from penstock.lab.fitting import fit
     from penstock.lab.profiling import recording_lines
     from penstock.lab.steps import steps_of
 
     for line in recording_lines(recording):
         print(line)
-    if check:
-        _check(recording)
     if trace is not None:
         from penstock.lab.perfetto import write_trace
 
@@ -98,19 +93,6 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
         header = recording.header
         machine = {**header.machine, "threads": header.about.get("threads"), "variant": header.about.get("variant")}
         _save(fit_file, fitted, "recording", header.model, machine, notes={"config": header.config, "began": header.began})
-
-
-def _check(recording: Recording) -> None:
-    """Exits with 1 if a plan differs."""
-    from penstock.deploy.arms import recorded_policies
-    from penstock.lab.replay import replay
-
-    header = recording.header
-    replayed = replay(recording, lambda: recorded_policies(header.settings, header.arms))
-    print(f"{replayed.num_equal} of {replayed.num_steps} steps were planned again, with the same rows at the same instants")
-    if replayed.difference:
-        print(f"then {replayed.difference}", file=sys.stderr)
-        sys.exit(1)
 
 
 def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:

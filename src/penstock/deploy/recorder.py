@@ -5,8 +5,7 @@ factory calls it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from penstock import __version__, machine
 from penstock.config import Config
 from penstock.config.setting import Component, Kind, settings_of
-from penstock.deploy.policies import build_policies, preset_of
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,12 +45,8 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
     has_names = config.server.record_tenant_names
     header = about(config, name, executor)
     if arms is not None:
-        header["arms"] = arms.about() | {
-            "differences": {
-                key: (a, b) if has_names else (_unnamed(key, a, config), _unnamed(key, b, arms.b))
-                for key, (a, b) in arms.differences.items()
-            }
-        }
+        told = {key: tuple(_told(key, value, has_names) for value in both) for key, both in arms.differences.items()}
+        header["arms"] = arms.about() | {"differences": told}
     try:
         return Recorder(
             Path(config.server.record),
@@ -61,7 +55,6 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
             block_size=executor.capacity.block_size,
             about=header,
             has_tenant_names=has_names,
-            tenants=() if has_names else tuple(_shares(config)),
         )
     except OSError as error:
         remedy = "Name another file with --record."
@@ -69,11 +62,14 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
 
 
 def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
-    """Model, machine and settings, as JSON: all that steps and plans depend on."""
-    if executor.capacity.is_one_pass:  # whoever replays it does not know what the model does
-        preset = preset_of(config, is_one_pass=True)
-        config = replace(config, scheduler=replace(config.scheduler, preset=preset))
-    settings = _settings(config)
+    """Return the facts of model, machine and settings, as JSON."""
+    parts: tuple[Component, ...] = (config.kv, config.scheduler, config.backend)
+    settings = {
+        item.key: value
+        for part in parts
+        for item in settings_of(type(part))
+        if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
+    }
     return {
         "penstock": __version__,
         "model": name,
@@ -82,67 +78,16 @@ def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
         "threads": getattr(executor, "num_threads", None),
         "variant": getattr(executor, "variant", None),
         "config": blake2b(json.dumps([name, settings], sort_keys=True, default=str).encode(), digest_size=6).hexdigest(),
-        "settings": settings,
-        "policies": _words(config),
+        "settings": {key: _told(key, value, config.server.record_tenant_names) for key, value in settings.items()},
         "capacity": asdict(executor.capacity),
         "depth": executor.depth,
-        "max_adapters": config.lora.max_loras if config.lora.is_on else 0,
-        "has_prefix_caching": config.kv.prefix_caching,
-        "has_tier": bool(config.kv.kv_disk_size_bytes or config.kv.kv_host_size_bytes),
     }
 
 
-def _settings(config: Config) -> dict[str, object]:
-    """Settings of KV cache, scheduling and compute that are not the defaults, by key; no file or folder of this machine."""
-    has_names = config.server.record_tenant_names
-    parts: tuple[Component, ...] = (config.kv, config.scheduler, config.backend)
-    return {
-        item.key: value if has_names else _unnamed(item.key, value, config)
-        for part in parts
-        for item in settings_of(type(part))
-        if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
-    }
+def _told(key: str, value: object, has_names: bool) -> object:
+    """Return the value of a setting, unless it may name tenants or files: a policy's arguments, or a policy of one's own."""
+    from penstock.sched.policies.own import is_own
 
-
-def _unnamed(key: str, value: object, config: Config) -> object:
-    """The value of a setting without names that the operator gave.
-
-    Tenants with a share have their numbers in the recording. A policy of the operator's own is told by its class alone: what it
-    is given may name anything.
-    """
-    from penstock.sched.policies.own import UNNAMED, is_own
-
-    policy = key.removesuffix("_args")
-    name = getattr(config.kv if policy == "kv_eviction" else config.scheduler, policy, None)
-    if isinstance(name, str) and is_own(name):
-        return UNNAMED + name.rpartition(":")[2] if key == policy else NOT_RECORDED
-    if key == "policy_args":
-        return _numbered(config).scheduler.policy_args
-    return value
-
-
-def _shares(config: Config) -> Mapping[str, object]:
-    """Tenant -> its share, under a policy that has such."""
-    shares = (config.scheduler.policy_args or {}).get("shares")
-    return shares if isinstance(shares, Mapping) else {}
-
-
-def _numbered(config: Config) -> Config:
-    """The settings, with the number in the recording in place of each tenant that has a share."""
-    if not (shares := _shares(config)):
-        return config
-    numbered = {str(number): share for number, share in enumerate(shares.values())}
-    arguments = {**(config.scheduler.policy_args or {}), "shares": numbered}
-    return replace(config, scheduler=replace(config.scheduler, policy_args=arguments))
-
-
-def _words(config: Config) -> Mapping[str, str]:
-    """The policies in words, by seam."""
-    from penstock.sched.policies.own import UNNAMED, is_own
-    from penstock.sched.policies.presets import TABLES
-
-    if config.server.record_tenant_names:
-        return build_policies(config).words
-    is_known = not is_own(config.scheduler.policy or "")
-    words = build_policies(_numbered(config) if is_known else config).words
-    return {seam: told if told.split(" (")[0] in TABLES[seam] else f"{UNNAMED}class" for seam, told in words.items()}
+    if has_names or not (key.endswith("_args") or (isinstance(value, str) and is_own(value))):
+        return value
+    return NOT_RECORDED

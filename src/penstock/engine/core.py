@@ -152,10 +152,7 @@ class EngineCore:
             events += self._end(request_id, FinishReason.ERROR, now_ns, detail=detail, reject_reason=because)
         if self._deadline_numbers:
             events += self._end_overdue(now_ns)
-        refused = self.scheduler.refused(now_ns)
-        if self.scheduler.adapter_changes:
-            self._tell_adapters(now_ns, is_planned=False)
-        for request, rejected in refused:
+        for request, rejected in self.scheduler.refused(now_ns):
             reason = FinishReason.REJECTED if request.first_token_ns is None else FinishReason.ERROR
             because = str(rejected.reason)
             events += self._end(request.request_id, reason, now_ns, detail=rejected.detail, reject_reason=because)
@@ -169,8 +166,6 @@ class EngineCore:
         With one step in flight also None if that has to be finished first.
         """
         plan = self.scheduler.schedule(now_ns, self.sitting_out())
-        if self.scheduler.adapter_changes:
-            self._tell_adapters(now_ns, is_planned=True)
         news = self.scheduler.news
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
@@ -378,11 +373,6 @@ class EngineCore:
         if number is not None:
             self._deadlines.discard(number)
         self._tell_end(request, now_ns, reject_reason)
-
-    def _tell_adapters(self, now_ns: int, *, is_planned: bool) -> None:
-        changes = self.scheduler.adapter_changes
-        self._journal.on_adapters(tuple(changes), now_ns, is_planned=is_planned)
-        changes.clear()
 
     def _tell_end(self, request: Request, now_ns: int, reject_reason: str) -> None:
         stats = request_stats(request, now_ns, reject_reason)

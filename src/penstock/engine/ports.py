@@ -15,7 +15,7 @@ from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity, StepPlan, Ticket
 from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult, TokenLogprobs
-from penstock.types.stats import AdapterChange, PlanNews, RequestStats, StepStats
+from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 Ready = Callable[[], None]
 """Waits until what was begun is there. May be called by any thread, and again. Raises whatever went wrong."""
@@ -231,12 +231,6 @@ class RequestJournal(Observer, Protocol):
         """Somebody was admitted, preempted or set aside, or those who wait lack something else. Before the step runs."""
         ...
 
-    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
-        """Adapters that waiting requests ask for were found otherwise than before. `is_planned`: when a step was planned; else
-        when commands were obeyed, before that.
-        """
-        ...
-
 
 class TokenObserver(Protocol):
     """Told by the engine thread when tokens came, once per step; must not block or raise."""
@@ -293,10 +287,6 @@ class JournalGroup(ObserverGroup):
         for journal in self._journals:
             journal.on_news(news)
 
-    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
-        for journal in self._journals:
-            journal.on_adapters(changes, now_ns, is_planned=is_planned)
-
 
 class TurnObserverGroup:
     """Tells each of its turn observers, in order."""
@@ -338,9 +328,6 @@ class NullObserver:
 
     def on_news(self, news: PlanNews) -> None:
         del news
-
-    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
-        del changes, now_ns, is_planned
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns

@@ -1,5 +1,4 @@
-"""Reads what `serve --record` wrote (docs/recording.md). Called by the replay, the fit and `penstock profile`; the writer is
-`obs/recording.py`.
+"""Reads what `serve --record` wrote (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes it.
 
 Parts that belong together are read as one, the oldest first. Events come in the order in which they happened:
 
@@ -7,8 +6,6 @@ Parts that belong together are read as one, the oldest first. Events come in the
     StepDone   a step was planned, computed and taken over; its rows are whole again
     AtDoor     a call was refused before it was any request; told in an A/B test alone
     Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
-    Seen       the scheduler found an adapter in memory, away, or not to be had
-    Aside      a request stood aside for its adapter
     Lost       the writer did not keep up: so many reports are missing here
     Restart    the engine was made anew: no request is left, and steps are counted from 0
 """
@@ -39,8 +36,6 @@ _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
 _LARGEST = 1 << 62
 """Larger numbers are damage: nanoseconds of a century are fewer."""
-_MOST_BLOCKS = 1 << 24
-"""Blocks of a pool that a replay makes: with fewer tokens a block than any server has, as many as fit its memory."""
 
 
 class RecordingError(PenstockError):
@@ -78,12 +73,6 @@ class Header:
     """A hash of model and settings."""
     settings: Mapping[str, Any]
     """Settings of KV cache, scheduling and compute that were not the defaults."""
-    max_adapters: int
-    """Different adapters that could run at once; 0: the server had none, or it is an early recording, which does not tell
-    what became of them."""
-    has_prefix_caching: bool
-    has_tier: bool
-    """There is a tier below the KV pool, whose own times are not recorded."""
     arms: Mapping[str, Any] | None
     """The A/B test: `share`, `by`, `tenants`, and `differences` (setting -> its value in arm A, in arm B); None: there was
     none."""
@@ -108,9 +97,6 @@ class Arrival:
     deadline_ns: int | None
     beam_width: int
     """0: no beam search."""
-    has_grammar: bool
-    is_scored: bool
-    """It asks for log-probabilities of its prompt."""
     blocks: tuple[BlockId, ...]
     """The prompt, the last piece included that fills no block. Empty: not known."""
     is_repeated: bool
@@ -119,10 +105,6 @@ class Arrival:
     """Arm of the A/B test; empty where there was none."""
     adapter: int = BASE
     """Number of its adapter: the same for requests of the same one."""
-    adapter_content: int = BASE
-    """Number of the first adapter with the same content, with which it shares prefixes."""
-    conversation: int = 0
-    """Number of the conversation that its client named; 0 if it named none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,36 +159,12 @@ class StepDone:
     """While it was computed; None: the recording was made before Penstock told it."""
     waited_ns: int = 0
     """For how long the machine was another model's meanwhile."""
-    most_ns: int = 0
-    """How long it was to take at most, as others wanted the machine; 0: as long as it liked."""
-    sat_out: Sequence[int] = ()
-    """Running requests that had no row, as their masks had taken long."""
 
     @property
     def shape(self) -> StepShape:
         return StepShape(
             tuple([(row.query_len, row.context_len) for row in self.rows]), sum([row.samples for row in self.rows])
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The scheduler found an adapter otherwise than before."""
-
-    at_ns: int
-    number: int
-    num_pages: int
-    """Blocks of the KV pool that it takes; 0: it is not in memory."""
-    has_failed: bool
-    is_planned: bool
-    """It was found so by the plan of this instant; else by the look at those who wait in vain, which comes before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """A request stood aside for its adapter, whether there was a step to plan or not."""
-
-    at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +177,7 @@ class Restart:
     pass
 
 
-Event = Arrival | AtDoor | Departure | StepDone | Seen | Aside | Lost | Restart
+Event = Arrival | AtDoor | Departure | StepDone | Lost | Restart
 
 
 @dataclass(slots=True)
@@ -276,7 +234,6 @@ _RULES: Mapping[str, Callable[[Any], bool]] = {
     "int | None": lambda value: value is None or _is_number(value),
     "str": lambda value: type(value) is str,
     "bool": lambda value: type(value) is bool,
-    "Sequence[int]": lambda value: isinstance(value, Sequence) and all(map(_is_number, value)),
     "Mapping[str, int]": lambda value: all(map(_is_number, value.values())),
     "Mapping[str, Any]": lambda value: isinstance(value, Mapping),
     "tuple[BlockId, ...]": lambda value: all(map(_checked, value)),
@@ -355,14 +312,11 @@ def _read_header(path: Path) -> Header:
             config=about["config"],
             settings={key: _setting(value) for key, value in about["settings"].items()},
             arms=_arms(about.get("arms")),
-            max_adapters=about.get("max_adapters", 0),
-            has_prefix_caching=about["has_prefix_caching"],
-            has_tier=about["has_tier"],
             about=about,
         )
         _checked(_checked(header).capacity)
-        if not header.block_size or not header.capacity.block_size or header.capacity.num_blocks > _MOST_BLOCKS:
-            raise ValueError("its blocks are none, or too many")
+        if not header.block_size:
+            raise ValueError("block_size is 0")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = "lacks" if isinstance(error, KeyError) else "is damaged:"
         raise RecordingError(f"{path}, line 1: the header {what} {error}.", remedy=remedy) from None
@@ -415,11 +369,6 @@ class _Part:
                 return _departure(line)
             case "door":
                 return AtDoor(int(line["at"]), str(line["tenant"]), line["arm"], line["why"])
-            case "adapter":
-                planned = line.get("planned", False)
-                return Seen(int(line["at"]), int(line["id"]), int(line.get("pages", 0)), line.get("failed", False), planned)
-            case "aside":
-                return Aside(int(line["at"]))
             case "lost":
                 return Lost(int(line["count"]))
             case "restart":
@@ -427,7 +376,7 @@ class _Part:
                 return Restart()
             case "parts":
                 self._part_names = tuple(line["names"])
-        return None  # the header, the end, and what later versions may add
+        return None  # the header, the end, and kinds of other versions
 
     def _step(self, line: dict[str, Any]) -> StepDone:
         contexts = self._contexts
@@ -449,8 +398,6 @@ class _Part:
             num_blocks_cached=cached,
             num_blocks_held=line.get("held"),
             waited_ns=line.get("waited", 0),
-            most_ns=line.get("most", 0),
-            sat_out=line.get("out", ()),
         )
 
 
@@ -465,14 +412,10 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         priority=line.get("priority", 0),
         deadline_ns=line.get("deadline"),
         beam_width=line.get("beams", 0),
-        has_grammar=line.get("grammar", False),
-        is_scored=line.get("scored", False),
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
         arm=line.get("arm", ""),
-        conversation=line.get("conversation", 0),
         adapter=line.get("adapter", BASE),
-        adapter_content=line.get("content", line.get("adapter", BASE)),
     )
 
 

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.clock import Clock
-from penstock.types.adapter import BASE, AdapterRef
 from penstock.types.errors import ConfigError
 from penstock.types.plan import PaddingId
 from penstock.types.request import FinishReason, Request
-from penstock.types.stats import AdapterChange, PlanNews, RequestStats, StepStats, WaitReason
+from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 _logger = logging.getLogger(__name__)
 
@@ -54,10 +53,6 @@ MAX_ENDED = 1024
 MAX_LATER = 4096
 """Lines that wait for the end of a turn. An engine that fails in a turn never tells its end, while the door goes on."""
 MAX_TENANTS = 1 << 16
-MAX_CONVERSATIONS = 1 << 12
-"""Names of conversations that are remembered, which are more than the prefix cache remembers."""
-MAX_ADAPTERS = 1 << 16
-"""Contents of adapters that are remembered."""
 MAX_REFUSED = 1 << 14
 """Calls refused at the door that wait for the writer; it looks twenty times a second."""
 TOKEN_BYTES = 4
@@ -83,9 +78,9 @@ class PrefixIds:
         """(parent, first token) -> children of the parent that begin so: id and packed tokens, the newest last."""
         self._num_ids = 0
 
-    def root(self, salt: bytes, adapter: int = BASE) -> int:
-        """The parent of first blocks under a salt, for an adapter. Numbers of roots are not told to anybody."""
-        key = (NOBODY - adapter, salt)
+    def root(self, salt: bytes, adapter: bytes = b"") -> int:
+        """Return the parent of first blocks under a salt and an adapter. Numbers of roots are not in the file."""
+        key = (NOBODY, b"%d %b%b" % (len(salt), salt, adapter))
         return self._known(key) or self._put(key)
 
     def chain(self, parent: int, token_ids: Sequence[int]) -> tuple[list[int | list[int]], int]:
@@ -163,11 +158,9 @@ class Recorder:
         block_size: int,
         about: Mapping[str, object],
         has_tenant_names: bool = False,
-        tenants: Sequence[str] = (),
         max_told_rows: int = MAX_TOLD_ROWS,
     ) -> None:
         """Open the file and start the thread. `about`: what the header says of model, machine and settings, as JSON.
-        `tenants`: those that have the first numbers, as `about` speaks of them.
 
         `max_bytes` are of all parts together. Raises ConfigError, and OSError, if the file can't be written.
         """
@@ -195,7 +188,7 @@ class Recorder:
         }
         self._parts = _Parts(path, max_bytes // NUM_PARTS)
         try:
-            self._writer = _Writer(self._parts, header, block_size, start_ns, has_tenant_names, tenants)
+            self._writer = _Writer(self._parts, header, block_size, start_ns, has_tenant_names)
         except BaseException:
             self._parts.close()
             raise
@@ -209,12 +202,7 @@ class Recorder:
         self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        """A plan says the same by its rows. A turn without one is told if somebody stood aside for an adapter."""
-        if any(reason is WaitReason.ADAPTER for _, reason in news.set_aside):
-            self._tell(1, _Writer.aside, news.planned_ns)
-
-    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
-        self._tell(len(changes), _Writer.adapters, changes, now_ns, is_planned)
+        """The rows of the plan say the same."""
 
     def on_step(self, stats: StepStats) -> None:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
@@ -303,7 +291,6 @@ class _Writer:
         block_size: int,
         start_ns: int,
         has_tenant_names: bool,
-        tenants: Sequence[str],
     ) -> None:
         self._parts = parts
         self._header = header
@@ -318,14 +305,7 @@ class _Writer:
         """The same of the last that ended."""
         self._lives: dict[str, tuple[Request, int, dict[str, object]]] = {}
         """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
-        self._contents: dict[bytes, int] = {}
-        """Fingerprint of an adapter -> the first number that had it."""
-        self._content_of: dict[int, int] = {}
-        """Number of an adapter -> the number that was told for its content, which stays."""
-        self._tenants = {name: number for number, name in enumerate(tenants)}
-        self._conversations: dict[bytes, int] = {}
-        """Name of a conversation -> its number; the one that was used last is the last."""
-        self._num_conversations = 0
+        self._tenants: dict[str, int] = {}
         self._next_context: dict[int, int] = {}
         """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
         self._part_names: tuple[str, ...] = ()
@@ -344,8 +324,9 @@ class _Writer:
 
     def queued(self, request: Request, now_ns: int) -> None:
         number = self._new_number(request.request_id)
-        content = self._content(request.adapter)
-        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, content), request.prompt_token_ids)
+        ref = request.adapter
+        adapter = b"" if ref is None else ref.fingerprint or b"%d" % ref.number  # not read yet: it shares nothing
+        blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, adapter), request.prompt_token_ids)
         sampling = request.sampling
         line: dict[str, object] = {
             "kind": "request",
@@ -364,16 +345,8 @@ class _Writer:
             line["deadline"] = request.deadline_ns - self._start_ns
         if sampling.beams is not None:
             line["beams"] = sampling.beams.width
-        if sampling.follows_grammar:
-            line["grammar"] = True
-        if sampling.prompt_logprobs is not None:
-            line["scored"] = True
-        if request.conversation:
-            line["conversation"] = self._conversation(request.conversation)
-        if request.adapter is not None:
-            line["adapter"] = request.adapter.number
-            if content != request.adapter.number:
-                line["content"] = content
+        if ref is not None:
+            line["adapter"] = ref.number
         self._lives[request.request_id] = (request, parent, line)
         self._say(line)
 
@@ -411,20 +384,6 @@ class _Writer:
                 line["blocks"], _ = self._ids.chain(parent, tokens)
         self._say(line)
 
-    def adapters(self, changes: Sequence[AdapterChange], now_ns: int, is_planned: bool) -> None:
-        for change in changes:
-            line: dict[str, object] = {"kind": "adapter", "at": now_ns - self._start_ns, "id": change.number}
-            if change.num_pages:
-                line["pages"] = change.num_pages
-            if change.has_failed:
-                line["failed"] = True
-            if is_planned:
-                line["planned"] = True
-            self._say(line)
-
-    def aside(self, now_ns: int) -> None:
-        self._say({"kind": "aside", "at": now_ns - self._start_ns})
-
     def step(self, stats: StepStats) -> None:
         self._end_step({})
         line: dict[str, object] = {
@@ -442,10 +401,6 @@ class _Writer:
         line["held"] = stats.counts.num_blocks_held
         if stats.waited_ns:
             line["waited"] = stats.waited_ns
-        if stats.counts.most_ns:
-            line["most"] = stats.counts.most_ns
-        if stats.counts.sat_out:
-            line["out"] = [self._number(name, is_void=name not in self._numbers) for name in stats.counts.sat_out]
         self._pending = (line, stats.parts_ns)
 
     def door(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:
@@ -540,27 +495,6 @@ class _Writer:
         self._num_requests += 1
         self._numbers[name] = self._num_requests
         return self._num_requests
-
-    def _content(self, adapter: AdapterRef | None) -> int:
-        """The first adapter with the same content: one that was unloaded and loaded again shares its prefixes."""
-        if adapter is None:
-            return BASE
-        number, content = adapter.number, adapter.fingerprint
-        told = self._content_of.get(number, self._contents.get(content, number))
-        if len(self._content_of) < MAX_ADAPTERS:
-            self._content_of[number] = told
-            if content:  # else it has not been read yet
-                self._contents.setdefault(content, told)
-        return told
-
-    def _conversation(self, name: bytes) -> int:
-        number = self._conversations.pop(name, None)
-        if number is None:
-            number = self._num_conversations = self._num_conversations + 1
-        self._conversations[name] = number
-        if len(self._conversations) > MAX_CONVERSATIONS:
-            del self._conversations[next(iter(self._conversations))]
-        return number
 
     def _tenant(self, tenant: str) -> int | str:
         if self._has_tenant_names:

@@ -6,8 +6,7 @@
                                 stood aside for `KEPT_NS`: a disk that hangs must not keep all rows from others. It is refused
                                 if the adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be beside it.
 
-A plan sees each adapter as it was when it was first looked at, also if it comes, or leaves memory, while the plan is made. So
-a recording can tell what was seen, and the same plans can be made again.
+A plan sees each adapter as it was when it was first looked at, also if it comes, or leaves memory, while the plan is made.
 
 Nobody passes so that a step has fewer adapters. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting requests, a step has
 24.1 different ones. It would have 24.0 if requests let others pass for 50 ms at their turn, and 23.0 with 400 ms (a simulation
@@ -16,7 +15,6 @@ of 1,500 steps of 10 ms, 2026-11-23): the usual ones are among the rows anyway.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from penstock.kv.manager import KVManager
@@ -25,14 +23,11 @@ from penstock.sched.running import Running
 from penstock.types.adapter import AdapterRef, AdapterSource, AdapterState, PackedAdapter
 from penstock.types.errors import Rejected, RejectReason, counted
 from penstock.types.request import Request
-from penstock.types.stats import AdapterChange
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
 """A disk brings an adapter in milliseconds, and those of all rows in this time."""
 DEFAULT_MAX_ADAPTERS = 32
-MAX_TOLD = 4096
-"""Adapters of which it is remembered what was told of them."""
 NO_ADAPTERS = "The server has no adapters; --lora-modules or --lora-dir names some."
 
 
@@ -52,10 +47,6 @@ class Adapters:
         self._max_adapters = max_adapters
         self.seen: dict[int, AdapterState] = {}
         """States that the present plan, or the present look at those who stand aside, has seen; cleared at its end."""
-        self.changes: list[AdapterChange] = []
-        """Adapters that were seen for the first time, or otherwise than before. The core tells of them and clears the list."""
-        self._told: OrderedDict[int, AdapterChange] = OrderedDict()
-        """The last change of each adapter; the newest is the last."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from any thread, when an adapter has come, or comes no more."""
@@ -136,13 +127,6 @@ class Adapters:
         if state is None:
             assert self._source is not None, "no request has an adapter without"
             state = self.seen[number] = self._source.state(number)
-            change = AdapterChange(number, 0 if state.packed is None else state.packed.num_pages, bool(state.failure))
-            if self._told.get(number) != change:
-                self.changes.append(change)
-                self._told[number] = change
-                self._told.move_to_end(number)
-                if len(self._told) > MAX_TOLD:
-                    self._told.popitem(last=False)
         return state
 
     def _in_vain(self, now_ns: int) -> Iterator[tuple[Request, Rejected]]:

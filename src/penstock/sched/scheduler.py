@@ -120,8 +120,6 @@ class Scheduler:
         self._running = Running(self.kv, policies, self._waiting, self._groups, capacity, max_rows=self.max_rows)
         self._padding = Padding(capacity, self._running.release)
         self._adapters = Adapters(self.kv, self._running, self._waiting, adapters, max_adapters)
-        self.adapter_changes = self._adapters.changes
-        """Adapters that were found otherwise than before; the core tells of them and clears the list."""
         self._joining = Joining(
             self.kv,
             policies,

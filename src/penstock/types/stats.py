@@ -97,17 +97,6 @@ class Preemption:
     """They are kept in the tier below the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterChange:
-    """The scheduler finds an adapter otherwise than when it looked last, or looks for the first time."""
-
-    number: int
-    num_pages: int
-    """Blocks of the KV pool that it takes; 0: it is not in memory."""
-    has_failed: bool
-    """It can't be had."""
-
-
 @dataclass(slots=True)
 class PlanNews:
     """The meaning of a plan, or of the lack of one, for waiting and running requests. Nobody writes to one after it was

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.obs.explain.explanation import Explanation, explain
@@ -34,7 +34,7 @@ from penstock.obs.explain.lives import (
 )
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request
-from penstock.types.stats import AdapterChange, Admission, PlanNews, Preemption, RequestStats, StepStats
+from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
 
 MAX_NOTED = 64
 """Told and not worked through, unless somebody reads at that moment."""
@@ -107,9 +107,6 @@ class Journal:
         if self._coming:
             self._watch()
         self._note(self._plan, news)
-
-    def on_adapters(self, changes: Sequence[AdapterChange], now_ns: int, *, is_planned: bool) -> None:
-        """The reason to wait says it."""
 
     def on_step(self, stats: StepStats) -> None:
         self._note(self._step, stats)
