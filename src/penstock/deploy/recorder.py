@@ -64,8 +64,8 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
 def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
     """Return the facts of model, machine and settings, as JSON."""
     parts: tuple[Component, ...] = (config.kv, config.scheduler, config.backend)
-    settings = {
-        item.key: value
+    told = {
+        item.key: _told(item.key, value, config.server.record_tenant_names)
         for part in parts
         for item in settings_of(type(part))
         if item.kind is not Kind.PATH and (value := getattr(part, item.field)) != item.default
@@ -77,8 +77,8 @@ def about(config: Config, name: str, executor: Executor) -> dict[str, object]:
         "backend": config.backend.backend,
         "threads": getattr(executor, "num_threads", None),
         "variant": getattr(executor, "variant", None),
-        "config": blake2b(json.dumps([name, settings], sort_keys=True, default=str).encode(), digest_size=6).hexdigest(),
-        "settings": {key: _told(key, value, config.server.record_tenant_names) for key, value in settings.items()},
+        "config": blake2b(json.dumps([name, told], sort_keys=True, default=str).encode(), digest_size=6).hexdigest(),
+        "settings": told,
         "capacity": asdict(executor.capacity),
         "depth": executor.depth,
     }
