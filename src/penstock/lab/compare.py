@@ -100,7 +100,7 @@ class Compared:
 
     comparisons: Sequence[Comparison]
     notes: Sequence[str]
-    """What a reader should know before believing the figures."""
+    """Facts to know before believing the figures."""
 
     @property
     def has_tested(self) -> bool:
