@@ -7,9 +7,8 @@ import json
 import pytest
 
 from parity.encoder_cases import ENCODERS, write_encoder
+from penstock.models.distances import FARTHEST, NUM_BUCKETS, bucket, slopes
 from penstock.models.hf import load_hf_directory
-from penstock.models.jina_bert import slopes
-from penstock.models.mpnet import FARTHEST, NUM_BUCKETS, bucket
 from penstock.types.errors import ModelError
 
 AHEAD = [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 10, 10, 10, 11]

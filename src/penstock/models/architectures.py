@@ -1,7 +1,6 @@
-"""The table of architectures: what each one's files call its tensors, what its settings mean, and what a step of it computes.
+"""The table of architectures: how their files name tensors, what their settings mean, and what a step computes.
 
-The loaders and `deploy` ask here by name; a new architecture is one value in one file and one line here
-(docs/how-to/add-a-model.md). Reads no files itself.
+The loaders and `deploy` look up architectures by name. docs/how-to/add-a-model.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -26,269 +25,200 @@ if TYPE_CHECKING:  # a start reads files of one kind
     from penstock.models.gguf_file import GgufFile
     from penstock.models.hf_config import JsonFile
 
+_MODULES = {
+    "bert": ("bert", "distilbert", "nomic_bert", "roberta"),
+    "distances": ("jina_bert", "mpnet"),
+    "gemma": ("exaone4", "gemma2", "gemma3", "glm4", "olmo2"),
+    "gpt2": ("gpt2",),
+    "gpt_oss": ("gpt_oss",),
+    "lfm2": ("lfm2", "lfm2_moe"),
+    "llama": ("arcee", "glm", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
+    "modernbert": ("modernbert",),
+    "moe": ("granite_moe", "mixtral", "olmoe", "qwen3_moe"),
+    "parallel": ("cohere", "cohere2", "falcon"),
+}
+"""File in this folder -> our names of the architectures in it. The value of `glm4` is called `GLM4`."""
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "arcee": "penstock.models.arcee:ARCEE",
-        "bert": "penstock.models.bert:BERT",
-        "distilbert": "penstock.models.bert:DISTILBERT",
-        "jina_bert": "penstock.models.jina_bert:JINA_BERT",
-        "modernbert": "penstock.models.modernbert:MODERNBERT",
-        "mpnet": "penstock.models.mpnet:MPNET",
-        "nomic_bert": "penstock.models.nomic_bert:NOMIC_BERT",
-        "roberta": "penstock.models.bert:ROBERTA",
-        "cohere": "penstock.models.cohere:COHERE",
-        "cohere2": "penstock.models.cohere:COHERE2",
-        "exaone4": "penstock.models.exaone4:EXAONE4",
-        "falcon": "penstock.models.falcon:FALCON",
-        "gemma2": "penstock.models.gemma:GEMMA2",
-        "gemma3": "penstock.models.gemma:GEMMA3",
-        "glm": "penstock.models.glm4:GLM",
-        "glm4": "penstock.models.glm4:GLM4",
-        "gpt2": "penstock.models.gpt2:GPT2",
-        "gpt_oss": "penstock.models.gpt_oss:GPT_OSS",
-        "granite": "penstock.models.granite:GRANITE",
-        "lfm2": "penstock.models.lfm2:LFM2",
-        "lfm2_moe": "penstock.models.lfm2:LFM2_MOE",
-        "llama": "penstock.models.llama:LLAMA",
-        "mistral": "penstock.models.mistral:MISTRAL",
-        "olmo2": "penstock.models.olmo2:OLMO2",
-        "phi3": "penstock.models.phi3:PHI3",
-        "qwen2": "penstock.models.llama:QWEN2",
-        "qwen3": "penstock.models.qwen3:QWEN3",
-        "smollm3": "penstock.models.smollm3:SMOLLM3",
-        "mixtral": "penstock.models.moe:MIXTRAL",
-        "qwen3_moe": "penstock.models.moe:QWEN3_MOE",
-        "olmoe": "penstock.models.moe:OLMOE",
-        "granite_moe": "penstock.models.moe:GRANITE_MOE",
-        "starcoder2": "penstock.models.starcoder2:STARCODER2",
-    }
+    {name: f"penstock.models.{module}:{name.upper()}" for module, names in _MODULES.items() for name in names}
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
+
+_DECODERS = {
+    "Arcee": "arcee",
+    "Cohere": "cohere",
+    "Cohere2": "cohere2",
+    "Exaone4": "exaone4",
+    "Falcon": "falcon",
+    "Gemma2": "gemma2",
+    "Gemma3": "gemma3",
+    "Glm": "glm",
+    "Glm4": "glm4",
+    "GptOss": "gpt_oss",
+    "Granite": "granite",
+    "GraniteMoe": "granite_moe",
+    "Lfm2": "lfm2",
+    "Lfm2Moe": "lfm2_moe",
+    "Llama": "llama",
+    "Ministral": "mistral",
+    "Ministral3": "mistral",
+    "Mistral": "mistral",
+    "Mixtral": "mixtral",
+    "Olmo2": "olmo2",
+    "Olmoe": "olmoe",
+    "Phi3": "phi3",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "RW": "falcon",
+    "SmolLM3": "smollm3",
+    "Starcoder2": "starcoder2",
+}
+_ENCODERS = {
+    "Bert": "bert",
+    "DistilBert": "distilbert",
+    "ModernBert": "modernbert",
+    "MPNet": "mpnet",
+    "NomicBert": "nomic_bert",
+    "Roberta": "roberta",
+    "XLMRoberta": "roberta",
+}
+_ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        "ArceeForCausalLM": "arcee",
-        "BertModel": "bert",
-        "BertForMaskedLM": "bert",
-        "BertForSequenceClassification": "bert",
-        "BertForTokenClassification": "bert",
-        "DistilBertModel": "distilbert",
-        "DistilBertForMaskedLM": "distilbert",
-        "DistilBertForSequenceClassification": "distilbert",
-        "DistilBertForTokenClassification": "distilbert",
+    {f"{stem}ForCausalLM": name for stem, name in _DECODERS.items()}
+    | {f"{stem}{end}": name for stem, name in _ENCODERS.items() for end in _ENCODER_ENDS}
+    | {
+        "GPT2LMHeadModel": "gpt2",
+        "Gemma3ForConditionalGeneration": "gemma3",
         "JinaBertModel": "jina_bert",
         "JinaBertForMaskedLM": "jina_bert",
-        "ModernBertModel": "modernbert",
-        "ModernBertForMaskedLM": "modernbert",
-        "ModernBertForSequenceClassification": "modernbert",
-        "ModernBertForTokenClassification": "modernbert",
-        "MPNetModel": "mpnet",
-        "MPNetForMaskedLM": "mpnet",
-        "MPNetForSequenceClassification": "mpnet",
-        "MPNetForTokenClassification": "mpnet",
-        "NomicBertModel": "nomic_bert",
-        "NomicBertForMaskedLM": "nomic_bert",
-        "NomicBertForSequenceClassification": "nomic_bert",
-        "NomicBertForTokenClassification": "nomic_bert",
-        "CohereForCausalLM": "cohere",
-        "Cohere2ForCausalLM": "cohere2",
-        "Exaone4ForCausalLM": "exaone4",
-        "FalconForCausalLM": "falcon",
-        "GlmForCausalLM": "glm",
-        "Glm4ForCausalLM": "glm4",
-        "GPT2LMHeadModel": "gpt2",
-        "GptOssForCausalLM": "gpt_oss",
-        "Gemma2ForCausalLM": "gemma2",
-        "Gemma3ForCausalLM": "gemma3",
-        "Gemma3ForConditionalGeneration": "gemma3",
-        "GraniteForCausalLM": "granite",
-        "Lfm2ForCausalLM": "lfm2",
-        "Lfm2MoeForCausalLM": "lfm2_moe",
         "Lfm2VlForConditionalGeneration": "lfm2",
-        "LlamaForCausalLM": "llama",
-        "MinistralForCausalLM": "mistral",
-        "Ministral3ForCausalLM": "mistral",
         "Mistral3ForConditionalGeneration": "mistral",
-        "MistralForCausalLM": "mistral",
-        "Olmo2ForCausalLM": "olmo2",
-        "Phi3ForCausalLM": "phi3",
-        "Qwen2ForCausalLM": "qwen2",
-        "Qwen3ForCausalLM": "qwen3",
         "Qwen3Model": "qwen3",
         "Qwen3VLForConditionalGeneration": "qwen3",
-        "RobertaModel": "roberta",
-        "RobertaForMaskedLM": "roberta",
-        "RobertaForSequenceClassification": "roberta",
-        "RobertaForTokenClassification": "roberta",
-        "RWForCausalLM": "falcon",
-        "SmolLM3ForCausalLM": "smollm3",
-        "MixtralForCausalLM": "mixtral",
-        "Qwen3MoeForCausalLM": "qwen3_moe",
-        "OlmoeForCausalLM": "olmoe",
-        "GraniteMoeForCausalLM": "granite_moe",
-        "Starcoder2ForCausalLM": "starcoder2",
-        "XLMRobertaModel": "roberta",
-        "XLMRobertaForMaskedLM": "roberta",
-        "XLMRobertaForSequenceClassification": "roberta",
-        "XLMRobertaForTokenClassification": "roberta",
     }
 )
 """`architectures` in a config.json -> our name."""
+
+_NAMED_ALIKE = (
+    *("arcee", "bert", "cohere2", "exaone4", "falcon", "gemma2", "gemma3", "glm4", "gpt2", "granite", "lfm2", "llama"),
+    *("olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
+)
 GGUF_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "arcee": "arcee",
-        "bert": "bert",
+    {name: name for name in _NAMED_ALIKE}
+    | {
         "command-r": "cohere",
-        "cohere2": "cohere2",
-        "exaone4": "exaone4",
-        "falcon": "falcon",
-        "gemma2": "gemma2",
-        "gemma3": "gemma3",
-        "glm4": "glm4",
-        "gpt2": "gpt2",
         "gpt-oss": "gpt_oss",
-        "granite": "granite",
-        "lfm2": "lfm2",
+        "granitemoe": "granite_moe",
         "lfm2moe": "lfm2_moe",
-        "llama": "llama",
         "mistral3": "mistral",
         "modern-bert": "modernbert",
         "nomic-bert": "nomic_bert",
-        "olmo2": "olmo2",
-        "phi3": "phi3",
-        "qwen2": "qwen2",
-        "qwen3": "qwen3",
-        "smollm3": "smollm3",
-        "olmoe": "olmoe",
         "qwen3moe": "qwen3_moe",
-        "granitemoe": "granite_moe",
-        "starcoder2": "starcoder2",
     }
 )
 """`general.architecture` in a GGUF file -> our name."""
 
-_MLA = "its attention has latent keys and values, which the KV cache can't hold yet"
-_STATE = "its layers have a recurrent state that is too large for the blocks of the KV cache"
-_LAYERS = "the keys and values of its layers differ in shape"
-_ALIBI = "it writes text by ALiBi positions, which backends compute for encoders alone"
-_ENCODER = "it has an encoder and a decoder, and Penstock serves either alone"
-_DISENTANGLED = "its attention has scores of positions against tokens, which no backend computes"
-_SHARED = "its layers share their weights"
-_NO_POSITIONS = "its attention has other positions than BERT's, or its layers are others"
-_SPARSE = "its attention is sparse, which no backend computes"
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("deepseekv2", "deepseekv3", "deepseekv32", "deepseek2", "longcatflash", "minicpm3"), _MLA),
-        **dict.fromkeys(("kimik2", "kimik25"), _MLA),
-        **dict.fromkeys(("mamba", "mamba2", "falconmamba", "codestralmamba", "jamba", "bamba", "zamba", "zamba2"), _STATE),
-        **dict.fromkeys(("granitemoehybrid", "granitehybrid", "falconh1", "nemotronh", "kimilinear"), _STATE),
-        **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _STATE),
-        **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7", "recurrentgemma", "plamo2"), _STATE),
-        **dict.fromkeys(("gemma3n", "gemma4", "openelm", "decilm", "deci"), _LAYERS),
-        **dict.fromkeys(("bloom", "mpt", "jais"), _ALIBI),
-        **dict.fromkeys(("deberta", "debertav2"), _DISENTANGLED),
-        "albert": _SHARED,
-        **dict.fromkeys(("bigbird", "longformer"), _SPARSE),
-        **dict.fromkeys(("nomicbertmoe", "jinabertv2", "jinabertv3", "neobert", "eurobert"), _NO_POSITIONS),
-        **dict.fromkeys(("t5", "bart"), _ENCODER),
-    }
-)
-"""Family of an architecture, as `_family` has it -> why it is not served."""
+_REASONS = {
+    "its attention has latent keys and values, which the KV cache can't hold yet": (
+        *("deepseek2", "deepseekv2", "deepseekv3", "deepseekv32", "kimik2", "kimik25", "longcatflash", "minicpm3"),
+    ),
+    "its layers have a recurrent state that is too large for the blocks of the KV cache": (
+        *("bamba", "codestralmamba", "falconh1", "falconmamba", "granitehybrid", "granitemoehybrid", "jamba", "kimilinear"),
+        *("mamba", "mamba2", "nemotronh", "plamo2", "qwen35", "qwen35moe", "qwen3next", "recurrentgemma"),
+        *("rwkv", "rwkv5", "rwkv6", "rwkv7", "zamba", "zamba2"),
+    ),
+    "the keys and values of its layers differ in shape": ("deci", "decilm", "gemma3n", "gemma4", "openelm"),
+    "it writes text by ALiBi positions, which backends compute for encoders alone": ("bloom", "jais", "mpt"),
+    "it has an encoder and a decoder, and Penstock serves either alone": ("bart", "t5"),
+    "its attention has scores of positions against tokens, which no backend computes": ("deberta", "debertav2"),
+    "its layers share their weights": ("albert",),
+    "its positions or its layers are not those of BERT": ("eurobert", "jinabertv2", "jinabertv3", "neobert", "nomicbertmoe"),
+    "its attention is sparse, which no backend computes": ("bigbird", "longformer"),
+}
+REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
+"""Family of an architecture, as `_family` makes it -> why it is not served."""
 _MAX_LIKENED_CHARS = 64
-"""Names of architectures are shorter; comparing takes time by the square of the length."""
+"""Finding similar names takes time quadratic in their length; real names are shorter."""
 _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 
 
 def _family(name: str) -> str:
-    """Return the name without what its models are for, in small letters and digits: `Kimi_K25ForCausalLM` is `kimik25`."""
+    """Return the family in a class's name, in lower case: `Kimi_K25ForCausalLM` is of `kimik25`."""
     return re.sub(r"[^a-z0-9]", "", _CLASS_END.sub("", name).lower())
 
 
-HF_TOP: Mapping[str, str] = MappingProxyType(
-    {
-        "model.embed_tokens.weight": "embed",
-        "model.norm.weight": "norm",
-        "model.norm.bias": "norm_bias",
-        "lm_head.weight": "output",
+def with_biases(names: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of tensors: for each `x` -> `y`, `x.weight` -> `y` and `x.bias` -> `y_bias`."""
+    return {
+        f"{theirs}.{end}": f"{ours}{suffix}"
+        for theirs, ours in names.items()
+        for end, suffix in (("weight", ""), ("bias", "_bias"))
     }
+
+
+HF_TOP: Mapping[str, str] = MappingProxyType(
+    {"model.embed_tokens.weight": "embed", **with_biases({"model.norm": "norm"}), "lm_head.weight": "output"}
 )
 GGUF_TOP: Mapping[str, str] = MappingProxyType(
-    {
-        "token_embd.weight": "embed",
-        "output_norm.weight": "norm",
-        "output_norm.bias": "norm_bias",
-        "output.weight": "output",
-    }
+    {"token_embd.weight": "embed", **with_biases({"output_norm": "norm"}), "output.weight": "output"}
 )
 """Names of tensors outside of layers -> ours, in most models."""
 HF_LAYER: Mapping[str, str] = MappingProxyType(
-    {
-        "input_layernorm.weight": "attn_norm",
-        "input_layernorm.bias": "attn_norm_bias",
-        "self_attn.q_proj.weight": "q",
-        "self_attn.k_proj.weight": "k",
-        "self_attn.v_proj.weight": "v",
-        "self_attn.o_proj.weight": "o",
-        "self_attn.q_proj.bias": "q_bias",
-        "self_attn.k_proj.bias": "k_bias",
-        "self_attn.v_proj.bias": "v_bias",
-        "self_attn.o_proj.bias": "o_bias",
-        "self_attn.q_norm.weight": "q_norm",
-        "self_attn.k_norm.weight": "k_norm",
-        "post_attention_layernorm.weight": "mlp_norm",
-        "post_attention_layernorm.bias": "mlp_norm_bias",
-        "mlp.gate_proj.weight": "gate",
-        "mlp.up_proj.weight": "up",
-        "mlp.down_proj.weight": "down",
-        "mlp.gate_proj.bias": "gate_bias",
-        "mlp.up_proj.bias": "up_bias",
-        "mlp.down_proj.bias": "down_bias",
-    }
+    with_biases(
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "q",
+            "self_attn.k_proj": "k",
+            "self_attn.v_proj": "v",
+            "self_attn.o_proj": "o",
+            "self_attn.q_norm": "q_norm",
+            "self_attn.k_norm": "k_norm",
+            "post_attention_layernorm": "mlp_norm",
+            "mlp.gate_proj": "gate",
+            "mlp.up_proj": "up",
+            "mlp.down_proj": "down",
+        }
+    )
 )
 """End of a tensor's name after "model.layers.{i}.", in most models -> end of our name after "layers.{i}."."""
 GGUF_LAYER: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm.weight": "attn_norm",
-        "attn_norm.bias": "attn_norm_bias",
-        "attn_q.weight": "q",
-        "attn_k.weight": "k",
-        "attn_v.weight": "v",
-        "attn_output.weight": "o",
-        "attn_q.bias": "q_bias",
-        "attn_k.bias": "k_bias",
-        "attn_v.bias": "v_bias",
-        "attn_output.bias": "o_bias",
-        "attn_q_norm.weight": "q_norm",
-        "attn_k_norm.weight": "k_norm",
-        "post_attention_norm.weight": "post_attn_norm",
-        "ffn_norm.weight": "mlp_norm",
-        "ffn_norm.bias": "mlp_norm_bias",
-        "ffn_gate.weight": "gate",
-        "ffn_up.weight": "up",
-        "ffn_down.weight": "down",
-        "ffn_gate.bias": "gate_bias",
-        "ffn_up.bias": "up_bias",
-        "ffn_down.bias": "down_bias",
-        "post_ffw_norm.weight": "post_mlp_norm",
-    }
+    with_biases(
+        {
+            "attn_norm": "attn_norm",
+            "attn_q": "q",
+            "attn_k": "k",
+            "attn_v": "v",
+            "attn_output": "o",
+            "attn_q_norm": "q_norm",
+            "attn_k_norm": "k_norm",
+            "post_attention_norm": "post_attn_norm",
+            "ffn_norm": "mlp_norm",
+            "ffn_gate": "gate",
+            "ffn_up": "up",
+            "ffn_down": "down",
+            "post_ffw_norm": "post_mlp_norm",
+        }
+    )
 )
 """End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A tensor of a file that is not one of our weights as it is.
+    """How a tensor of a file becomes one or more of our weights.
 
-    It may hold several, by their rows, and be a cube: a matrix for each expert. The columns of biases are what rows are here.
+    The rows of the tensor are divided among the weights. The tensor may be a cube: one matrix for each expert. In a bias,
+    columns take the place of rows.
     """
 
     names: tuple[str, ...]
-    """Ends of our names, in the order of their rows; how many each has follows from the program."""
+    """Ends of our names, in the order of their rows. The program says how many rows each has."""
     is_transposed: bool = False
-    """The file has outputs as columns."""
+    """The file has inputs as rows and outputs as columns."""
     is_interleaved: bool = False
-    """Row i is of the weight i modulo their number."""
+    """The weights take turns: row i belongs to weight i modulo their number."""
     is_by_kv_head: bool = False
-    """The file has the rows of all parts for the first key-value head, then those for the second, and so on."""
+    """The file has the rows of all weights for the first key-value head, then those for the second, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,15 +229,15 @@ class HeadLayer:
     """The beginning of its tensors' names."""
     activation: Activation | None = None
     is_last: bool = False
-    """The layer has a column for each label; others have the model's width."""
+    """The layer has a column for each label; the others have the model's width."""
     has_bias: bool = True
     norm: str = ""
-    """The beginning of the names of the norm's tensors; empty: there is none."""
+    """The beginning of the names of the norm's tensors; empty without a norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The part of a class of models that is behind the last layer."""
+    """What a class of models computes after the last layer: a classifier, for example."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -315,24 +245,20 @@ class Head:
     @property
     def names(self) -> dict[str, str]:
         """Names of tensors -> ours."""
-        return {
-            f"{theirs}.{end}": f"dense.{number}{ours}{bias}"
-            for number, layer in enumerate(self.layers)
-            for theirs, ours in ((layer.name, ""), (layer.norm, "_norm"))
-            for end, bias in (("weight", ""), ("bias", "_bias"))
-            if theirs
-        }
+        ours = {layer.name: f"dense.{number}" for number, layer in enumerate(self.layers)}
+        norms = {layer.norm: f"dense.{number}_norm" for number, layer in enumerate(self.layers) if layer.norm}
+        return with_biases(ours | norms)
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that is made of another, which no operation reads, or of the spec alone."""
+    """A weight that no file has: it is computed from another weight, or from the spec alone."""
 
     source: str
-    """Our name of the other; empty: there is none."""
+    """Our name of the other weight, which no operation reads; empty without one."""
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
-    """Given the spec and the other's values, empty without one, returns the weight's."""
+    """Computes the weight from the spec and the values of the other one (empty without one)."""
 
 
 def _no_head(*_: object) -> Head | None:
@@ -343,67 +269,57 @@ def _as_read(_: object, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def _as_it_is(name: str) -> str | None:
-    return name
-
-
-def _as_they_are(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return values
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """All that Penstock knows of one architecture."""
+    """All that Penstock knows of one architecture. docs/how-to/add-a-model.md explains how to write one."""
 
     describe: Callable[[ModelSpec], Program]
     """Returns the program of one step."""
     of_hf: Callable[[JsonFile, ModelSpec], ModelSpec] = _as_read
-    """Given config.json and the spec that its common keys mean, returns the spec with the architecture's own keys applied.
+    """Applies the architecture's own keys of config.json to the spec that the common keys gave.
 
     Raises ModelError for a setting that would change the result and can't be computed.
     """
     of_gguf: Callable[[GgufFile, ModelSpec], ModelSpec] = _as_read
-    """The same of a GGUF file's metadata."""
-    hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_they_are
-    """Given config.json, returns it with the keys that `read_spec` asks for: renamed, or with transformers' defaults."""
-    hf_name: Callable[[str], str | None] = _as_it_is
-    """A tensor's name in a directory -> its name in the tables, or None for one that is no weight."""
+    """The same for the metadata of a GGUF file."""
+    hf_values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
+    """Adds the keys that `read_spec` requires to config.json: renamed ones, and transformers' defaults."""
+    hf_name: Callable[[str], str | None] = lambda name: name
+    """A tensor's name in a directory -> its name in the tables, or None if it is not a weight."""
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
-    """End of a tensor's name -> end of ours, or the several weights that it holds. `*` stands for the number of an expert."""
+    """End of a tensor's name -> end of ours, or the `Parts` in it. `*` stands for the number of an expert."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
-    """Names of tensors outside of layers."""
+    """Names of tensors outside of layers -> ours."""
     hf_layers: str = "model.layers."
-    """The beginning of the names of layers' tensors, before their number."""
+    """What the names of the layers' tensors begin with, before the number."""
     hf_head: Callable[[str, JsonFile], Head | None] = _no_head
-    """Given a class in `HF_CLASSES` and config.json, returns the class's head; None if it has none that is computed."""
+    """Given a class in `HF_CLASSES` and config.json, returns the head of that class, or None."""
     hf_unread: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are left out, unless the head reads them."""
+    """Tensors whose names begin so are left out, unless the head reads them."""
     gguf_head: Callable[[GgufFile], Head | None] = _no_head
-    """The same of a GGUF file."""
     made: Mapping[str, Made] = field(default_factory=dict)
-    """Our names of weights that files do not have as they are."""
+    """Our names of weights that no file has."""
     is_encoder: bool = False
     """The model reads texts and writes none."""
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False
-    """Heads turn by neighbouring pairs of columns, in transformers and in the rows of q and k; else half-split, as ours do.
-
-    Tensors that hold q or k as `Parts` are not put in order."""
+    """In transformers and in its files, neighbouring columns of a head turn as a pair. Ours are half-split: the loader reorders
+    the rows of q and k, but not those of `Parts`."""
     is_interleaved_in_gguf: bool = False
-    """The same of GGUF files: the converter has put the rows of q and k into that layout, or left them there."""
+    """The same for GGUF files."""
     has_partial_rope: bool = False
-    """Rotations may turn the first columns of a head only."""
+    """Rotations may turn only the first columns of a head."""
     is_yarn_truncated_in_gguf: bool = True
-    """YaRN's range of pairs begins and ends at whole ones: GGUF files have no word on it."""
+    """YaRN's range of pairs is rounded to whole pairs. GGUF files do not say."""
     has_local_base_in_gguf: bool = False
-    """`of_gguf` reads `rope.freq_base_swa`, the base of layers with windows; else that has to be the base of all."""
+    """`of_gguf` reads `rope.freq_base_swa`, the base of layers with windows. Otherwise it must equal the base of all layers."""
     hf_norm_offset: float = 0.0
     """Added to the weights of norms of a Hugging Face directory: Gemma stores them less 1."""
 
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
-    """Our name of what a file calls its architecture. Raises ModelError for one that is not supported, and says why."""
+    """Return our name of an architecture. `known` is `HF_CLASSES` or `GGUF_NAMES`. Raises ModelError if it is not supported."""
     found = known.get(name)
     if found is None:
         reason = REFUSED.get(_family(name))
@@ -413,7 +329,7 @@ def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
 
 
 def _like(name: str, known: Iterable[str]) -> str:
-    """Return the remedy for an unknown name: the supported ones that are most like it, and where all of them are."""
+    """Return the remedy for an unknown name: the most similar supported ones, and where to find all of them."""
     from difflib import get_close_matches  # only a wrong name needs it
 
     close = get_close_matches(name[:_MAX_LIKENED_CHARS], sorted(known), n=3)
@@ -422,7 +338,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def find(name: str) -> Architecture:
-    """The architecture of our name. Raises ModelError, which lists the supported ones, for any other."""
+    """Return the architecture that we call `name`. Raises ModelError for an unknown name."""
     target = ARCHITECTURES.get(name)
     if target is None:
         raise ModelError(
@@ -435,5 +351,5 @@ def find(name: str) -> Architecture:
 
 
 def describe(spec: ModelSpec) -> Program:
-    """The program of one step of a model. Raises ModelError for an architecture that is not supported."""
+    """Return the program of one step of a model. Raises ModelError for an architecture that is not supported."""
     return find(spec.architecture).describe(spec)

@@ -208,6 +208,12 @@ class Decoder:
         )
         return out
 
+    def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
+        """The layer's attention or short convolution, whichever it has, before its output projection."""
+        if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
+            return self.short_conv(layer, x)
+        return self.attention(layer, x, qk_norms=qk_norms)
+
     def add_output(self, layer: int, to: str, mixed: str) -> str:
         """to += the output projection of the layer's attention or convolution, before it.
 
@@ -285,12 +291,12 @@ class Decoder:
         )
         return out
 
-    def add_mlp(self, layer: int, to: str, x: str) -> str:
-        """to += the layer's MLP of x, whichever it is."""
+    def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False) -> str:
+        """to += the layer's MLP of x, whichever it is. `has_down_bias`: the last projection has a bias in any case."""
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             return self.add(to, self.experts(layer, x))
-        bias = f"layers.{layer}.down_bias" if mlp.has_bias else None
+        bias = f"layers.{layer}.down_bias" if mlp.has_bias or has_down_bias else None
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:

@@ -1,69 +1,67 @@
-"""Gemma 2 and 3: norms before and after both halves of a layer, windows in most layers, embeddings times sqrt(hidden_size).
+"""Architectures with norms behind both halves of a layer, and the same program: Gemma, GLM 4 of 2025, OLMo 2 and EXAONE 4.
 
-Gemma 2 caps scores and logits. Gemma 3 norms queries and keys per head instead, and its local layers turn at another speed.
-Sources: Gemma 2, arXiv 2408.00118; Gemma 3, arXiv 2503.19786; modeling_gemma2.py and modeling_gemma3.py of transformers;
-src/models/gemma2.cpp and gemma3.cpp of llama.cpp.
+- Gemma 2 and 3: norms before both halves, too; windows in most layers; embeddings times sqrt(hidden_size). Gemma 2 caps scores
+  and logits. Gemma 3 norms queries and keys per head instead, and its local layers turn at another speed. Sources: arXiv
+  2408.00118 and 2503.19786; modeling_gemma2.py, modeling_gemma3.py; gemma2.cpp, gemma3.cpp.
+- GLM 4 (Z.ai): norms as in Gemma; heads turn in part, by neighbouring pairs. Source: modeling_glm4.py; glm4.cpp.
+- OLMo 2: no norms before the halves; queries and keys are normed over all heads together.
+  Sources: arXiv 2501.00656; modeling_olmo2.py; olmo2.cpp.
+- EXAONE 4 (LG): OLMo 2 with norms of queries and keys per head. Larger ones have windows, and rotate only in layers with one.
+  Sources: arXiv 2507.11407; modeling_exaone4.py; exaone4.cpp.
+
+The .py files are of transformers, the .cpp files of llama.cpp's src/models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.models import rope
-from penstock.models.architectures import HF_LAYER, Architecture
-from penstock.models.decoder import Decoder
-from penstock.models.hf_config import JsonFile, with_windows
-from penstock.models.program import Program
-from penstock.types.model_spec import GatedMlp, ModelSpec, Rotation
+from penstock.models import checks, llama, rope
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture
+from penstock.models.hf_config import JsonFile
+from penstock.models.layers import (
+    local_layers,
+    local_layers_of_gguf,
+    with_gated_mlps,
+    with_windows,
+    without_global_rotations,
+)
+from penstock.types.model_spec import ModelSpec, Rotation
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
 
 _LOCAL_BASE = 10000.0
-_PERIODS = {"gemma2": 2, "gemma3": 6}
-"""Every so many layers one sees all positions."""
+_PERIODS = {"gemma2": 2, "gemma3": 6, "exaone4": 4}
+"""One layer in so many sees all positions, unless the file says otherwise."""
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""The scale of its scores follows from other sizes than that of all others."""
+"""The largest models scale scores by hidden_size / num_heads, all others by head_dim."""
 
 
-def describe(spec: ModelSpec) -> Program:
-    """The program of one step."""
-    build = Decoder(spec)
-    x = build.embed()
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        normed = build.norm(x, f"{at}.attn_norm")
-        attended = build.attention(layer, normed, qk_norms="heads" if spec.architecture == "gemma3" else None)
-        x, attended = build.gather_after_last(layer, x, attended)
-        projected = build.linear(attended, f"{at}.o", "projected", spec.hidden_size)
-        build.add(x, build.norm(projected, f"{at}.post_attn_norm", projected))
-        normed = build.norm(x, f"{at}.mlp_norm")
-        down = build.linear(build.activated(layer, normed), f"{at}.down", "projected", spec.hidden_size)
-        build.add(x, build.norm(down, f"{at}.post_mlp_norm", down))
-    return build.finish(build.norm(x, "norm"))
+# Gemma
 
 
-def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)
     scale, logit_softcap = config.positive("query_pre_attn_scalar") ** -0.5, config.get("final_logit_softcapping", float)
     period = config.get("sliding_window_pattern", int) or _PERIODS[spec.architecture]
     window = config.require("sliding_window", int)
-    return with_windows(config, _with(spec, scale, logit_softcap), window, local_layers_of_period(spec, period))
+    return with_windows(config, _with_gemma(spec, scale, logit_softcap), window, local_layers(spec, period))
 
 
 def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    softcap = config.get("attn_logit_softcapping", float) or 0.0
-    return _of_hf(config, spec).with_attention(lambda _, attention: replace(attention, softcap=softcap))
+    return _with_softcap(_of_gemma_hf(config, spec), config.get("attn_logit_softcapping", float))
 
 
 def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Files of release 5 of transformers have rotary parameters by the type of layer, which are read already."""
+    """Release 5 of transformers writes rotary parameters for each type of layer. `read_spec` has applied those."""
     config.only("attn_logit_softcapping", None)
-    found = _of_hf(config, spec)
+    found = _of_gemma_hf(config, spec)
     local = (config.get("rope_parameters", dict) or {}).get("sliding_attention")
     if local is None:
         return _with_local_base(found, config.positive("rope_local_base_freq"))
@@ -72,55 +70,35 @@ def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return found
 
 
-def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The file has no key for the scale of the scores. Keys that it leaves out have the values that llama.cpp takes."""
+def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """The file has no key for the scale of the scores. Missing keys have the values that llama.cpp takes."""
     key, attention = spec.architecture, spec.layers[0].attention
     is_27b = spec.num_layers == _LAYERS_OF_27B[key]
     scale = (spec.hidden_size / attention.num_heads if is_27b else attention.head_dim) ** -0.5
-    found = _with(spec, scale, file.get(f"{key}.final_logit_softcapping", float, 30.0 if key == "gemma2" else None))
+    found = _with_gemma(spec, scale, file.get(f"{key}.final_logit_softcapping", float, 30.0 if key == "gemma2" else None))
     window = file.get(f"{key}.attention.sliding_window", int, 4096 if key == "gemma2" else None)
     if window:
         found = found.with_windows(window, local_layers_of_gguf(file, spec, _PERIODS[key]))
     if key == "gemma3":
         return _with_local_base(found, file.get("gemma3.rope.freq_base_swa", float) or _LOCAL_BASE)
-    softcap = file.get("gemma2.attn_logit_softcapping", float, 50.0) or 0.0
-    return found.with_attention(lambda _, attention: replace(attention, softcap=softcap))
+    return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
 
-def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, period: int) -> list[bool]:
-    """Whether each layer has a window. As in llama.cpp the file has a value per layer, or another period, or neither."""
-    key = f"{file.require('general.architecture', str)}.attention.sliding_window_pattern"
-    if isinstance(file.metadata.get(key), list):
-        is_local = file.get_list(key, bool)
-        if len(is_local) != spec.num_layers:
-            raise file.error(f"{key} has {len(is_local)} values for {spec.num_layers} layers")
-        return is_local
-    return local_layers_of_period(spec, file.get(key, int) or period)
-
-
-def local_layers_of_period(spec: ModelSpec, period: int) -> list[bool]:
-    """Whether each layer has a window: all but the last of so many."""
-    return [(layer + 1) % period != 0 for layer in range(spec.num_layers)]
-
-
-def _with(spec: ModelSpec, scale: float, logit_softcap: float | None) -> ModelSpec:
-    mlp = GatedMlp(intermediate_size=spec.layers[0].mlp.intermediate_size, activation="gelu_tanh")
+def _with_gemma(spec: ModelSpec, scale: float, logit_softcap: float | None) -> ModelSpec:
     spec = replace(spec, embed_scale=spec.hidden_size**0.5, logit_softcap=logit_softcap or 0.0)
-    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp, mixer=replace(layer.attention, scale=scale)))
+    return with_gated_mlps(spec, "gelu_tanh").with_attention(lambda _, attention: replace(attention, scale=scale))
+
+
+def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:
+    return spec.with_attention(lambda _, attention: replace(attention, softcap=softcap or 0.0))
 
 
 def _with_local_base(spec: ModelSpec, base: float) -> ModelSpec:
-    """The same with unscaled rotations of this base in layers that have a window."""
+    """Layers with a window get unscaled rotations of this base."""
     rotation = Rotation(inv_freq=rope.inverse_frequencies(spec.layers[0].attention.head_dim, base))
     return spec.with_attention(lambda _, attention: replace(attention, rotation=rotation) if attention.window else attention)
 
 
-_LAYER = {
-    **HF_LAYER,
-    "post_attention_layernorm.weight": "post_attn_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "post_mlp_norm",
-}
 _SIZES_2B = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
@@ -136,7 +114,7 @@ _SIZES_2B = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-"""Defaults of transformers. Files of larger models say little more than what differs."""
+"""Defaults of transformers. Files of larger models name little more than what differs."""
 
 
 def _gemma2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,19 +127,103 @@ def _gemma3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 GEMMA2 = Architecture(
-    describe=describe,
+    describe=partial(llama.describe, norms="both"),
     of_hf=_of_gemma2_hf,
-    of_gguf=_of_gguf,
+    of_gguf=_of_gemma_gguf,
     hf_values=_gemma2_values,
-    hf_layer=_LAYER,
+    hf_layer={
+        **HF_LAYER,
+        "post_attention_layernorm.weight": "post_attn_norm",
+        "pre_feedforward_layernorm.weight": "mlp_norm",
+        "post_feedforward_layernorm.weight": "post_mlp_norm",
+    },
     hf_norm_offset=1.0,
 )
-GEMMA3 = Architecture(
-    describe=describe,
+GEMMA3 = replace(
+    GEMMA2,
+    describe=partial(llama.describe, norms="both", qk_norms="heads"),
     of_hf=_of_gemma3_hf,
-    of_gguf=_of_gguf,
     hf_values=_gemma3_values,
-    hf_layer=_LAYER,
     has_local_base_in_gguf=True,
-    hf_norm_offset=1.0,
+)
+
+
+# GLM 4
+
+
+def _of_glm4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """GLM 4.1V and GLM-OCR use the same name, with other rows or one layer more."""
+    if any(file.get_list("glm4.rope.dimension_sections", int)):
+        raise checks.unsupported(file.path, "glm4.rope.dimension_sections are there", "a model of text alone is")
+    if num_more := file.get("glm4.nextn_predict_layers", int):
+        raise checks.unsupported(file.path, f"glm4.nextn_predict_layers is {num_more}", "only 0 is")
+    return spec
+
+
+GLM4 = replace(
+    llama.GLM,
+    describe=partial(llama.describe, norms="both"),
+    of_gguf=_of_glm4_gguf,
+    hf_layer={
+        **llama.GLM.hf_layer,
+        "post_self_attn_layernorm.weight": "post_attn_norm",
+        "post_attention_layernorm.weight": "mlp_norm",
+        "post_mlp_layernorm.weight": "post_mlp_norm",
+    },
+    gguf_layer={**GGUF_LAYER, "ffn_up.weight": llama.GATE_AND_UP},
+    is_interleaved_in_gguf=True,
+)
+
+
+# OLMo 2 and EXAONE 4
+
+
+def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """OLMo 3 uses the same name, and has windows."""
+    if window := file.get("olmo2.attention.sliding_window", int):
+        raise checks.unsupported(file.path, f"olmo2.attention.sliding_window is {window}", "OLMo 2, which has none, is")
+    return spec
+
+
+def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Null means no window; without the key transformers takes 4096."""
+    config.only("hidden_act", "silu")
+    window = config.get("sliding_window", int) if "sliding_window" in config.values else 4096
+    if window is None:
+        return spec
+    return without_global_rotations(with_windows(config, spec, window, _local_exaone4_layers(config, spec)))
+
+
+def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
+    """The pattern is a period, or the letters of one, such as LLLG: layers with an L have a window, those with a G do not."""
+    if not isinstance(config.values.get("sliding_window_pattern"), str):
+        return local_layers(spec, config.get("sliding_window_pattern", int) or _PERIODS["exaone4"])
+    letters = config.require("sliding_window_pattern", str)
+    if not letters or set(letters) - set("LG"):
+        raise config.error(f"sliding_window_pattern is {letters!r}, not a text of L and G")
+    return [letters[layer % len(letters)] == "L" for layer in range(spec.num_layers)]
+
+
+def _of_exaone4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    window = file.get("exaone4.attention.sliding_window", int)
+    if not window:
+        return spec
+    return without_global_rotations(spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIODS["exaone4"])))
+
+
+OLMO2 = Architecture(
+    describe=partial(llama.describe, norms="behind", qk_norms="rows"),
+    of_hf=llama.of_hf,
+    of_gguf=_of_olmo2_gguf,
+    hf_layer={
+        **HF_LAYER,
+        "post_attention_layernorm.weight": "post_attn_norm",
+        "post_feedforward_layernorm.weight": "post_mlp_norm",
+    },
+)
+EXAONE4 = replace(
+    OLMO2,
+    describe=partial(llama.describe, norms="behind", qk_norms="heads"),
+    of_hf=_of_exaone4_hf,
+    of_gguf=_of_exaone4_gguf,
 )

@@ -168,7 +168,7 @@ def _choose_ending(
 
     The file has no word on the length of embeddings: they are divided by it, as by llama.cpp's server.
     """
-    key = file.require("general.architecture", str)
+    key = file.architecture
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
         raise checks.unsupported(file.path, f"{key}.pooling_type is {kind}", f"{', '.join(map(str, _POOLINGS))} are")
@@ -224,13 +224,13 @@ def _find_architecture(file: GgufFile) -> Architecture:
             f"{file.path}: this is an adapter (LoRA), not a model.",
             remedy="Serve its model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
         )
-    name = architectures.our_name(file.require("general.architecture", str), architectures.GGUF_NAMES, file.path)
+    name = architectures.our_name(file.architecture, architectures.GGUF_NAMES, file.path)
     return architectures.find(name)
 
 
 def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: int | None) -> ModelSpec:
     """Reads the keys that most models share into layers that are all alike. `Architecture.of_gguf` applies the others."""
-    key = file.require("general.architecture", str)
+    key = file.architecture
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
     is_encoder = architectures.find(architectures.GGUF_NAMES[key]).is_encoder

@@ -43,7 +43,7 @@ def read_gguf_adapter(
         raise ModelError(f"{path}: this is no adapter of LoRA.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
     if "adapter.alora.invocation_tokens" in file.metadata:
         raise ModelError(f"{path}: activated LoRA begins in the middle of a prompt, which is not computed.", remedy=MERGE)
-    key = file.require("general.architecture", str)
+    key = file.architecture
     name = architectures.our_name(key, architectures.GGUF_NAMES, path)
     if spec.architecture != name and not (name == "llama" and spec.architecture in _LLAMAS):
         raise ModelError(

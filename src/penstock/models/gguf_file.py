@@ -121,6 +121,11 @@ class GgufFile:
         """The tensor's bytes, uint8 [num_bytes], not copied."""
         return self._parts[entry.part][entry.offset : entry.offset + entry.num_bytes]
 
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, which begins the keys of the model's own settings. Raises ModelError if it is missing."""
+        return self.require("general.architecture", str)
+
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
         """A metadata value of a type, or `default` if the key is absent. Raises ModelError if it is of another type."""
         value = self.metadata.get(key)

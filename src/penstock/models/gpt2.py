@@ -7,29 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Parts
-from penstock.models.decoder import Decoder
+from penstock.models import llama
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Parts, with_biases
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
-
-
-def describe(spec: ModelSpec) -> Program:
-    """The program of one step."""
-    build = Decoder(spec)
-    x = build.add_positions(build.embed())
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"))
-        x, attended = build.gather_after_last(layer, x, attended)
-        build.add_output(layer, x, attended)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.finish(build.norm(x, "norm"))
 
 
 _SIZES = {
@@ -75,40 +62,31 @@ def _with(spec: ModelSpec, activation: Activation) -> ModelSpec:
 
 
 def _name(name: str) -> str | None:
-    """Old files have no `transformer.` before their names, and hold the causal mask of each layer."""
+    """Old files lack `transformer.` before their names, and have the causal mask of each layer, which is not a weight."""
     bare = name.removeprefix("transformer.")
     return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
 
 
-_QKV_BIAS = Parts(("q_bias", "k_bias", "v_bias"))
+_QKV, _QKV_BIAS = ("q", "k", "v"), ("q_bias", "k_bias", "v_bias")
 GPT2 = Architecture(
-    describe=describe,
+    describe=partial(llama.describe, has_positions=True),
     of_hf=_of_hf,
     of_gguf=_of_gguf,
     hf_values=_values,
     hf_name=_name,
-    hf_top={
-        "wte.weight": "embed",
-        "wpe.weight": "positions",
-        "ln_f.weight": "norm",
-        "ln_f.bias": "norm_bias",
-        "lm_head.weight": "output",
-    },
+    hf_top={"wte.weight": "embed", "wpe.weight": "positions", **with_biases({"ln_f": "norm"}), "lm_head.weight": "output"},
     hf_layers="h.",
     hf_layer={
-        "ln_1.weight": "attn_norm",
-        "ln_1.bias": "attn_norm_bias",
-        "attn.c_attn.weight": Parts(("q", "k", "v"), is_transposed=True),
-        "attn.c_attn.bias": _QKV_BIAS,
+        **with_biases({"ln_1": "attn_norm", "ln_2": "mlp_norm"}),
+        "attn.c_attn.weight": Parts(_QKV, is_transposed=True),
+        "attn.c_attn.bias": Parts(_QKV_BIAS),
         "attn.c_proj.weight": Parts(("o",), is_transposed=True),
         "attn.c_proj.bias": "o_bias",
-        "ln_2.weight": "mlp_norm",
-        "ln_2.bias": "mlp_norm_bias",
         "mlp.c_fc.weight": Parts(("up",), is_transposed=True),
         "mlp.c_fc.bias": "up_bias",
         "mlp.c_proj.weight": Parts(("down",), is_transposed=True),
         "mlp.c_proj.bias": "down_bias",
     },
     gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
-    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": Parts(("q", "k", "v")), "attn_qkv.bias": _QKV_BIAS},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": Parts(_QKV), "attn_qkv.bias": Parts(_QKV_BIAS)},
 )

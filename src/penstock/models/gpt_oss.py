@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
-from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf, read_num_experts, with_experts
-from penstock.models.gemma import local_layers_of_gguf
-from penstock.models.hf_config import JsonFile, with_windows
+from penstock.models.hf_config import JsonFile
+from penstock.models.layers import (
+    GGUF_EXPERTS,
+    experts_of_gguf,
+    experts_of_hf,
+    local_layers,
+    local_layers_of_gguf,
+    with_windows,
+)
 from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 _PERIOD = 2
-"""Every so many layers one sees all positions, unless a file says otherwise."""
+"""One layer in so many sees all positions, unless the file says otherwise."""
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -41,13 +47,8 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     config.only("swiglu_alpha", 1.702)
     config.only("swiglu_limit", 7.0)
-    mlp = ExpertsMlp(
-        num_experts=read_num_experts(config),
-        num_experts_per_token=config.require("num_experts_per_tok", int),
-        intermediate_size=config.require("intermediate_size", int),
-    )
-    usual = [layer % _PERIOD == 0 for layer in range(spec.num_layers)]
-    spec = with_windows(config, with_experts(spec, mlp, config.path), config.require("sliding_window", int), usual)
+    spec = experts_of_hf(config, spec, width="intermediate_size")
+    spec = with_windows(config, spec, config.require("sliding_window", int), local_layers(spec, _PERIOD))
     has_bias = config.get("attention_bias", bool) is not False
     spec = spec.with_attention(lambda _, attention: replace(attention, has_qkv_bias=has_bias, has_o_bias=has_bias))
     return _with_own(spec)
@@ -60,7 +61,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_own(spec: ModelSpec) -> ModelSpec:
-    """The spec with what no file says, as all of these models have it."""
+    """Return the spec with what all of these models have and no file says."""
 
     def own(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, ExpertsMlp)
@@ -77,7 +78,7 @@ _EXPERTS: Mapping[str, Parts] = {
     "down_proj": Parts(("expert_down",), is_transposed=True),
     "down_proj_blocks": Parts(("expert_down",)),
 }
-"""Cubes of floats have inputs as rows, those in MXFP4 outputs."""
+"""Cubes of floats have inputs as rows, cubes in MXFP4 outputs."""
 
 GPT_OSS = Architecture(
     describe=llama.describe,
@@ -104,4 +105,4 @@ GPT_OSS = Architecture(
     },
     is_yarn_truncated_in_gguf=False,
 )
-"""llama.cpp truncates YaRN's range here, and the models were trained without it."""
+"""llama.cpp truncates YaRN's range here, but the models were trained without that."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -280,20 +280,6 @@ def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
     if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
         raise config.error(f"layer_types are not the names of {num_layers} types of layers")
     return kinds
-
-
-def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
-    """The spec whose local layers see the last `window` positions: those that `layer_types` names, else as in `usual`.
-
-    Raises ModelError for a type of layer with another meaning.
-    """
-    is_local = usual
-    if config.values.get("layer_types") is not None:
-        kinds = read_layer_types(config, spec.num_layers)
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
-        is_local = [kind == "sliding_attention" for kind in kinds]
-    return spec.with_windows(window, is_local)
 
 
 _ROPE_KINDS: Mapping[str, rope.Kind] = MappingProxyType(

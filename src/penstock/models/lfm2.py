@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.models import checks
-from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts
-from penstock.models.decoder import Decoder
-from penstock.models.experts import GGUF_EXPERTS, with_experts
+from penstock.models import checks, llama
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_biases
 from penstock.models.hf_config import read_layer_types
-from penstock.models.program import Program
+from penstock.models.layers import GGUF_EXPERTS, with_experts
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
@@ -31,21 +30,6 @@ _MAX_MULTIPLE = 1 << 16
 _MAX_FACTOR = 1e6
 _SIGMOID = 2
 """`expert_gating_func` in a GGUF file."""
-
-
-def _describe(spec: ModelSpec) -> Program:
-    """The program of one step."""
-    build = Decoder(spec)
-    x = build.embed()
-    for layer in range(spec.num_layers):
-        at = f"layers.{layer}"
-        normed = build.norm(x, f"{at}.attn_norm")
-        has_conv = isinstance(spec.layers[layer].mixer, ShortConvSpec)
-        mixed = build.short_conv(layer, normed) if has_conv else build.attention(layer, normed, qk_norms="heads")
-        x, mixed = build.gather_after_last(layer, x, mixed)
-        build.add_output(layer, x, mixed)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
-    return build.finish(build.norm(x, "norm"))
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -112,7 +96,7 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """A layer without key-value heads has a convolution."""
-    key = file.require("general.architecture", str)
+    key = file.architecture
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
     told = file.metadata.get(f"{key}.attention.head_count_kv")
@@ -167,49 +151,45 @@ def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], 
     return spec.with_layers(changed)
 
 
-_HF_TOP = {**HF_TOP, "model.embedding_norm.weight": "norm"}
-_HF_LAYER: Mapping[str, str | Parts] = {
-    "operator_norm.weight": "attn_norm",
-    "self_attn.q_proj.weight": "q",
-    "self_attn.k_proj.weight": "k",
-    "self_attn.v_proj.weight": "v",
-    "self_attn.out_proj.weight": "o",
-    "self_attn.q_layernorm.weight": "q_norm",
-    "self_attn.k_layernorm.weight": "k_norm",
-    "conv.in_proj.weight": "conv_in",
-    "conv.in_proj.bias": "conv_in_bias",
-    "conv.conv.weight": "conv",
-    "conv.conv.bias": "conv_bias",
-    "conv.out_proj.weight": "o",
-    "conv.out_proj.bias": "o_bias",
-    "ffn_norm.weight": "mlp_norm",
-    "feed_forward.w1.weight": "gate",
-    "feed_forward.w3.weight": "up",
-    "feed_forward.w2.weight": "down",
-}
-_GGUF_TOP = {**GGUF_TOP, "token_embd_norm.weight": "norm"}
-_GGUF_LAYER: Mapping[str, str | Parts] = {
+_HF_LAYER = with_biases(
+    {
+        "operator_norm": "attn_norm",
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "self_attn.out_proj": "o",
+        "self_attn.q_layernorm": "q_norm",
+        "self_attn.k_layernorm": "k_norm",
+        "conv.in_proj": "conv_in",
+        "conv.conv": "conv",
+        "conv.out_proj": "o",
+        "ffn_norm": "mlp_norm",
+        "feed_forward.w1": "gate",
+        "feed_forward.w3": "up",
+        "feed_forward.w2": "down",
+    }
+)
+_GGUF_LAYER = {
     **GGUF_LAYER,
     "shortconv.in_proj.weight": "conv_in",
     "shortconv.conv.weight": "conv",
     "shortconv.out_proj.weight": "o",
 }
 LFM2 = Architecture(
-    describe=_describe,
+    describe=partial(llama.describe, qk_norms="heads"),
     of_hf=_of_hf,
     of_gguf=_of_gguf,
     hf_values=_values,
-    hf_top=_HF_TOP,
+    hf_top={**HF_TOP, "model.embedding_norm.weight": "norm"},
     hf_layer=_HF_LAYER,
-    gguf_top=_GGUF_TOP,
+    gguf_top={**GGUF_TOP, "token_embd_norm.weight": "norm"},
     gguf_layer=_GGUF_LAYER,
 )
-LFM2_MOE = Architecture(
-    describe=_describe,
+LFM2_MOE = replace(
+    LFM2,
     of_hf=_of_moe_hf,
     of_gguf=_of_moe_gguf,
     hf_values=_moe_values,
-    hf_top=_HF_TOP,
     hf_layer={
         **_HF_LAYER,
         "feed_forward.gate.weight": "router",
@@ -220,6 +200,5 @@ LFM2_MOE = Architecture(
         "feed_forward.experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
         "feed_forward.experts.down_proj": Parts(("expert_down",)),
     },
-    gguf_top=_GGUF_TOP,
     gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS, "exp_probs_b.bias": "selection_bias"},
 )

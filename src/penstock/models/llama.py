@@ -1,55 +1,69 @@
-"""Llama and the architectures that differ from it in a setting: RMSNorm, grouped-query attention with rotary positions, SwiGLU.
+"""Llama, and the architectures that differ from it in settings and in the names of their tensors.
 
-Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
+Sources: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245; modeling_NAME.py of transformers and src/models/NAME.cpp
+of llama.cpp for each of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.models.architectures import GGUF_LAYER, Architecture
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_biases
 from penstock.models.decoder import Decoder
-from penstock.models.experts import GGUF_EXPERTS, experts_of_gguf
-from penstock.models.hf_config import JsonFile, with_windows
+from penstock.models.hf_config import JsonFile, read_activation
+from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_windows
 from penstock.models.program import Program
-from penstock.types.model_spec import ModelSpec
+from penstock.types.model_spec import Activation, ModelSpec
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
 
+QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 
-def describe(spec: ModelSpec, *, qk_norms: Literal["rows", "heads"] | None = None) -> Program:
-    """The program of one step. Both halves of a layer add to the residual stream `x`."""
+
+def describe(
+    spec: ModelSpec,
+    *,
+    qk_norms: Literal["rows", "heads"] | None = None,
+    norms: Literal["before", "behind", "both"] = "before",
+    has_positions: bool = False,
+) -> Program:
+    """Return the program of one step: each half of a layer adds to the residual stream.
+
+    `norms` says whether what a half reads is normed, what it adds, or both. `has_positions`: positions are learned embeddings.
+    """
     build = Decoder(spec)
-    x = build.embed()
+    x = build.add_positions(build.embed()) if has_positions else build.embed()
     for layer in range(spec.num_layers):
         at = f"layers.{layer}"
-        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm"), qk_norms=qk_norms)
-        x, attended = build.gather_after_last(layer, x, attended)
-        build.add_output(layer, x, attended)
-        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+        normed = x if norms == "behind" else build.norm(x, f"{at}.attn_norm")
+        mixed = build.mix(layer, normed, qk_norms=qk_norms)
+        x, mixed = build.gather_after_last(layer, x, mixed)
+        if norms == "before":
+            build.add_output(layer, x, mixed)
+            build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+        else:
+            branch = build.linear(mixed, f"{at}.o", "projected", spec.hidden_size)
+            build.add(x, build.norm(branch, f"{at}.post_attn_norm", branch))
+            normed = x if norms == "behind" else build.norm(x, f"{at}.mlp_norm")
+            branch = build.linear(build.activated(layer, normed), f"{at}.down", "projected", spec.hidden_size)
+            build.add(x, build.norm(branch, f"{at}.post_mlp_norm", branch))
     return build.finish(build.norm(x, "norm"))
 
 
 def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """The spec as it is: the activation is that of Llama."""
+    """Return the spec as it is. The activation has to be Llama's."""
     config.only("hidden_act", "silu")
     return spec
 
 
-def of_qwen_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Layers of Qwen 2 and 3 have windows only if config.json tells them to: the last ones, unless it names each one's type."""
-    config.only("hidden_act", "silu")
-    if not config.get("use_sliding_window", bool):
-        return spec
-    window, first = config.require("sliding_window", int), config.get("max_window_layers", int)
-    return with_windows(config, spec, window, [layer >= (28 if first is None else first) for layer in range(spec.num_layers)])
-
-
 def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """A window is that of all layers."""
-    key = file.require("general.architecture", str)
-    if file.get(f"{key}.expert_count", int):  # Mixtral
+    """Return the spec with the file's experts, if any, and its window, which all layers share."""
+    key = file.architecture
+    if file.get(f"{key}.expert_count", int):  # GGUF files of Mixtral call themselves llama
         spec = experts_of_gguf(file, spec)
     return spec.with_windows(file.get(f"{key}.attention.sliding_window", int) or 0, [True] * spec.num_layers)
 
@@ -57,6 +71,205 @@ def of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 LLAMA = Architecture(
     describe=describe, of_hf=of_hf, of_gguf=of_gguf, gguf_layer={**GGUF_LAYER, **GGUF_EXPERTS}, is_interleaved_in_gguf=True
 )
-"""GGUF files call Mixtral by this name, too."""
-QWEN2 = Architecture(describe=describe, of_hf=of_qwen_hf, of_gguf=of_gguf)
-"""Qwen 2 and 2.5 have biases on q, k and v, which a spec knows from the weights."""
+
+
+# Mistral (arXiv 2310.06825) and Ministral. The queries of Ministral 3 grow with their position: models/rope.py.
+
+
+def _is_ministral3(values: Mapping[str, Any]) -> bool:
+    return values.get("model_type") == "ministral3" or values.get("architectures") == ["Ministral3ForCausalLM"]
+
+
+def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A file without the key is of the first Mistral 7B; null means no window."""
+    return values if _is_ministral3(values) else {"sliding_window": 4096, **values}
+
+
+def _of_mistral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if _is_ministral3(config.values):
+        config.require("rope_parameters", dict)  # transformers' defaults are those of one size of model
+    return with_windows(config, of_hf(config, spec), config.get("sliding_window", int) or 0, [True] * spec.num_layers)
+
+
+MISTRAL = Architecture(
+    describe=describe, of_hf=_of_mistral, of_gguf=of_gguf, hf_values=_mistral_values, is_interleaved_in_gguf=True
+)
+
+
+# Qwen 2 and 2.5, which have biases on q, k and v; and Qwen 3 (arXiv 2505.09388), dense, with norms of q and k per head.
+
+
+def _of_qwen(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Windows are off unless a setting turns them on: in the last layers, or in those that `layer_types` names."""
+    config.only("hidden_act", "silu")
+    if not config.get("use_sliding_window", bool):
+        return spec
+    window, first = config.require("sliding_window", int), config.get("max_window_layers", int)
+    return with_windows(config, spec, window, [layer >= (28 if first is None else first) for layer in range(spec.num_layers)])
+
+
+QWEN2 = Architecture(describe=describe, of_hf=_of_qwen, of_gguf=of_gguf)
+QWEN3 = Architecture(
+    describe=partial(describe, qk_norms="heads"), of_hf=_of_qwen, hf_values=lambda values: {"head_dim": 128, **values}
+)
+
+
+# Arcee (AFM 4.5B): an MLP without a gate, whose activation is the square of ReLU (arXiv 2109.08668).
+
+
+ARCEE = Architecture(
+    describe=describe,
+    of_hf=lambda config, spec: spec.with_plain_mlps(read_activation(config, "hidden_act", "relu2")),
+    of_gguf=lambda _, spec: spec.with_plain_mlps("relu2"),
+    is_interleaved_in_gguf=True,
+)
+
+
+# SmolLM3: every fourth layer has no rotation (NoPE, arXiv 2501.18795).
+
+_SMOLLM3_PERIOD = 4
+
+
+def _of_smollm3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("use_sliding_window", False)
+    spec = of_hf(config, spec)
+    if (listed := config.get("no_rope_layers", list)) is None:
+        return _with_rotations(spec, local_layers(spec, config.get("no_rope_layer_interval", int) or _SMOLLM3_PERIOD))
+    if len(listed) != spec.num_layers or not all(value in (0, 1) for value in listed):
+        raise config.error(f"no_rope_layers has not 0 or 1 for each of {spec.num_layers} layers")
+    return _with_rotations(spec, listed)
+
+
+def _with_rotations(spec: ModelSpec, has_rotation: Sequence[int]) -> ModelSpec:
+    return spec.with_attention(lambda layer, attention: attention if has_rotation[layer] else replace(attention, rotation=None))
+
+
+SMOLLM3 = Architecture(
+    describe=describe,
+    of_hf=_of_smollm3,
+    of_gguf=lambda file, spec: _with_rotations(of_gguf(file, spec), local_layers(spec, _SMOLLM3_PERIOD)),
+    hf_values=lambda values: {"rope_theta": 2e6, "tie_word_embeddings": True, **values},
+    is_interleaved_in_gguf=True,
+)
+
+
+# Granite 3 (IBM): factors of the embeddings, the scores, both halves of a layer, and the logits.
+
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def granite_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with transformers' defaults for the factors."""
+    return {**dict.fromkeys(_FACTORS, 1.0), **values}
+
+
+def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the factors of config.json."""
+    embed, scores, residual, logits = (config.positive(key) for key in _FACTORS)
+    return _with_factors(of_hf(config, spec), embed, scores, residual, logits)
+
+
+def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the file's factors. A missing factor is 1, and that of the scores as in Llama."""
+    key = file.architecture
+    if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
+        spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+    names = ("embedding_scale", "residual_scale", "logit_scale")
+    embed, residual, logits = (file.get(f"{key}.{name}", float) or 1.0 for name in names)
+    scores = file.get(f"{key}.attention.scale", float) or None
+    return _with_factors(of_gguf(file, spec), embed, scores, residual, logits)
+
+
+def _with_factors(spec: ModelSpec, embed: float, scores: float | None, residual: float, logits: float) -> ModelSpec:
+    """Logits are divided by their factor."""
+    spec = replace(spec, embed_scale=embed, residual_scale=residual, logit_scale=1.0 / logits)
+    return spec.with_attention(lambda _, attention: replace(attention, scale=scores))
+
+
+GRANITE = Architecture(
+    describe=describe,
+    of_hf=of_granite_hf,
+    of_gguf=of_granite_gguf,
+    hf_values=granite_values,
+    is_interleaved_in_gguf=True,
+)
+
+
+# Phi 3 and 4 (Microsoft; arXiv 2404.14219 and 2412.08905): fused matrices, and heads that may turn in part.
+
+
+def _phi3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Old files call longrope `su` or `yarn`."""
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = values.get(key)
+        if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) == "yarn":
+            values = {**values, key: {**scaling, "rope_type": "longrope"}}
+    return {"rms_norm_eps": 1e-5, **values}
+
+
+def _of_phi3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return of_hf(config, spec).with_windows(config.get("sliding_window", int) or 0, [True] * spec.num_layers)
+
+
+PHI3 = Architecture(
+    describe=describe,
+    of_hf=_of_phi3,
+    of_gguf=of_gguf,
+    hf_values=_phi3_values,
+    hf_layer={**HF_LAYER, "self_attn.qkv_proj.weight": QKV, "mlp.gate_up_proj.weight": GATE_AND_UP},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "ffn_up.weight": GATE_AND_UP},
+    has_partial_rope=True,
+)
+
+
+# GLM 4 of 2024 (Z.ai; arXiv 2406.12793): heads turn in part, by neighbouring pairs. GLM 4 of 2025 is in models/gemma.py.
+
+
+def glm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with transformers' defaults."""
+    return {"head_dim": 128, "partial_rotary_factor": 0.5, **values}
+
+
+GLM = Architecture(
+    describe=describe,
+    of_hf=of_hf,
+    hf_values=glm_values,
+    hf_layer={**HF_LAYER, "mlp.gate_up_proj.weight": GATE_AND_UP},
+    is_interleaved_in_hf=True,
+    has_partial_rope=True,
+)
+"""Its GGUF files are not read: they have q, k and v in one tensor, with pairs side by side."""
+
+
+# StarCoder 2 (BigCode; arXiv 2402.19173): layer norms, biases everywhere, and an MLP without a gate.
+
+_STARCODER2_WINDOW = 4096
+"""All published models have this window, and GGUF files do not name it."""
+
+
+def _with_starcoder2(spec: ModelSpec, activation: Activation, window: int) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+    return spec.with_windows(window, [True] * spec.num_layers)
+
+
+def _of_starcoder2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    activation = read_activation(config, "hidden_act", "gelu_pytorch_tanh")
+    return _with_starcoder2(spec, activation, config.get("sliding_window", int) or 0)
+
+
+def _of_starcoder2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    window = file.get("starcoder2.attention.sliding_window", int, _STARCODER2_WINDOW)
+    return _with_starcoder2(spec, "gelu_tanh", window or 0)
+
+
+def _starcoder2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"tie_word_embeddings": True, **values, "rms_norm_eps": values.get("norm_epsilon", 1e-5)}
+
+
+STARCODER2 = Architecture(
+    describe=describe,
+    of_hf=_of_starcoder2,
+    of_gguf=_of_starcoder2_gguf,
+    hf_values=_starcoder2_values,
+    hf_layer={**HF_LAYER, **with_biases({"mlp.c_fc": "up", "mlp.c_proj": "down"})},
+)

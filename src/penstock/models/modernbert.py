@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.models import rope
-from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Head, HeadLayer, Parts
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, Architecture, Head, HeadLayer, Parts, with_biases
 from penstock.models.decoder import Decoder
-from penstock.models.hf_config import JsonFile, read_activation, with_windows
+from penstock.models.hf_config import JsonFile, read_activation
+from penstock.models.layers import local_layers_of_gguf, with_gated_mlps, with_windows
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, AttentionSpec, GatedMlp, LayerSpec, ModelSpec, Pooling, Rotation
+from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
 
 if TYPE_CHECKING:
     from penstock.models.gguf_file import GgufFile
@@ -53,7 +54,8 @@ _MOST_LAYERS = 4096
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The types of layers, and a base of rotations for each type; releases before the fifth of transformers have neither."""
+    """Return config.json with the types of layers and a base of rotations for each type, as release 5 of transformers has
+    them."""
     found = {**_DEFAULTS, **{key: value for key, value in values.items() if value is not None}}
     every, num_layers = found["global_attn_every_n_layers"], found["num_hidden_layers"]
     if type(every) is int and every > 0 and type(num_layers) is int and 0 < num_layers <= _MOST_LAYERS:
@@ -80,38 +82,29 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool) -> ModelSpec:
-    def layer(_: int, one: LayerSpec) -> LayerSpec:
-        assert isinstance(one.mlp, GatedMlp)
-        return replace(one, mlp=replace(one.mlp, activation=activation), mixer=replace(one.attention, mask="all"))
-
-    return replace(spec, norm="layer", has_norm_bias=has_norm_bias).with_layers(layer)
+    spec = replace(with_gated_mlps(spec, activation), norm="layer", has_norm_bias=has_norm_bias)
+    return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
 
 
 _LOCAL_BASE = 10_000.0
+"""The base of all published models."""
+_PERIOD = 3
+"""Every third layer sees all positions, the first one included, unless the file says otherwise."""
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Every third layer is global and the others turn with the base of all published models, unless the file says otherwise."""
     key = "modern-bert"
     name = file.get(f"{key}.hidden_activation", str) or "gelu"
     if name not in ("gelu", "silu"):
         raise file.error(f"{key}.hidden_activation is {name[:80]!r}")
-    activation: Activation = "gelu" if name == "gelu" else "silu"
-    spec = _with(spec, activation, has_norm_bias=False)
-    window, pattern = file.get(f"{key}.attention.sliding_window", int) or 0, f"{key}.attention.sliding_window_pattern"
-    if isinstance(file.metadata.get(pattern), list):
-        is_local = file.get_list(pattern, bool)
-        if len(is_local) != spec.num_layers:
-            raise file.error(f"{pattern} has {len(is_local)} values for {spec.num_layers} layers")
-    else:
-        every = file.get(pattern, int) or 3
-        is_local = [layer % every != 0 for layer in range(spec.num_layers)]
+    spec = _with(spec, "gelu" if name == "gelu" else "silu", has_norm_bias=False)
+    window = file.get(f"{key}.attention.sliding_window", int) or 0
+    is_local = local_layers_of_gguf(file, spec, _PERIOD, first=0)
     if not window:
         return spec
     base = file.get(f"{key}.rope.freq_base_swa", float) or _LOCAL_BASE
     if not (math.isfinite(base) and base > 0 and base != 1.0):
         raise file.error(f"{key}.rope.freq_base_swa is {base}")
-
     turn = Rotation(inv_freq=rope.inverse_frequencies(spec.attentions[0].head_dim, base))
 
     def local(layer: int, attention: AttentionSpec) -> AttentionSpec:
@@ -156,25 +149,15 @@ MODERNBERT = Architecture(
     hf_name=lambda name: name.removeprefix("model."),
     hf_top={
         "embeddings.tok_embeddings.weight": "embed",
-        "embeddings.norm.weight": "embed_norm",
-        "embeddings.norm.bias": "embed_norm_bias",
-        "final_norm.weight": "norm",
-        "final_norm.bias": "norm_bias",
+        **with_biases({"embeddings.norm": "embed_norm", "final_norm": "norm"}),
     },
     hf_layers="layers.",
     hf_layer={
-        "attn_norm.weight": "attn_norm",
-        "attn_norm.bias": "attn_norm_bias",
+        **with_biases({"attn_norm": "attn_norm", "attn.Wo": "o", "mlp_norm": "mlp_norm", "mlp.Wo": "down"}),
         "attn.Wqkv.weight": Parts(("q", "k", "v")),
         "attn.Wqkv.bias": Parts(("q_bias", "k_bias", "v_bias")),
-        "attn.Wo.weight": "o",
-        "attn.Wo.bias": "o_bias",
-        "mlp_norm.weight": "mlp_norm",
-        "mlp_norm.bias": "mlp_norm_bias",
         "mlp.Wi.weight": Parts(("gate", "up")),
         "mlp.Wi.bias": Parts(("gate_bias", "up_bias")),
-        "mlp.Wo.weight": "down",
-        "mlp.Wo.bias": "down_bias",
     },
     hf_head=_head,
     hf_unread=("head.", "decoder."),

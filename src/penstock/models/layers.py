@@ -1,0 +1,117 @@
+"""Settings of layers that several architectures share: experts, windows, and layers without rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.models import checks
+from penstock.models.architectures import Parts
+from penstock.models.hf_config import JsonFile, read_layer_types
+from penstock.types.errors import ModelError
+from penstock.types.model_spec import Activation, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
+
+GGUF_EXPERTS: Mapping[str, str | Parts] = {
+    "ffn_gate_inp.weight": "router",
+    "ffn_gate_exps.weight": Parts(("expert_gate",)),
+    "ffn_up_exps.weight": Parts(("expert_up",)),
+    "ffn_down_exps.weight": Parts(("expert_down",)),
+}
+"""The names of experts in every GGUF file."""
+_MAX_EXPERTS = 1 << 14
+"""Far above every published model."""
+
+
+def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
+    """Return the spec with the experts of config.json in every layer. `width` is the key of an expert's columns.
+
+    Some files call the number of experts `num_experts`, others `num_local_experts`. Raises ModelError.
+    """
+    one, other = config.get("num_experts", int), config.get("num_local_experts", int)
+    if one is not None and other is not None and one != other:
+        raise config.error(f"num_experts is {one}, and num_local_experts is {other}")
+    mlp = ExpertsMlp(
+        num_experts=config.require("num_experts", int) if other is None else other,
+        num_experts_per_token=config.require("num_experts_per_tok", int),
+        intermediate_size=config.require(width, int),
+        is_renormalised=is_renormalised,
+    )
+    return with_experts(spec, mlp, config.path)
+
+
+def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = True) -> ModelSpec:
+    """Return the spec with the experts of a GGUF file in every layer. Raises ModelError."""
+    key = file.architecture
+    for name in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
+        if number := file.get(f"{key}.{name}", int):
+            raise checks.unsupported(file.path, f"{key}.{name} is {number}", "routed experts in every layer are")
+    mlp = ExpertsMlp(
+        num_experts=file.require(f"{key}.expert_count", int),
+        num_experts_per_token=file.require(f"{key}.expert_used_count", int),
+        intermediate_size=file.get(f"{key}.expert_feed_forward_length", int) or file.require(f"{key}.feed_forward_length", int),
+        is_renormalised=is_renormalised,
+    )
+    return with_experts(spec, mlp, file.path)
+
+
+def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
+    """Return the spec with these experts in every layer. Raises ModelError for impossible numbers."""
+    if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= _MAX_EXPERTS or mlp.intermediate_size < 1:
+        cause = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts of {mlp.intermediate_size} columns are no mixture"
+        raise ModelError(f"{path}: {cause}.", remedy=checks.REFETCH)
+    return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
+
+
+def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:
+    """Return the spec whose gated MLPs have another activation, and biases or none; None: as they have."""
+
+    def changed(_: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mlp, GatedMlp)
+        mlp = replace(layer.mlp, activation=activation, has_bias=layer.mlp.has_bias if has_bias is None else has_bias)
+        return replace(layer, mlp=mlp)
+
+    return spec.with_layers(changed)
+
+
+def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
+    """Return the spec whose local layers see the last `window` positions.
+
+    `layer_types` of config.json names the local layers; without that key they are those of `usual`. Raises ModelError for a
+    type of layer with another meaning.
+    """
+    is_local = usual
+    if config.values.get("layer_types") is not None:
+        kinds = read_layer_types(config, spec.num_layers)
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise config.error(f"layer_types has {', '.join(sorted(unknown))}")
+        is_local = [kind == "sliding_attention" for kind in kinds]
+    return spec.with_windows(window, is_local)
+
+
+def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, period: int, *, first: int = 1) -> list[bool]:
+    """Return which layers have a window. A GGUF file has a value for each layer, a period, or neither; then it is `period`.
+
+    `first` is as in `local_layers`.
+    """
+    key = f"{file.architecture}.attention.sliding_window_pattern"
+    if isinstance(file.metadata.get(key), list):
+        is_local = file.get_list(key, bool)
+        if len(is_local) != spec.num_layers:
+            raise file.error(f"{key} has {len(is_local)} values for {spec.num_layers} layers")
+        return is_local
+    return local_layers(spec, file.get(key, int) or period, first=first)
+
+
+def local_layers(spec: ModelSpec, period: int, *, first: int = 1) -> list[bool]:
+    """Return which layers have a window: all but one in each period. `first` is the number of the first layer."""
+    return [(layer + first) % period != 0 for layer in range(spec.num_layers)]
+
+
+def without_global_rotations(spec: ModelSpec) -> ModelSpec:
+    """Return the spec without rotations in layers that see all positions."""
+    return spec.with_attention(lambda _, attention: attention if attention.window else replace(attention, rotation=None))

@@ -1,0 +1,196 @@
+"""Architectures whose attention and MLP run side by side on the same residual stream: Falcon and Cohere.
+
+- Falcon (TII). Small models have one norm for both halves, larger ones a norm for each. (Falcon 3 is a Llama.)
+  Source: arXiv 2311.16867; modeling_falcon.py of transformers; src/models/falcon.cpp of llama.cpp and its converter.
+- Command R and Aya (Cohere), Command R7B and A (Cohere 2). Heads turn by neighbouring pairs of columns. Cohere 2 has windows
+  in most layers; those that see all positions do not turn. Sources: arXiv 2504.00698; modeling_cohere.py and
+  modeling_cohere2.py of transformers; command-r.cpp and cohere2.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.models import checks
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_biases
+from penstock.models.decoder import Decoder
+from penstock.models.hf_config import JsonFile, read_activation
+from penstock.models.layers import local_layers, local_layers_of_gguf, with_windows, without_global_rotations
+from penstock.models.program import Program
+from penstock.types.model_spec import Activation, ModelSpec
+
+if TYPE_CHECKING:
+    from penstock.models.gguf_file import GgufFile
+
+
+def describe(spec: ModelSpec) -> Program:
+    """Return the program of one step."""
+    build = Decoder(spec)
+    x = build.embed()
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        normed = build.norm(x, f"{at}.mlp_norm")
+        of_attention = build.norm(x, f"{at}.attn_norm", "attn_normed") if spec.layers[layer].has_attn_norm else normed
+        attended = build.attention(layer, of_attention)
+        x, attended, normed = build.gather_after_last(layer, x, attended, normed)
+        build.add_output(layer, x, attended)
+        build.add_mlp(layer, x, normed)
+    return build.finish(build.norm(x, "norm"))
+
+
+def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
+    return spec.with_layers(lambda _, layer: replace(layer, has_attn_norm=has_attn_norm))
+
+
+# Falcon
+
+_OLD_NAMES = {
+    "n_embed": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+}
+"""Keys of files from before Falcon was a part of transformers (RefinedWeb)."""
+_DEFAULTS = {
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "max_position_embeddings": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Old files of the 40B have `n_head_kv` and no `new_decoder_architecture`, though its architecture is the new one."""
+    found = {**_DEFAULTS, **{_OLD_NAMES.get(key, key): value for key, value in values.items() if value is not None}}
+    is_new = found.setdefault("new_decoder_architecture", "n_head_kv" in values)
+    found["num_key_value_heads"] = found.get("num_kv_heads", found["num_attention_heads"]) if is_new else 1
+    if type(found["hidden_size"]) is int:
+        found["intermediate_size"] = found.get("ffn_hidden_size", 4 * found["hidden_size"])
+    return {**found, "rms_norm_eps": found["layer_norm_epsilon"]}
+
+
+def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if config.get("alibi", bool):
+        raise checks.unsupported(config.path, "alibi is True: positions as in falcon-rw", "rotary positions are")
+    config.only("parallel_attn", True)
+    config.only("apply_residual_connection_post_layernorm", False)
+    has_attn_norm = config.require("new_decoder_architecture", bool)
+    if has_attn_norm:
+        has_attn_norm = config.get("num_ln_in_parallel_attn", int) in (None, 2)
+    else:
+        config.only("multi_query", True)
+    return _with_falcon(spec, read_activation(config, "activation", "gelu"), has_attn_norm)
+
+
+def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    """llama.cpp's converter does not write the rotation's base, which in Falcon 2 11B is not the usual one."""
+    has_attn_norm = "blk.0.attn_norm_2.weight" in file.tensors
+    is_falcon2 = spec.layers[0].attention.num_kv_heads > 1 and not has_attn_norm
+    if is_falcon2 and file.get("falcon.rope.freq_base", float) is None:
+        raise file.error("falcon.rope.freq_base is missing, and that of Falcon 2 is not the usual 10000")
+    return _with_falcon(spec, "gelu", has_attn_norm)
+
+
+def _with_falcon(spec: ModelSpec, activation: Activation, has_attn_norm: bool) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+    return _with_attn_norm(spec, has_attn_norm)
+
+
+FALCON = Architecture(
+    describe=describe,
+    of_hf=_of_falcon,
+    of_gguf=_of_falcon_gguf,
+    hf_values=_falcon_values,
+    hf_top={
+        "transformer.word_embeddings.weight": "embed",
+        **with_biases({"transformer.ln_f": "norm"}),
+        "lm_head.weight": "output",
+    },
+    hf_layers="transformer.h.",
+    hf_layer={
+        **with_biases(
+            {
+                "input_layernorm": "mlp_norm",
+                "ln_mlp": "mlp_norm",
+                "ln_attn": "attn_norm",
+                "self_attention.dense": "o",
+                "mlp.dense_h_to_4h": "up",
+                "mlp.dense_4h_to_h": "down",
+            }
+        ),
+        "self_attention.query_key_value.weight": Parts(("q", "k", "v"), is_by_kv_head=True),
+        "self_attention.query_key_value.bias": Parts(("q_bias", "k_bias", "v_bias"), is_by_kv_head=True),
+    },
+    gguf_layer={
+        **GGUF_LAYER,
+        **with_biases({"attn_norm": "mlp_norm", "attn_norm_2": "attn_norm"}),
+        "attn_qkv.weight": Parts(("q", "k", "v")),
+    },
+)
+
+
+# Cohere
+
+_PERIOD = 4
+"""Cohere 2: one layer in so many sees all positions, unless the file says otherwise."""
+_ONLY = {
+    "hidden_act": "silu",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+}
+
+
+def _cohere_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    usual = {"logit_scale": 0.0625, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+    return {**usual, **values, "rms_norm_eps": values.get("layer_norm_eps", 1e-5)}
+
+
+def _of_cohere(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    for key, value in _ONLY.items():
+        config.only(key, value)
+    return _with_cohere(spec, config.positive("logit_scale"))
+
+
+def _of_cohere2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    usual = local_layers(spec, config.get("sliding_window_pattern", int) or _PERIOD)
+    window = config.require("sliding_window", int)
+    return without_global_rotations(with_windows(config, _of_cohere(config, spec), window, usual))
+
+
+def _of_cohere_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    return _with_cohere(spec, file.require(f"{file.architecture}.logit_scale", float))
+
+
+def _of_cohere2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    window = file.require("cohere2.attention.sliding_window", int)
+    spec = _of_cohere_gguf(file, spec).with_windows(window, local_layers_of_gguf(file, spec, _PERIOD))
+    return without_global_rotations(spec)
+
+
+def _with_cohere(spec: ModelSpec, logit_scale: float) -> ModelSpec:
+    return _with_attn_norm(replace(spec, norm="layer", logit_scale=logit_scale), has_attn_norm=False)
+
+
+COHERE = Architecture(
+    describe=describe,
+    of_hf=_of_cohere,
+    of_gguf=_of_cohere_gguf,
+    hf_values=_cohere_values,
+    hf_layer={**HF_LAYER, "input_layernorm.weight": "mlp_norm"},
+    gguf_layer={**GGUF_LAYER, "attn_norm.weight": "mlp_norm"},
+    is_interleaved_in_hf=True,
+    is_interleaved_in_gguf=True,
+)
+COHERE2 = replace(
+    COHERE,
+    of_hf=_of_cohere2,
+    of_gguf=_of_cohere2_gguf,
+    hf_values=lambda values: _cohere_values({"rope_theta": 10_000.0, "sliding_window": 4096, **values}),
+)
