@@ -237,7 +237,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a class of models computes after the last layer: a classifier, for example."""
+    """The layers that a class of models has after the last one: a classifier, for example."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -291,7 +291,7 @@ class Architecture:
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
     """Names of tensors outside of layers -> ours."""
     hf_layers: str = "model.layers."
-    """What the names of the layers' tensors begin with, before the number."""
+    """The beginning of the names of the layers' tensors, before the number."""
     hf_head: Callable[[str, JsonFile], Head | None] = _no_head
     """Given a class in `HF_CLASSES` and config.json, returns the head of that class, or None."""
     hf_unread: tuple[str, ...] = ()

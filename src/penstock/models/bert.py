@@ -156,7 +156,7 @@ def _num_types_of_gguf(file: GgufFile) -> int:
 
 
 def _gguf_head(file: GgufFile) -> Head | None:
-    """Return the head of a RoBERTa. Of a BERT's head the converter leaves out the first layer."""
+    """Return the head of a RoBERTa. The converter leaves out the first layer of a BERT's head."""
     if "cls.output.weight" not in file.tensors and "cls.weight" not in file.tensors:
         return None
     if "cls.output.weight" not in file.tensors or "cls.weight" not in file.tensors:
