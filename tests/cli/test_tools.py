@@ -129,7 +129,7 @@ def test_unknown_variables_are_warned_of_and_those_of_other_commands_are_not(pen
 def test_a_folder_of_nobody_is_told(penstock: Penstock) -> None:
     result = penstock("models", "--cache", "~nobody-of-that-name/cache")
     assert result.returncode == 1
-    assert result.stderr.startswith("error: '~nobody-of-that-name/cache' names no home folder")
+    assert result.stderr.startswith("error: '~nobody-of-that-name/cache': there is no such home folder")
 
 
 def test_pull_of_a_path_says_that_there_is_nothing_to_fetch(penstock: Penstock, tiny_model: Path) -> None:

