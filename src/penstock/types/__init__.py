@@ -1,1 +1,1 @@
-"""The shared vocabulary: plain data, no behaviour, no imports from the rest of the package."""
+"""The shared vocabulary: plain data, imported by every package and importing none."""

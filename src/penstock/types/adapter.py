@@ -1,6 +1,5 @@
-"""Adapters, as requests, plans and executors name them: low-rank changes of a model's matrices that one request has and another
-has not. `kv/adapters.py` says where one lies in the KV pool, an `AdapterSource` where its content comes from.
-"""
+"""Adapters (LoRA) as requests, plans and executors name them. `kv/adapters.py` places them in the KV pool; an
+`AdapterSource` loads their content."""
 
 from __future__ import annotations
 
@@ -11,42 +10,40 @@ from typing import Protocol
 from penstock.types.errors import RejectReason
 
 BASE = 0
-"""The number of no adapter: the model as it is."""
+"""The adapter number of the plain model."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-"""The files of an adapter's folder, as PEFT names them."""
+"""File names in an adapter's folder, as in PEFT."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class AdapterRef:
-    """An adapter that a request asks for. There is one object of each: as long as anybody has it, its source keeps the adapter
-    rather than others.
-    """
+    """An adapter that a request names. One object per adapter: while anyone holds it, the source evicts other adapters
+    first."""
 
     number: int
-    """Greater than `BASE`, and never another adapter's in this process, also after it was unloaded."""
+    """Greater than `BASE`. Never reused in this process, even after the adapter was unloaded."""
     fingerprint: bytes = b""
-    """16 bytes, the hash of its files; cached prefixes of another fingerprint are not its own. The source writes it when the
-    adapter has been read for the first time; empty before."""
+    """Hash of the files, 16 bytes: part of the key of cached prefixes. Empty until the source has read the adapter once."""
 
 
 class PackedAdapter(Protocol):
-    """An adapter in the form that an executor's kernels read; another executor of the same model and settings takes it, too."""
+    """An adapter in the layout that an executor's kernels read. Any executor of the same model and settings accepts it."""
 
     @property
     def num_pages(self) -> int:
-        """Blocks of the KV pool that it takes; at least 1."""
+        """KV blocks that it occupies, >= 1."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the host's memory that it takes."""
+        """Bytes of host memory that it occupies."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlacement:
-    """An adapter that the executor puts into blocks before the next submitted step, after copies of blocks."""
+    """An adapter that the executor writes into blocks before the next step, after block copies."""
 
     number: int
     packed: PackedAdapter
@@ -55,62 +52,62 @@ class AdapterPlacement:
 
 @dataclass(frozen=True, slots=True)
 class AdapterState:
-    """How far an adapter has come. If neither field is set it is not in memory, and may be on its way."""
+    """The load state of an adapter. With neither field set it is not in memory, and may be on its way."""
 
     packed: PackedAdapter | None = None
-    """Its content, in the host's memory, which stays there for as long as anybody has this object."""
+    """The content in host memory. It stays there while anyone holds this object."""
     failure: str = ""
-    """Why it can't be had, in a sentence for the user: file, tensor, what was found and what was wanted."""
+    """Why it can't be loaded, as a sentence for the user: file, tensor, what was found and what was expected."""
     reason: RejectReason = RejectReason.INVALID
-    """The same in a word: UNAVAILABLE if whoever asked is not to blame."""
+    """UNAVAILABLE if the failure is not the user's fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterOutlook:
-    """The expectations of a request that asks for an adapter."""
+    """The expected cost of an adapter to a request."""
 
     num_pages: int = 0
-    """Blocks of the KV pool that it takes; 0: it was never in memory, and nobody knows."""
+    """KV blocks that it occupies; 0 if it was never loaded, so the size is unknown."""
     likely_pages: int = 0
-    """The same; if nobody knows, the mean of those that were loaded."""
+    """`num_pages`, or the mean over loaded adapters where that is unknown."""
     load_ns: int = 0
-    """Expected time until it is in memory, by the mean of the loads so far: those before it and its own. 0 if it is there."""
+    """Expected time until it is in memory: the queued loads and its own, at the mean duration. 0 if it is there."""
 
 
 class AdapterSource(Protocol):
-    """Brings adapters to the host's memory. That has room for so many: those that were asked for least recently leave it."""
+    """Loads adapters into host memory, which holds a limited number: the least recently requested are dropped."""
 
     def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
-        """Load it, unless it is there or on its way. Returns at once; for any thread.
+        """Start loading, unless it is there or on its way. Returns at once; any thread may call.
 
-        Urgent ones come before all others, also before those that were wanted earlier: somebody's turn has come.
+        Urgent loads, for requests whose turn has come, go before all others.
         """
         ...
 
     def state(self, number: int) -> AdapterState:
-        """How far it has come; asking for one that is there makes it the one that was asked for last. For any thread."""
+        """Return the load state, and mark the adapter as most recently used. Any thread may call."""
         ...
 
     def outlook(self, number: int) -> AdapterOutlook:
-        """A request is told what to expect of it. Nothing changes by asking. For any thread."""
+        """Return what a request should expect, without side effects. Any thread may call."""
         ...
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, whenever a load has ended, well or not; who listened before is not called any more."""
+        """Call `wake`, from any thread, whenever a load has ended. Replaces the previous listener."""
         ...
 
 
 class NoAdapters:
-    """The part of an executor that computes no adapters."""
+    """Mixin for executors without adapter support."""
 
     @property
     def max_adapter_rank(self) -> int:
         return 0
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        """Raises ValueError: whoever asks has not read `max_adapter_rank`."""
+        """Raises ValueError: the caller ignored `max_adapter_rank`."""
         del packed, block_ids
         raise ValueError(f"adapter {number} is to be placed in an executor that computes none")
 
     def drop_adapter(self, number: int) -> None:
-        """Nothing is there."""
+        """Do nothing."""

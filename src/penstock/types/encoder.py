@@ -1,8 +1,5 @@
-"""An encoder is a model that answers a text with numbers, and not with more text. This file has the facts of one that its
-clients may know.
-
-The loader makes an `EncoderInfo` of the model's files, `deploy` puts it into `ModelInfo`, and `serve.texts` reads it.
-"""
+"""Facts about an encoder (a model that answers a text with numbers) that clients may know. The loader makes an
+`EncoderInfo`; `serve.texts` reads it."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 TruncationSide = Literal["left", "right"]
-"""Side of a text at which tokens are cut off."""
+"""The side of a text that is cut off."""
 
 
 class Task(StrEnum):
-    """The use of a model's numbers."""
-
     EMBED = "embed"
-    """They are a vector; of two texts, the angle between their vectors tells how alike they are."""
+    """A vector: the angle between two texts' vectors measures how alike they are."""
     RERANK = "rerank"
-    """They are one score: how well the second text of a pair answers the first."""
+    """One score: how well the second text of a pair answers the first."""
     CLASSIFY = "classify"
-    """They are a score for each label."""
+    """One score per label."""
 
 
 class ScoreFunction(StrEnum):
-    """The function that turns the numbers of a head into scores, as the model's files say."""
+    """How a head's outputs become scores, as the model's files say."""
 
     NONE = "none"
     SIGMOID = "sigmoid"
@@ -37,22 +32,22 @@ class ScoreFunction(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInfo:
     width: int
-    """Numbers of one row of a result."""
+    """Numbers in one row of a result."""
     pooling: str
-    """The pooling of `TextEnding`: `first`, `last`, `mean`, or `each` for a row for each token of a text."""
+    """`first`, `last`, `mean`, or `each` for one row per token (`TextEnding`)."""
     max_tokens: int
-    """Longest text in tokens, special ones included: the files' `max_seq_length`, or else the model's positions."""
+    """Longest text in tokens, special ones included: the files' `max_seq_length`, else the model's positions."""
     is_normalised: bool = False
-    """The model's vectors have length 1 already."""
+    """The model's vectors already have length 1."""
     has_own_lengths: bool = False
-    """The files list the model's modules, without a `Normalize`: vectors keep their lengths where the API lets them."""
+    """The files list modules without a `Normalize`, so vectors keep their lengths where the API allows it."""
     labels: tuple[str, ...] = ()
-    """Names of the columns if there is a head, `width` of them."""
+    """Names of the `width` columns, if there is a head."""
     scores: ScoreFunction = ScoreFunction.NONE
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Name -> text that is put before each text of this use: `query` -> `query: `."""
+    """Name -> text put before each input of that use: `query` -> `query: `."""
     default_prompt: str = ""
-    """Name of the prompt of a text that names none; empty: none."""
+    """Name of the prompt for texts that name none; empty: no prompt."""
 
     @property
     def task(self) -> Task:
@@ -62,14 +57,14 @@ class EncoderInfo:
 
     @property
     def is_per_token(self) -> bool:
-        """The result of a text is a matrix with a row for each of its tokens."""
+        """The result of a text is a matrix with a row per token."""
         return self.pooling == "each"
 
 
 class TextTokens(NamedTuple):
-    """A text, or a pair of texts, as the model reads it."""
+    """A text, or a pair of texts, as token ids."""
 
     token_ids: tuple[int, ...]
-    """With the special tokens around and between."""
+    """Special tokens included."""
     second_at: int
-    """Position where the token type of a pair's second text begins; 0: one text, or a model without token types."""
+    """Position of the second text's first token; 0: one text, or a model without token types."""

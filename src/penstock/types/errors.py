@@ -1,7 +1,4 @@
-"""The errors that cross rooms. Each says what went wrong and, in `remedy`, what to do about it.
-
-Never carries HTTP status codes: `serve` maps these to responses.
-"""
+"""Errors that cross packages. `serve` maps them to HTTP responses."""
 
 from __future__ import annotations
 
@@ -9,14 +6,11 @@ import re
 from enum import StrEnum
 
 _FOLDERS = re.compile(r"""^/[^:]*/|(?<![\w./:])/(?:[^\s/:'"]+/)+""")
-"""The folders of an absolute path: at the beginning of a text they may have spaces."""
+"""The folders of an absolute path. At the beginning of a text they may contain spaces."""
 
 
 class PenstockError(Exception):
-    """Base of every error that a user may see.
-
-    `message` names the cause, `remedy` the next thing to do (may be empty).
-    """
+    """Base of every error that a user may see: `message` names the cause, `remedy` what to do (may be empty)."""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         super().__init__(message)
@@ -27,7 +21,7 @@ class PenstockError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
     def without_folders(self) -> str:
-        """Return the text with absolute paths cut to their last part, for clients who are not told where files lie."""
+        """Return the text with absolute paths cut to their last part, for clients that must not see where files lie."""
         return _FOLDERS.sub("", str(self))
 
 
@@ -40,15 +34,15 @@ class ModelError(PenstockError):
 
 
 class NotEnoughMemory(ConfigError, ModelError):
-    """A model does not fit the memory that is free, with these settings."""
+    """A model does not fit the free memory with these settings."""
 
 
 class DownloadError(PenstockError):
-    """Weights could not be fetched, verified or stored."""
+    """Weights could not be downloaded, verified or stored."""
 
 
 class RejectReason(StrEnum):
-    """Why a request was refused; the value is what logs and metrics show."""
+    """Why a request was refused, as shown in logs and metrics."""
 
     INVALID = "invalid"
     CONTEXT_LENGTH = "context_length"
@@ -67,12 +61,12 @@ class RejectReason(StrEnum):
 
     @property
     def is_deadline(self) -> bool:
-        """A time that the client or the server set has passed, or can't be met: coming back does not help."""
+        """A client's or the server's time limit has passed or can't be met, so retrying does not help."""
         return self in (RejectReason.DEADLINE, RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
 
 
 class Rejected(PenstockError):
-    """A request that was refused before it produced anything: the user's error, or ours to admit."""
+    """A request refused before it produced anything: the user's error, or no capacity."""
 
     def __init__(
         self,
@@ -93,24 +87,24 @@ class Rejected(PenstockError):
 
 
 class ExecutorFailure(PenstockError):
-    """The device, or the code that drives it, failed during a step; its KV can't be trusted any more."""
+    """The device or its driver code failed during a step; its KV can't be trusted any more."""
 
 
 class GrammarFailure(PenstockError):
-    """The grammar of one answer can't be followed any further: it became too large, or took a token that it forbids."""
+    """An answer's grammar became too large, or rejected a sampled token."""
 
 
 class CorruptBlock(PenstockError):
-    """A block of the tier below the KV pool is not what was written: it must not be used."""
+    """A block read from the tier below the KV pool is not what was written."""
 
 
 def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
-    """`1 token`, `2 tokens`. `plural`: if it is not the noun with an s. `spec` formats the number, as in an f-string."""
+    """Return `1 token` or `2 tokens`. `plural` is for irregular nouns; `spec` formats the number as in an f-string."""
     return f"{number:{spec}} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 class ModelAway(Exception):
-    """A request asks for a model that is not loaded, or that leaves. `serve` has it loaded."""
+    """A request names a model that is not loaded or is leaving. `serve` has it loaded."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {name} is not loaded")
@@ -118,7 +112,7 @@ class ModelAway(Exception):
 
 
 class NameUnknown(Exception):
-    """A request names what may be an adapter, and only the disk can tell. `serve` has it asked off the event loop."""
+    """A request names what may be an adapter, and only the disk can tell. `serve` looks it up off the event loop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"nobody has asked yet where {name!r} lies")

@@ -1,6 +1,6 @@
-"""The way into the engine core (commands) and out of it (token events).
+"""Commands into the engine core, and token events out of it.
 
-Every request that was added ends in exactly one `TokenEvent` whose `finish_reason` is set.
+Every added request ends in exactly one `TokenEvent` with `finish_reason` set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request at once (client gone, cancelled, timed out). Unknown or ended ids are ignored."""
+    """End a request at once (client gone, cancelled, timed out). Unknown and ended ids are ignored."""
 
     request_id: str
     detail: str = "cancelled"
@@ -26,7 +26,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End a request by its text: that contains a stop string, reaches a limit of its lines, or can't be made."""
+    """End a request because of its text: a stop string, a line limit, or text that can't be decoded."""
 
     request_id: str
     stop_reason: str | None
@@ -35,7 +35,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse what is added from now on; finish what was added before."""
+    """Refuse new requests; finish those already added."""
 
 
 Command = Add | Abort | Stop | Drain
@@ -43,7 +43,7 @@ Command = Add | Abort | Stop | Drain
 
 @dataclass(slots=True)
 class TokenEvent:
-    """Progress of one request in one step. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
+    """The progress of one request in one step. Treat as frozen (see `RowPlan`)."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -59,4 +59,4 @@ class TokenEvent:
     reject_reason: str = ""
     """For REJECTED: a `RejectReason` value."""
     states: bytes = b""
-    """The answer to a text, as in `StepResult.states`."""
+    """The answer to a text (`StepResult.states`)."""

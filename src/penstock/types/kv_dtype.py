@@ -1,4 +1,4 @@
-"""How keys, values and recurrent state are stored."""
+"""Storage formats of keys, values and recurrent state."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class KvDtype(StrEnum):
     """The values of `--kv-cache-dtype`."""
 
     INT8 = "int8"
-    """8-bit integers: keys with a scale per head and 32 columns, values with one per head; the scales are bf16."""
+    """8-bit integers: keys with a bf16 scale per head and 32 columns, values with one per head."""
     BF16 = "bf16"
-    """16 bits. The native backend keeps the keys as 16-bit integers with a float32 scale per head, which is finer still."""
+    """16 bits. The native backend keeps keys as 16-bit integers with a float32 scale per head, which is finer still."""
 
     def head_bytes(self, head_dim: int) -> int:
-        """Bytes of the key and the value of one position and head, with their scales, as the native backend stores them."""
+        """Return the bytes of one position's key and value in one head, scales included, in the native backend."""
         columns = padded_head_dim(head_dim)
         if self is KvDtype.INT8:
             return 2 * columns + 2 * (-(-columns // KEY_GROUP) + 1)
@@ -26,10 +26,11 @@ KEY_GROUP = 32
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Columns of a head as the native backend stores it: its kernels take sixteen at a time, so zeros fill the last sixteen."""
+    """Return the columns of a head in the native backend, whose kernels take 16 at a time; the rest is zeros."""
     return -(-head_dim // 16) * 16
 
 
 def state_bytes(num_columns: int, width: int) -> int:
-    """Bytes of recurrent state in a block of the native backend, of so many columns in all layers: bf16, whole cache lines."""
+    """Return the bytes of recurrent state per block in the native backend: bf16, in whole cache lines. `num_columns` is over
+    all layers."""
     return -(-2 * num_columns * width // 64) * 64

@@ -1,7 +1,6 @@
-"""The step that crosses to the executor, and the capacity that it tells.
+"""The step that goes to the executor, and the capacity that the executor reports.
 
-A `StepPlan` is a difference: rows are described in full once, when admitted, and by what changed after
-that. Five fields, for good; a new subsystem brings its own message.
+A `StepPlan` is a diff: a row is sent in full once, when admitted, and later only what changed.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from penstock.types.sampling import SamplingParams
 
 
 class PaddingId(str):
-    """The id of a row of padding, which equals no request's id, whatever text users take for theirs.
+    """The id of a padding row. It never equals a request's id, whatever ids users choose.
 
-    Such a row is computed like all others and answered to nobody. Each of its blocks is the null block, which no other row
-    reads; what it computes has no meaning.
+    A padding row is computed like any other and its result is dropped. Its blocks are all null blocks.
     """
 
     __slots__ = ()
@@ -32,37 +30,33 @@ class PaddingId(str):
 
 @dataclass(slots=True)
 class AdmitRow:
-    """A request that the executor does not know (new, or back from preemption), in full.
-
-    Nobody writes to one after it was made; not frozen for the reason in `RowPlan`.
-    """
+    """A request that the executor does not know (new, or back from preemption), in full. Treat as frozen (see `RowPlan`)."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """Prompt, and what was generated before a preemption. [num_tokens]"""
+    """Prompt and what was generated before a preemption. [num_tokens]"""
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
-    """Blocks held now, in order; those of a prefix hit already contain KV. Null blocks stand for the first ones if no layer
-    reads them any more (`num_unread_blocks`). The blocks of padding are null blocks, all of them."""
+    """In order of position. Null blocks stand for those that no layer reads any more (`num_unread_blocks`), and for all
+    blocks of padding."""
     num_computed_tokens: int
-    """KV present in those blocks: the first row of this request has this `context_len`."""
+    """Positions whose KV those blocks hold: the `context_len` of the first row."""
     sampling: SamplingParams
     second_at: int = 0
-    """Position of the first token of a pair's second text; 0: it is one text."""
+    """Position of the second text's first token in a pair; 0: one text."""
     adapter: int = BASE
-    """Number of its adapter, which was placed before this step and is not dropped before the row is released."""
+    """Its adapter, placed before this step and kept until the row is released."""
     num_scored: int = 0
-    """With `sampling.prompt_logprobs`: so many tokens of the prompt, after its first, have their log-probabilities. Each step
-    tells those of `scored_positions`."""
+    """With `sampling.prompt_logprobs`: prompt tokens, after the first, that already have log-probabilities. A step reports
+    those of `scored_positions`."""
 
 
 @dataclass(slots=True)
 class RowPlan:
-    """One row of one step: compute `query_len` tokens after `context_len` that are in the cache.
+    """One row of a step: compute `query_len` tokens after the `context_len` that are cached.
 
-    Nobody writes to one after it was made. Not frozen because there is one per row and step, and
-    making a frozen dataclass costs four times as much; what is made once per step is not either, since between two
-    steps that is code and memory that no cache has.
+    Treat as frozen. It is not declared so because a frozen dataclass takes four times as long to make, and every step makes
+    one per row. The other per-step records follow for the same reason.
     """
 
     request_id: str
@@ -71,10 +65,10 @@ class RowPlan:
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before this step."""
     samples: int
-    """Tokens that the executor samples after the row's last one, and appends to the row by itself: 0 of a chunk of a prompt,
-    else 1 as a rule. If it is more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`,
-    each of them the token that a step of its own would have sampled. The row has blocks for all of them.
-    With `Capacity.is_one_pass` it is 1, which asks for the answer to the row's text; nothing is appended."""
+    """Tokens that the executor samples after the row's last one and appends to the row itself: 0 in the middle of a prompt,
+    usually 1 otherwise. With more, the executor may guess tokens and check them in the same step: it samples 1 to `samples`
+    tokens, each as a step of its own would have. The row has blocks for all of them. With `Capacity.is_one_pass`, 1 requests
+    the answer to the row's text, and nothing is appended."""
 
     @property
     def num_positions(self) -> int:
@@ -84,14 +78,14 @@ class RowPlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
+    """Everything the executor needs for one step. Treat as frozen (see `RowPlan`)."""
 
     step_id: int
     now_ns: int
     admits: tuple[AdmitRow, ...]
     rows: tuple[RowPlan, ...]
     releases: tuple[str, ...]
-    """Request ids to forget, before anything else in this step: finished, aborted and preempted alike."""
+    """Requests to forget before anything else: finished, aborted or preempted."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +94,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """All that a cost model sees of a step."""
+    """The part of a step that a cost model sees."""
 
     rows: tuple[tuple[int, int], ...]
     """(query_len, context_len) of each row."""
@@ -109,10 +103,10 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Told by the executor, obeyed by the scheduler."""
+    """The executor's limits, which the scheduler keeps to."""
 
     num_blocks: int
-    """Blocks in the pool, the null block 0 included."""
+    """Blocks in the pool, including the null block 0."""
     block_size: int
     """KV positions per block."""
     max_rows: int
@@ -120,17 +114,18 @@ class Capacity:
     max_model_len: int
     """Longest prompt + output of one request."""
     has_state: bool = False
-    """Blocks hold recurrent state, too, as it is after their last computed position: nobody can go on inside one but behind
-    that."""
+    """Blocks also hold the recurrent state after their last computed position, so a prefix can be continued only from there."""
     window: int = 0
-    """No layer sees other positions of a row than the last so many, the one that it computes included; 0: some layer sees all.
-    The executor may read others, whatever is there by then, if no bit of an answer depends on it."""
+    """Every layer sees at most this many last positions, the computed one included; 0: some layer sees all.
+
+    The executor may read older positions, whatever is there, if no bit of an answer depends on them.
+    """
     max_scored: int = 0
-    """Positions of prompts of which one step tells log-probabilities, at most (`SamplingParams.prompt_logprobs`): their logits
-    take memory and time. 0: the executor tells none."""
+    """Prompt positions per step whose log-probabilities can be returned; 0: not supported. Their logits cost memory and
+    time."""
     is_one_pass: bool = False
-    """Each request is a text that is computed whole, in one step, and its answer is `StepResult.states`. Nothing is kept of it:
-    its block, of which each is long enough for any text, is no more than its place in the step."""
+    """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached: its
+    one block only marks its place in the step."""
 
     def __post_init__(self) -> None:
         if self.is_one_pass and self.max_model_len > min(self.max_step_tokens, self.block_size):
@@ -140,33 +135,33 @@ class Capacity:
             )
 
     def most_blocks(self, num_positions: int) -> int:
-        """Blocks that a request holds at one time at most, until so many positions are computed."""
+        """Return the most blocks that a request holds at one time until `num_positions` are computed."""
         return most_blocks(num_positions, self.block_size, window=self.window, max_step_tokens=self.max_step_tokens)
 
 
 def num_unread_blocks(num_computed_tokens: int, block_size: int, window: int) -> int:
-    """The first blocks of a row that no layer reads any more, once so many positions are computed."""
+    """Return how many of a row's first blocks no layer reads any more once `num_computed_tokens` are computed."""
     return max(0, num_computed_tokens + 1 - window) // block_size if window else 0
 
 
 def most_blocks(num_positions: int, block_size: int, *, window: int, max_step_tokens: int) -> int:
-    """Blocks that a request holds at most: those of all positions, or of a window and of what one step computes behind it."""
+    """Return the most blocks that a request holds: for all positions, or for a window plus what one step computes after it."""
     num_blocks = -(-num_positions // block_size)
     return min(num_blocks, 1 - (2 - window - max_step_tokens) // block_size) if window else num_blocks
 
 
 def scored_positions(context_len: int, query_len: int, num_prompt_tokens: int, num_scored: int) -> range:
-    """Positions of a row's step whose logits say how likely the next token of the prompt was, of a request that wants to know.
+    """Return the positions of a row whose logits give the log-probability of the next prompt token.
 
-    `num_scored`: tokens told already. The last position of a prompt is none of them: what follows it is sampled.
+    `num_scored`: tokens already reported. The prompt's last position is excluded: the token after it is sampled.
     """
     return range(max(context_len, num_scored), min(context_len + query_len, num_prompt_tokens - 1))
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A step in flight. Nobody writes to one after it was made; not frozen for the reason in `RowPlan`."""
+    """A step in flight. Treat as frozen (see `RowPlan`)."""
 
     step_id: int
     ready_ns: int | None = None
-    """When it will be done, if that is known beforehand (simulation); None in reality."""
+    """When it will be done, if known beforehand (simulation)."""

@@ -1,17 +1,16 @@
-"""How the next token of one request is chosen.
+"""How the next token of a request is chosen.
 
-The order of operations is fixed, and the same in every backend (`backends/reference/sampling.py`
-is the specification):
+The order is the same in every backend (`backends/reference/sampling.py` is the specification):
 
 1.  `logprobs` are taken from the model's own logits, before anything below.
 2.  The grammar's mask or `allowed_token_ids` (all others become -inf), `banned_token_sequences`, and `min_tokens`
-    (stop tokens are -inf until that many tokens were generated). Bans that would leave no token are lifted for it.
+    (stop tokens are -inf until then). Bans that would leave no token are lifted.
 3.  `logit_bias` is added.
 4.  `repetition_penalty` (prompt and output), `frequency_penalty`, `presence_penalty` (output only), each over the last
     `penalty_window` tokens.
 5.  `temperature` 0: the largest logit, the lowest id among equals. Otherwise divide by it.
-6.  `top_k`, then `top_p`, then `min_p` each narrow the candidates; one is drawn, in ascending order of token id, with the
-    uniform number that the generator gives for (seed, position), position being the number of tokens before the new one.
+6.  `top_k`, then `top_p`, then `min_p` narrow the candidates. One is drawn, in ascending order of token id, with the
+    uniform number that the generator gives for (seed, number of tokens so far).
 """
 
 from __future__ import annotations
@@ -23,46 +22,44 @@ from typing import Any, Protocol
 
 
 class Matcher(Protocol):
-    """The state of one request's grammar. Its methods raise `GrammarFailure` once the grammar can't be followed any further;
-    `forced` and `mask` only when they are called for the first time after an `accept`.
-    """
+    """The state of one request's grammar. Methods raise `GrammarFailure` once the grammar can't continue; `forced` and
+    `mask` only on the first call after `accept`."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the answer, as they were sampled."""
+        """Advance by sampled tokens."""
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens of which each is the only one that may come next, as its mask would say; none if there is a choice.
+        """Return tokens that are each the only one allowed next, as the mask would say. More may follow.
 
-        So an answer is the same whether they are sampled one by one or appended at once. There may be more after them.
+        The answer is the same whether they are sampled one by one or appended at once.
         """
         ...
 
     def mask(self) -> bytes | None:
-        """The tokens that may be sampled next: bit i % 8 of byte i // 8 is token i; a whole number of 32-bit words,
-        little-endian. None: any.
+        """Return the tokens allowed next: bit i % 8 of byte i // 8 is token i, in whole little-endian 32-bit words. None:
+        any.
 
-        Never without any token: an answer that is complete may be followed by the model's end tokens. [ceil(vocab / 32) * 4]
+        At least one is allowed: a complete answer may be followed by an end token. [ceil(vocab / 32) * 4]
         """
         ...
 
 
 MIN_TEMPERATURE = 1e-4
-"""The lowest temperature but 0 (greedy): below it, divided logits leave the range in which they can be told apart."""
+"""The lowest temperature above 0. Below it, divided logits can no longer be told apart."""
 
 MAX_LOGPROBS = 20
-"""The largest number of alternatives that a request may ask for (OpenAI's limit)."""
+"""Most alternatives that a request may ask for (OpenAI's limit)."""
 
 
 class EarlyStopping(Enum):
-    """When a beam search with as many finished hypotheses as beams ends; the values are transformers' names."""
+    """When a beam search that has as many hypotheses as beams ends; the values are transformers' names."""
 
     ALWAYS = True
-    """At once."""
     HEURISTIC = False
     """When the best running beam, at its present length, would not be among the best."""
     NEVER = "never"
-    """When no running beam can get among the best: with a positive length penalty, were it as long as it may be."""
+    """When no running beam can get among the best, even at full length if the length penalty is positive."""
 
 
 MAX_LENGTH_PENALTY = 10.0
@@ -70,19 +67,19 @@ MAX_LENGTH_PENALTY = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamParams:
-    """A beam search instead of sampling. The choices of a call are its hypotheses, the best first."""
+    """Beam search instead of sampling. The choices of a call are its hypotheses, best first."""
 
     width: int
-    """Beams, >= 1: as many requests have the same `Request.parent_id`, and all that is said here in common."""
+    """Beams, >= 1. As many requests share a `Request.parent_id` and these parameters."""
     length_penalty: float = 1.0
-    """The sum of a hypothesis' log-probabilities is divided by its length to the power of it; within +-`MAX_LENGTH_PENALTY`."""
+    """A hypothesis' log-probability is divided by its length to this power; within +-`MAX_LENGTH_PENALTY`."""
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     num_logprobs: int | None = None
-    """The value of `SamplingParams.logprobs` without a request for them. That is large enough here: the width and a place for
-    each stop token."""
+    """The log-probabilities that the user asked for. `SamplingParams.logprobs` is larger here: the width plus the number of
+    stop tokens."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a score to such a power is no number that hypotheses could be compared by."""
+        """Raises ValueError for a width below 1 or a length penalty whose scores can't be compared."""
         if self.width < 1:
             raise ValueError(f"a beam search has a width of at least 1, not {self.width}")
         if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
@@ -93,17 +90,17 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineLimits:
-    """Limits of an answer that editors ask for. It ends with a line, by `FinishReason.LENGTH`."""
+    """Limits for code editors. The answer ends with a whole line, by `FinishReason.LENGTH`."""
 
     min_indent: int = 0
-    """It ends before a line, the first one excepted, that begins with fewer spaces and tabs."""
+    """End before a line, other than the first, that is indented by fewer spaces and tabs."""
     max_ns: int | None = None
-    """It ends when so much time has passed since its first token, and it has a whole line."""
+    """End once this much time has passed since the first token and the answer has a whole line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of sampling parameters for requests that leave them out, as a model's files name them. None: they say nothing."""
+    """Defaults of sampling parameters from a model's files; None: not named there."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -111,17 +108,17 @@ class SamplingDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
-    """Tokens of an answer whose request has no limit, where the API has none either."""
+    """For requests without a limit, where the API has no default either."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """Tokens that no answer has, unless its request lists those that are allowed."""
+    """Tokens that no answer contains, unless the request lists the allowed ones."""
 
     def named(self) -> dict[str, Any]:
-        """The parameters that the files name, without the banned tokens."""
+        """Return the parameters that the files name, without the banned tokens."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def words(self) -> str:
-        """The values in words, for the log; empty if there are none."""
+        """Return the values as text for the log; empty if there are none."""
         words = [f"{name} {round(value, 6)}" for name, value in self.named().items()]
         if self.banned_token_sequences:
             words.append(f"without tokens {', '.join(str(ids[-1]) for ids in self.banned_token_sequences[:8])}")
@@ -131,12 +128,12 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Frozen per request; validated where it enters (`serve`), trusted everywhere else."""
+    """Validated where a request enters (`serve`), trusted everywhere else."""
 
     max_tokens: int = 16
-    """Tokens to generate at most, >= 1."""
+    """>= 1."""
     min_tokens: int = 0
-    """Stop tokens cannot be sampled before this many tokens were generated, unless a grammar leaves nothing else."""
+    """No stop token is sampled before this many tokens, unless a grammar allows nothing else."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -150,29 +147,28 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     penalty_window: int | None = None
-    """The penalties count only the last so many tokens, >= 1. None: all."""
+    """The penalties count only this many last tokens, >= 1. None: all."""
     seed: int = 0
     """64-bit unsigned. The maker of the request draws one if the user gave none."""
     logprobs: int | None = None
     """None: none. k >= 0: the sampled token's log-probability and those of the k most likely tokens."""
     prompt_logprobs: int | None = None
-    """The same of each token of the prompt but the first, which nothing comes before; at most `MAX_LOGPROBS`."""
+    """The same for each prompt token after the first; at most `MAX_LOGPROBS`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token_id, bias) pairs, ids ascending and unique."""
+    """(token_id, bias), ids ascending and unique."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """If given, no other token can be sampled. Ascending, unique, not empty."""
+    """If given, only these can be sampled. Ascending, unique, not empty."""
     follows_grammar: bool = False
-    """The tokens that may be sampled are given anew each time, by a mask (`Executor.restrict`). No `allowed_token_ids` beside
-    it."""
+    """Each step's allowed tokens come as a mask (`Executor.restrict`). Excludes `allowed_token_ids`."""
     banned_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """The last token of each sequence is banned where the ones before it were just generated or prompted."""
+    """The last token of each sequence is banned right after the others."""
     beams: BeamParams | None = None
-    """Tokens are chosen by a beam search; what narrows the choice of one token is then left at its default, also `stop`."""
+    """Tokens are chosen by beam search. Parameters that narrow the choice, and `stop`, keep their defaults."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the request; includes the model's own end tokens unless `ignore_eos`."""
+    """Sampling one of these ends the request. Includes the model's end tokens unless `ignore_eos`."""
     stop: tuple[str, ...] = ()
-    """Stop strings, found by the output stage, not by the executor."""
+    """Stop strings, found by the output stage."""
     lines: LineLimits | None = None
-    """Watched by the output stage, too."""
+    """Also checked by the output stage."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

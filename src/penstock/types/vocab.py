@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SpecialTokens = Mapping[str, str | tuple[str, ...] | None]
-"""Texts of special tokens by the name that chat templates have for them, such as `eos_token`. Some names stand for several
-(`additional_special_tokens`); None says that the model has no such token."""
+"""Special tokens by the name that chat templates use, such as `eos_token`. A name may stand for several
+(`additional_special_tokens`); None: the model has no such token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -17,7 +17,7 @@ class GgufVocab:
     model: str
     """`gpt2` and `gemma4` (BPE), `llama` (SentencePiece BPE), `t5` (SentencePiece unigram) or `bert` (WordPiece)."""
     pre: str
-    """Name of the pre-tokeniser, e.g. `smollm`, `llama-bpe`, `qwen2`; empty if the file names none."""
+    """The pre-tokeniser, e.g. `smollm`, `llama-bpe`, `qwen2`; empty if the file names none."""
     tokens: Sequence[str]
     token_types: Sequence[int]
     """1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
@@ -30,11 +30,11 @@ class GgufVocab:
     add_bos_token: bool
     add_eos_token: bool
     add_space_prefix: bool
-    """SentencePiece only: a space goes before a text, and before what follows a special token."""
+    """SentencePiece only: put a space before a text, and after a special token."""
     remove_extra_whitespaces: bool = False
-    """SentencePiece only: spaces at both ends of a text go, and of several in a row one stays."""
+    """SentencePiece only: strip spaces at both ends and collapse runs to one."""
     charsmap: bytes = b""
-    """Unigram only: SentencePiece's compiled rules for replacing characters; empty if there are none."""
+    """Unigram only: SentencePiece's compiled character replacements; empty if there are none."""
     lowercase: bool = True
     """WordPiece only."""
     strip_accents: bool = True
