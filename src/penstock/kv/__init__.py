@@ -1,1 +1,1 @@
-"""The ownership of the KV cache: which request holds which block. Integers only: no tensors, no clock, no I/O."""
+"""Which request owns which KV block. Integers only: no tensors, no clock, no I/O."""

@@ -1,17 +1,18 @@
-"""The adapters in the pool: which blocks hold which, who needs one, and what the executor is to do about it. Part of
-`KVManager`; never decides which request runs.
+"""Adapters in the KV pool. Part of `KVManager`.
 
-An adapter is paged like KV. While requests that hold blocks have it, its blocks are held (it is pinned). When the last of them
-is gone they lie in the free list with their content kept, like blocks of a prefix, and compete with those: the least recently
-used content of either kind is lost first. One block that is given to somebody else is enough to evict the whole adapter.
+An adapter is paged like KV. While running requests use it, its blocks are held (it is pinned). After that they lie in the
+free
+list with their content, like blocks of a prefix, and the least recently used content of either kind is evicted first. Taking
+one
+block evicts the whole adapter:
 
     pinned    2 requests    blocks 7 2 5 held
-    idle                    blocks 7 2 5 in the free list, kept        -> pinned again, without being placed
-    evicted                 block 7 was taken: 2 and 5 are at the head of the free list, and the executor drops the adapter
+    idle                    blocks 7 2 5 cached in the free list       -> pinned again without a new placement
+    evicted                 block 7 was taken: 2 and 5 move to the head of the free list, and the executor drops the adapter
 
-Before the next step the executor drops what was evicted, then blocks are copied, then adapters are placed: a copy may go to a
-block of the first, and come from one of the last. An adapter that is evicted in the step of its placement is not placed any
-more, since its blocks may be the destinations of copies.
+Before the next step the executor drops evicted adapters, then copies blocks, then places adapters: a copy may overwrite an
+evicted
+adapter, and may read a block that a new adapter overwrites. An adapter evicted in the same step is not placed at all.
 """
 
 from __future__ import annotations
@@ -27,60 +28,60 @@ from penstock.types.stats import AdapterCounts
 
 @dataclass(slots=True)
 class Resident:
-    """An adapter that is in the pool."""
+    """An adapter in the pool."""
 
     block_ids: tuple[int, ...]
     num_pins: int = 0
-    """Block tables that have it."""
+    """Block tables that use it."""
 
 
 class AdapterPages:
     """The adapters of one pool, by their numbers."""
 
     def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
-        """`take` gives blocks of the pool, as the manager's own."""
+        """`take` allocates blocks through the manager."""
         self.residents: dict[int, Resident] = {}
-        """Written here alone."""
+        """Adapter number -> its blocks. Written only here."""
         self._numbers = self.residents.keys()
         self.num_pinned = 0
-        """Adapters that requests have."""
+        """Adapters in use."""
         self.num_pinned_blocks = 0
         self.num_placements = 0
-        """Since the beginning, as below: how often an adapter was put into the pool."""
+        """Totals since the start."""
         self.num_evictions = 0
         self._pool = pool
         self._take = take
         self._number_of: dict[int, int] = {}
-        """Block id -> the adapter that lies in it."""
+        """Block id -> the adapter stored there."""
         self._drops: list[int] = []
         self._placements: list[AdapterPlacement] = []
 
     @property
     def counts(self) -> AdapterCounts:
-        """The adapters here now, and the moves since the beginning."""
+        """The adapters here now, and the totals."""
         num_resident, num_blocks, numbers = len(self.residents), len(self._number_of), self._numbers
         return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
     def is_pinned(self, number: int) -> bool:
-        """Whether requests that hold blocks have it, so that one more costs nothing."""
+        """Return whether requests with blocks use the adapter, so that another one costs nothing."""
         resident = self.residents.get(number)
         return resident is not None and resident.num_pins > 0
 
     def num_blocks(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Blocks that the adapter takes. `packed` tells it of one that is not in the pool; 0: nobody knows."""
+        """Return the adapter's blocks; for one outside the pool, as many as `packed` needs, or 0 if that is unknown."""
         resident = self.residents.get(number)
         if resident is not None:
             return len(resident.block_ids)
         return 0 if packed is None else packed.num_pages
 
     def num_missing(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Available blocks that `pin` makes unavailable."""
+        """Return the available blocks that `pin` would take."""
         return 0 if self.is_pinned(number) else self.num_blocks(number, packed)
 
     def pin(self, number: int, packed: PackedAdapter | None = None) -> None:
-        """One more block table has the adapter. Takes blocks, and orders its placement, if it is not in the pool.
+        """Add a block table that uses the adapter. Allocates and orders a placement if it is not in the pool.
 
-        Raises ValueError if it is not and there is no `packed`, or fewer blocks than it needs are available.
+        Raises ValueError if then `packed` is missing or too few blocks are available.
         """
         resident = self.residents.get(number)
         if resident is None:
@@ -100,7 +101,7 @@ class AdapterPages:
         resident.num_pins += 1
 
     def unpin(self, number: int, group: Hashable) -> None:
-        """One table fewer has it. After the last one its blocks are cached, on account of that table's group."""
+        """Remove a block table. After the last one the adapter's blocks are cached in that table's `group`."""
         resident = self.residents[number]
         resident.num_pins -= 1
         if not resident.num_pins:
@@ -110,49 +111,49 @@ class AdapterPages:
                 self._pool.release(block_id, keep=True, group=group)
 
     def num_freed(self, pins: Mapping[int, int]) -> int:
-        """Blocks that become available if adapters lose as many pins, by number."""
+        """Return the blocks that become available if each adapter loses that many pins."""
         residents = self.residents
         return sum(len(residents[number].block_ids) for number, count in pins.items() if residents[number].num_pins == count)
 
     def evict(self, block_ids: Iterable[int]) -> None:
-        """These blocks were given to somebody else: adapters that lie in one of them are lost."""
+        """Forget the adapters in these blocks, which now belong to somebody else."""
         number_of = self._number_of
-        if not number_of:  # like nearly always
+        if not number_of:
             return
         taken = set(block_ids)
         for number in dict.fromkeys(number_of[block_id] for block_id in sorted(taken & number_of.keys())):
             for block_id in self.residents.pop(number).block_ids:
                 del number_of[block_id]
-                if block_id not in taken:  # nothing of use is in it any more
+                if block_id not in taken:
                     self._pool.hold(block_id)
                     self._pool.release(block_id, keep=False)
             placements = [placement for placement in self._placements if placement.number != number]
-            if len(placements) == len(self._placements):  # else the executor has not heard of it
+            if len(placements) == len(self._placements):  # else the executor does not know it yet
                 self._drops.append(number)
             self._placements = placements
             self.num_evictions += 1
 
     def holds(self, block_id: int) -> bool:
-        """Whether an adapter lies in the block."""
+        """Return whether an adapter lies in the block."""
         return block_id in self._number_of
 
     @property
     def has_orders(self) -> bool:
-        """Whether the executor has yet to hear of a drop or a placement."""
+        """True if drops or placements are waiting for the executor."""
         return bool(self._drops or self._placements)
 
     def take_drops(self) -> Sequence[int]:
-        """Numbers of adapters that the executor drops before it copies blocks for the next step; each is returned once."""
+        """Return, once each, the adapters to drop before blocks are copied for the next step."""
         drops, self._drops = self._drops, []
         return drops
 
     def take_placements(self) -> Sequence[AdapterPlacement]:
-        """Adapters that the executor places after it has copied blocks for the next step; each is returned once."""
+        """Return, once each, the adapters to place after blocks are copied for the next step."""
         placements, self._placements = self._placements, []
         return placements
 
     def check(self, pins: Counter[int]) -> None:
-        """Verify the laws; `pins`: number -> tables that have it. Raises AssertionError. O(blocks of adapters)."""
+        """Verify the invariants; `pins`: number -> tables that use it. Raises AssertionError. O(adapter blocks)."""
         pool = self._pool
         assert BASE not in pins, "a table has the base as its adapter"
         found = {number: resident.num_pins for number, resident in self.residents.items() if resident.num_pins}

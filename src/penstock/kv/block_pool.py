@@ -1,21 +1,23 @@
-"""The block pool: owns the free list and the reference counts of all KV blocks. Called by `KVManager` alone; never knows
-requests or tokens.
+"""The block pool: free list and reference counts of all KV blocks.
 
-The free list *is* the prefix cache. A block that is given back with content worth keeping goes to the
-tail and keeps that content until the head of the list reaches it; one without goes to the head and is
-re-used first. So the order of the list is the eviction policy: least recently freed first.
+The free list *is* the prefix cache. A freed block with content worth keeping goes to the tail and keeps that content until
+the
+head of the list reaches it. A block without content goes to the head. So eviction is least recently freed first:
 
     head -> [no content ...] -> [oldest content ... newest content] <- tail
 
-The list is intrusive: two arrays of neighbours, indexed by block id. Taking a block out of the
-middle (a prefix hit revives it) is therefore O(1), and nothing is allocated per operation.
+The list is intrusive: two arrays of neighbours, indexed by block id. So taking a block out of the middle (a prefix hit
+revives it)
+is O(1), and no operation allocates memory.
 
-A block may be given back on account of a group. It then lies in a list of that group, of the same kind, and
-when the list above is empty the eviction policy names the group that loses its head (`eviction.py`).
+A block may be freed into a group, such as a tenant. Each group has a list of its own. When the list above is empty, the
+eviction
+policy names the group that loses its head (`eviction.py`).
 
-Blocks that were found again, and those of conversations, rest: each group has a second list for them. The older of the two
-heads is lost. A resting block counts as freed `rest_ns` later than it was, while at most `MAX_RESTING_SHARE` of the group's
-blocks rest.
+Blocks that were found again, and those of conversations, rest: each group has a second list for them. A resting block counts
+as
+freed `rest_ns` later than it was, while at most `MAX_RESTING_SHARE` of the group's blocks rest. The older of the two heads
+goes.
 """
 
 from __future__ import annotations
@@ -26,27 +28,27 @@ from dataclasses import dataclass
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 
 NULL_BLOCK_ID = 0
-"""Belongs to nobody and is never given out; padding may be written to it."""
+"""Never allocated; padding writes to it."""
 MAX_RESTING_SHARE = 0.75
-"""Share of a group's cached blocks up to which resting ones outlast others; beyond it the oldest block of either kind goes.
-`benchmarks/resting.py`: half helps agents little, and all would leave new prompts no time to be found again."""
+"""Share of a group's cached blocks that may rest. Measured by `benchmarks/resting.py`: half helps agents little, and with
+all of them new prompts are lost before they can be found again."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """The cached blocks of one group, in two lists."""
+    """The cached blocks of one group."""
 
     end_idx: int
-    """Entry of the list in the arrays of neighbours: next is its head, prev its tail."""
+    """The list's entry in the arrays of neighbours: next is its head, prev its tail."""
     rest_idx: int
-    """The same of the list of blocks that rest."""
+    """The same for the list of resting blocks."""
     num_blocks: int = 0
-    """Blocks in both lists."""
+    """In both lists."""
     num_resting: int = 0
 
 
 class BlockPool:
-    """`num_blocks` blocks with ids [0, num_blocks), of which block 0 is the null block."""
+    """`num_blocks` blocks with ids [0, num_blocks); block 0 is the null block."""
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
         if num_blocks < 2:
@@ -55,11 +57,11 @@ class BlockPool:
         self.num_available = num_blocks - 1
         """Blocks in the free list, with and without content."""
         self.num_cached = 0
-        """Blocks in the free list whose content was kept."""
+        """Blocks in the free list with content."""
         self.num_shared = 0
         """Blocks with more than one reference."""
         self.now_ns = 0
-        """Time of the step that is being planned; set by the scheduler."""
+        """Time of the step being planned; set by the scheduler."""
         self._ref_counts = [0] * num_blocks
         self._is_kept = bytearray(num_blocks)
         # The null block's entries are the list's two ends: next[0] is the head, prev[0] the tail.
@@ -67,58 +69,59 @@ class BlockPool:
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._eviction = eviction or LeastRecentlyUsed()
         self._freed_ns = [0] * num_blocks
-        """When each block was cached last."""
+        """When each block was last cached."""
         self._rests = bytearray(num_blocks)
         """1 for a block that rests whenever it is cached, until its content is lost."""
         self._spare_ends: list[int] = []
-        """Entries behind those of the blocks, of groups that have no blocks any more."""
+        """Unused list entries behind those of the blocks."""
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
-        """The groups that have blocks."""
+        """Groups that have blocks."""
         self._group_of: dict[int, Hashable] = {}
-        """Block id -> group, of the blocks that lie in a group's lists."""
+        """Block id -> group, for blocks in a group's lists."""
 
     def ref_count(self, block_id: int) -> int:
-        """How many tables hold the block; 0 if it is in the free list."""
+        """Return how many tables hold the block; 0 if it is free."""
         return self._ref_counts[block_id]
 
     def is_kept(self, block_id: int) -> bool:
-        """True for a block in the free list whose content was kept."""
+        """Return whether the block is free and has content."""
         return bool(self._is_kept[block_id])
 
     def snapshot(self) -> tuple[list[int], bytes]:
-        """(references, 1 if kept) of each block, as copies."""
+        """Return copies of (references, 1 if kept) by block id."""
         return self._ref_counts.copy(), bytes(self._is_kept)
 
     def free_block_ids(self) -> Iterator[int]:
-        """The free list, the next to be re-used first, then those of the groups. O(length); for checks."""
+        """Yield the free list, next to be re-used first, then the groups' lists. O(length); for checks."""
         for group in (self._ungrouped, *self._groups.values()):
             yield from self._blocks_of(group)
 
     def groups(self) -> dict[Hashable, list[int]]:
-        """The cached blocks of each group, resting ones last, of either kind the oldest first. O(blocks); for checks."""
+        """Return each group's cached blocks: oldest first, resting ones last. O(blocks); for checks."""
         return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
 
     def rests(self, block_id: int) -> bool:
-        """Whether a block is cached and rests."""
+        """Return whether the block is cached and rests."""
         return bool(self._is_kept[block_id] and self._rests[block_id])
 
     def resting(self, name: Hashable = None) -> int:
-        """Resting blocks on account of a group; None: of no group."""
+        """Return the number of a group's resting blocks; None: those of no group."""
         group = self._ungrouped if name is None else self._groups.get(name)
         return group.num_resting if group else 0
 
     def group_size(self, name: Hashable) -> int:
-        """Cached blocks on account of a group."""
+        """Return the number of a group's cached blocks."""
         group = self._groups.get(name)
         return group.num_blocks if group else 0
 
     def group_of(self, block_id: int) -> Hashable:
-        """On whose account a free block is cached; None if nobody's."""
+        """Return the group of a cached block, or None."""
         return self._group_of.get(block_id)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the head, then from the groups, each with one reference. Their old content is lost.
+        """Take `count` blocks, each with one reference: from the head of the list, then from the groups. Their content is
+        lost.
 
         Raises ValueError, and takes nothing, if fewer are available.
         """
@@ -142,7 +145,7 @@ class BlockPool:
         return taken
 
     def hold(self, block_id: int, *, rests: bool = False) -> None:
-        """Add a reference; revives the block from the free list if it lies there. `rests`: as that of `release`."""
+        """Add a reference, taking the block out of the free list if it is there. `rests` as in `release`."""
         if block_id == NULL_BLOCK_ID:
             raise ValueError("the null block can't be held")
         if self._ref_counts[block_id] == 0:
@@ -152,10 +155,9 @@ class BlockPool:
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
-        """Drop a reference; with the last one the block joins the free list, its content kept or not.
+        """Drop a reference. With the last one the block joins the free list, and keeps its content if `keep`.
 
-        Content that is kept counts for `group`; None: for no group. `rests`: the block rests whenever it is cached, until its
-        content is lost.
+        `group` is where kept content counts. `rests`: the block rests whenever it is cached, until its content is lost.
 
         Raises ValueError if nobody holds it.
         """
@@ -190,14 +192,14 @@ class BlockPool:
         yield from self._list(group.rest_idx)
 
     def _list(self, end_idx: int) -> Iterator[int]:
-        """The blocks between a list's ends."""
+        """Yield the blocks of one list."""
         block_id = self._next[end_idx]
         while block_id != end_idx:
             yield block_id
             block_id = self._next[block_id]
 
     def _evict(self) -> int:
-        """Take a cached block: of no group, or else of the group that the policy gives up."""
+        """Take a cached block that has no group, or else one of the group that the policy chooses."""
         num_ungrouped = self.num_cached - len(self._group_of)
         if num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
@@ -210,7 +212,7 @@ class BlockPool:
         return block_id
 
     def _oldest(self, group: _Group, num_blocks: int) -> int:
-        """Return the head of one of the group's lists, which have so many blocks."""
+        """Return the head of one of the group's two lists, which have `num_blocks` blocks in total."""
         plain, resting = self._next[group.end_idx], self._next[group.rest_idx]
         if resting == group.rest_idx:
             return plain
@@ -220,7 +222,7 @@ class BlockPool:
         return plain if self._freed_ns[plain] <= self._freed_ns[resting] + rest_ns else resting
 
     def _join(self, name: Hashable, block_id: int) -> int:
-        """Note that a block is about to be cached on account of a group. Return the entry of its list's ends."""
+        """Record that a block is about to be cached in a group. Return the entry of the list to append it to."""
         self._freed_ns[block_id] = self.now_ns
         group = self._ungrouped if name is None else self._groups.get(name)
         if group is None:
@@ -234,7 +236,7 @@ class BlockPool:
         return group.rest_idx if rests else group.end_idx
 
     def _new_end(self) -> int:
-        """Return the entry of an empty list."""
+        """Return the entry of a new empty list."""
         if self._spare_ends:
             return self._spare_ends.pop()
         end_idx = len(self._next)
@@ -243,7 +245,7 @@ class BlockPool:
         return end_idx
 
     def _leave(self, block_id: int) -> None:
-        """Note that a cached block was taken out of its list."""
+        """Record that a cached block left its list."""
         name = self._group_of.pop(block_id, None)
         group = self._ungrouped if name is None else self._groups[name]
         group.num_resting -= self._rests[block_id]

@@ -1,9 +1,8 @@
-"""The block table: one request's blocks, and the names of their content. Made by `KVManager`; never gives out a block.
+"""The block table: one request's blocks and the hashes of their content.
 
-A block's content is named by the chain of everything before it: hash(i) = H(hash(i - 1), tokens of block i), and
-hash(-1) = H(salt, adapter). Equal hashes thus mean equal prefixes from position 0, and requests of different salts or adapters
-never share a block.
-H is BLAKE2b with a digest of 128 bits (RFC 7693).
+A block's hash covers everything before it: hash(i) = H(hash(i - 1), tokens of block i) and hash(-1) = H(salt, adapter). So
+equal hashes mean equal prefixes from position 0, and requests of different salts or adapters never share a block. H is
+BLAKE2b with a digest of 128 bits (RFC 7693).
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ TOKEN_BYTES = 4
 
 
 def root_hash(salt: bytes, adapter: AdapterRef | None = None) -> bytes:
-    """The parent of a request's first block: another for each adapter, whose keys and values are others."""
+    """Return the parent hash of a request's first block. An adapter has other keys and values, hence another root."""
     assert adapter is None or adapter.fingerprint, "an adapter is read before anything is computed with it"
     key = b"" if adapter is None else adapter.fingerprint
     return blake2b(salt, digest_size=HASH_BYTES, key=key, person=b"penstock-kv").digest()
 
 
 def private_root_hash(request_id: str) -> bytes:
-    """The parent of the first block of a request that shares nothing with others."""
+    """Return the root of a request that shares nothing with others."""
     return blake2b(request_id.encode(), digest_size=HASH_BYTES, person=b"penstock-own").digest()
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Tokens as bytes, `TOKEN_BYTES` each."""
+    """Return tokens as bytes, `TOKEN_BYTES` each."""
     return array("i", token_ids).tobytes()
 
 
 def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tuple[list[bytes], list[bytes]]:
-    """(hashes, packed tokens) of the full blocks of `token_ids`, which continue the prefix named `parent`."""
+    """Return (hashes, packed tokens) of the full blocks of `token_ids`, which continue the prefix `parent`."""
     data, block_bytes = pack(token_ids), block_size * TOKEN_BYTES
     contents = [data[start : start + block_bytes] for start in range(0, len(data) - block_bytes + 1, block_bytes)]
     hashes: list[bytes] = []
@@ -51,34 +50,34 @@ def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> tu
 
 
 def child_key(parent: bytes, token_id: int) -> bytes:
-    """The key under which the children of `parent` list a block that begins with this token."""
+    """Return the key under which `parent` lists children that begin with this token."""
     return parent + token_id.to_bytes(TOKEN_BYTES, byteorder)
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request, and the names of their content."""
+    """The blocks of one request and the hashes of their content."""
 
     block_ids: list[int] = field(default_factory=list)
-    """The blocks in order of position, the first `num_released` null blocks; empty while the request waits."""
+    """In order of position; empty while the request waits. The first `num_released` are null blocks."""
     num_released: int = 0
-    """Blocks that the request has given back, or never held, since no layer reads them any more."""
+    """Blocks that the request gave back, or never held, because no layer reads them any more."""
     window: int = 0
-    """`Capacity.window`, or 0 for a beam: another may be forked from one where it was before, so it keeps all blocks."""
+    """`Capacity.window`, or 0 for a beam, which keeps all blocks so that others can fork from earlier positions."""
     root: bytes = b""
-    """Parent of the first block."""
+    """Parent hash of the first block."""
     hashes: list[bytes] = field(default_factory=list)
-    """Chain of the full blocks hashed so far; each block is hashed once, also across preemptions."""
+    """Hashes of full blocks. Each block is hashed once, even across preemptions."""
     contents: list[bytes] = field(default_factory=list)
     """Packed tokens of the same blocks."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
-    """The group whose cached blocks these become after the request (`eviction.py`)."""
+    """Eviction group of the request's blocks (`eviction.py`)."""
     rests: bool = False
-    """The request is a turn of a conversation: its cached blocks outlast others for a while (`block_pool.py`)."""
+    """The request is part of a conversation: its cached blocks outlast others for a while (`block_pool.py`)."""
     adapter: int = BASE
-    """The adapter that is pinned for the request while it holds blocks."""
+    """The adapter pinned while the request holds blocks."""
     leads: bytes = b""
     """Key of the block that the request computes next, if others may wait for it; else empty."""
 
@@ -88,15 +87,15 @@ class BlockTable:
         return self.block_ids[self.num_released :]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first blocks that no layer reads any more, once so many positions are computed."""
+        """Return how many first blocks no layer reads once `num_computed_tokens` are computed."""
         return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:
-        """Hash of the prefix before block `idx`."""
+        """Return the hash of the prefix before block `idx`."""
         return self.hashes[idx - 1] if idx else self.root
 
     def hash_blocks(self, request: Request, num_blocks: int, block_size: int) -> None:
-        """Extend the chain of hashes to `num_blocks` full blocks."""
+        """Extend the hashes to `num_blocks` full blocks."""
         num_hashed = len(self.hashes)
         if num_hashed >= num_blocks:
             return
@@ -107,13 +106,13 @@ class BlockTable:
 
 
 def token_at(request: Request, position: int) -> int:
-    """The token at a position of prompt and output."""
+    """Return the token at a position of prompt and output."""
     num_prompt = request.num_prompt_tokens
     return request.prompt_token_ids[position] if position < num_prompt else request.output_token_ids[position - num_prompt]
 
 
 def token_slice(request: Request, start: int, stop: int) -> Sequence[int]:
-    """Tokens at positions [start, stop) of prompt and output."""
+    """Return the tokens at positions [start, stop) of prompt and output."""
     num_prompt = request.num_prompt_tokens
     if stop <= num_prompt:
         return request.prompt_token_ids[start:stop]

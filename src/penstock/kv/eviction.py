@@ -1,13 +1,12 @@
-"""Eviction policies: which cached blocks are lost first? Asked by `BlockPool`; they know groups and their sizes, never a block.
+"""Eviction policies: which cached blocks are lost first. A policy knows groups and their sizes, never single blocks.
 
-A block with content that nobody holds belongs to the group of the request that held it last. When blocks without content are
-used up, a policy names the group that loses one, and of that group the least recently freed goes:
+A cached block belongs to the group of the request that held it last. When blocks without content are used up, the policy
+names a group, and that group's least recently freed block goes:
 
     tenant-fair    "light"  head -> oldest ... newest          2 blocks
                    "heavy"  head -> oldest ......... newest    5 blocks: loses its oldest, however new that is
 
-A policy sees each change of a size, so that it can keep what it needs to answer at once. It keeps accounts: one is made for
-each pool.
+A policy is told each change of a group's size, so it can answer at once. Each pool has its own policy object.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from typing import Protocol
 from penstock.types.request import Request
 
 REST_NS = 10_000_000_000
-"""The rest, as a rule: nearly all of an agent's tools have run by then, and other workloads lose nothing (docs/memory.md)."""
+"""Default rest: nearly all of an agent's tools have run by then, and other workloads lose nothing (docs/memory.md)."""
 
 
 class EvictionPolicy(Protocol):
-    """A policy of one pool. Which of a group's blocks is lost is not its question: the pool takes the oldest."""
+    """Chooses the group that loses a block; the pool takes that group's oldest."""
 
     rest_ns: int = REST_NS
-    """Cached blocks that rest (`block_pool.py`) count as used so much later than they were; 0: no later."""
+    """Resting blocks (`block_pool.py`) count as used this much later than they were."""
 
     @abstractmethod
     def group_of(self, request: Request) -> Hashable:
-        """The group of the request's blocks once it lets go of them; None: of a list of which no account is kept."""
+        """Return the group of the request's blocks once it frees them. None: the ungrouped list."""
         ...
 
     def resized(self, group: Hashable, num_blocks: int) -> None:
-        """A group has one cached block more or one less than before, and now so many."""
+        """Note that a group has one cached block more or fewer, and now `num_blocks`."""
         del group, num_blocks
 
     @abstractmethod
     def choose(self) -> Hashable:
-        """The group that loses a block: one of those that have any."""
+        """Return the group that loses a block: one that has any."""
         ...
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """The block that was not used for longest, of any request."""
+    """The least recently used block, of any request."""
 
     def __init__(self, *, rest_ns: int = REST_NS) -> None:
         self.rest_ns = rest_ns
@@ -58,9 +57,10 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class LowestPriorityFirst(EvictionPolicy):
-    """Blocks that the lowest class has left behind, before any of a higher one; of a class the least recently used.
+    """Blocks of the lowest class first, least recently used within a class. A class loses nothing while a lower one has
+    blocks.
 
-    Classes more than `MAX_CLASS` up or down count as that. A class keeps what it has for as long as lower ones have any.
+    Classes beyond +-`MAX_CLASS` count as that.
     """
 
     MAX_CLASS = 20
@@ -85,17 +85,17 @@ class LowestPriorityFirst(EvictionPolicy):
 
 
 class TenantFair(EvictionPolicy):
-    """The least recently used block of the tenant that has most cached blocks.
+    """The least recently used block of the tenant with the most cached blocks.
 
-    So the cache is shared as evenly as tenants ask for it: one that wants no more than an equal share loses nothing to others,
-    however many requests they send. Among tenants with equally many, the one that has had as many for longest loses one.
+    A tenant that wants no more than an equal share loses nothing to others, however many requests they send. Among tenants
+    with equally many, the one that has had as many for longest loses one.
     """
 
     def __init__(self, *, rest_ns: int = REST_NS) -> None:
         self.rest_ns = rest_ns
         self._sizes: dict[Hashable, int] = {}
         self._of_size: dict[int, dict[Hashable, None]] = {}
-        """Number of blocks -> the tenants with as many. A size changes by one, so the largest is never searched for."""
+        """Number of blocks -> tenants with that many. Sizes change by one, so the largest is never searched for."""
         self._largest = 0
 
     def group_of(self, request: Request) -> Hashable:

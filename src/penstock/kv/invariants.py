@@ -1,6 +1,4 @@
-"""The laws of KV memory, verified in one function. Called by tests after every operation and by the engine when idle; never
-repairs anything.
-"""
+"""The invariants of KV memory, checked by tests after every operation and by the engine when idle."""
 
 from __future__ import annotations
 
@@ -12,21 +10,21 @@ from penstock.types.adapter import BASE
 
 
 def check(manager: KVManager) -> None:
-    """Raises AssertionError, naming the law, if one is broken. O(blocks + table entries).
+    """Raise AssertionError, naming the invariant, if one is broken. O(blocks + table entries).
 
-    1. free + held = total, `num_cached` of the free ones have content, and `num_shared` of the held ones several holders.
-    2. A block's reference count is the number of tables that hold it, those behind the fence included, or 1 if a pinned adapter
-       lies in it; no table holds it twice. Null blocks stand for the first ones of a table that were given back, which were
-       full, and for no others.
-    3. A block is in the free list exactly if its count is 0, and is marked kept exactly if it is published or holds an
-       adapter.
-    4. Hash and block are one to one, and the index finds each content under its parent. Tables share only blocks that are
-       full, or have given up the right to write without asking (after a fork).
-    5. A group's cached blocks are as many as are counted, each kept and of that group alone; what would be evicted is of
-       a group that has some.
-    6. Each slot of the tier below, if there is one, is free, present or busy, and has one hash at most.
-    7. An adapter is pinned as often as tables have it, and no table without blocks has one.
-    8. A request that is said to compute a block next holds blocks, and computes that one as part of a prefill.
+    1. free + held = total. `num_cached` free blocks have content, and `num_shared` held ones have several holders.
+    2. A block's reference count is the number of tables that hold it, fenced ones included, or 1 if a pinned adapter lies in
+    it. No
+       table holds a block twice. Null blocks stand only for a table's first blocks that were full and given back.
+    3. A block is free if and only if its count is 0, and kept if and only if it is published or holds an adapter.
+    4. Hash and block are one to one, and the index finds each content under its parent. Tables share only full blocks, or
+    after a
+       fork blocks that they must ask to write.
+    5. A group's size is its number of cached blocks, each kept and in that group alone. The policy chooses a group that has
+    blocks.
+    6. Each slot of the tier below is free, present or busy, and has at most one hash.
+    7. An adapter is pinned as often as tables use it, and a table without blocks uses none.
+    8. A request that others wait for holds blocks and computes the awaited block next, as part of a prefill.
     """
     _check_free_list(manager)
     _check_groups(manager)

@@ -1,28 +1,31 @@
-"""The KV manager: owns every request's block table, from its first block to its last. Called by the scheduler alone; never
-decides which request runs. Callers ask the parts directly: `pool` counts blocks, `prefix` finds shared ones, `adapters` says
-what lies in others, `swapping` moves blocks to and from a tier below.
+"""The KV manager: every request's block table. Only the scheduler calls it. Its parts are used directly: `pool` counts
+blocks, `prefix`
+finds shared ones, `adapters` holds adapters, `swapping` moves blocks to and from a tier below.
 
-How a table of block size 4 looks while a request of 11 tokens, 9 of them computed, is about to compute 2 more:
+A table of block size 4, for a request of 11 tokens with 9 computed that is about to compute 2 more:
 
     position   0 1 2 3 | 4 5 6 7 | 8 9 10 .
     block_ids     7    |    2    |    5          append-only while the request runs
     content    published, shared | own, written by this step
 
-Full blocks are published in the prefix index when the step that filled them is committed, never before, so that a failed step
-leaves no entry for KV that was not written. They may then be shared. The block being written is a request's own; if it is not
-(after a fork), the request gets a copy of it first.
+Full blocks are published in the prefix index when the step that filled them is committed, so a failed step leaves no entry
+for
+KV that was never written. Published blocks may be shared. A request writes only to blocks of its own; after a fork it first
+gets
+a copy.
 
-Where every layer has a window, the blocks before it become null blocks in the table while the request runs. Others may find
-their content for as long as it is cached, as that of any block that was given back:
+Where every layer has a window, blocks before it become null blocks in the table while the request runs. Their content stays
+cached for others like that of any freed block:
 
-    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .      a window of 5: position 9 and those behind it read 5 and later ones
+    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .      a window of 5: positions from 9 on read only 5 and later
     block_ids     -    |    2    |    5          block 7 is free, and cached
 
-A prefix hit may end inside a block: the tail of another request, or a full block that goes on differently. The request gets a
-copy of that block and computes what comes after the tokens that both have. Copies are made in order and before anything else
-of their step, so that the source need not outlive the plan: whoever gets it next writes to it later.
+A prefix hit may end inside a block: in another request's last block, or in a full one that continues differently. The
+request gets
+a copy of that block and computes the rest. Copies are made in order before anything else of their step, so the source may be
+re-used right after.
 
-Where blocks hold recurrent state, hits end with a block: docs/decisions/recurrent-state.md.
+Where blocks hold recurrent state, hits end at block boundaries: docs/decisions/recurrent-state.md.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from penstock.types.request import Request
 
 
 class KVManager:
-    """Blocks for requests, keyed by request id."""
+    """Block tables by request id."""
 
     def __init__(
         self,
@@ -54,9 +57,9 @@ class KVManager:
         eviction: EvictionPolicy | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """`num_blocks` includes the null block; the policy and the tier are this manager's own. `window`: that of `Capacity`.
+        """`num_blocks` includes the null block. `window` and `has_state` are those of `Capacity`.
 
-        With a tier, content has a name also where requests share nothing. `has_state` is that of `Capacity`.
+        With a tier, content is hashed even if requests share nothing.
         """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -66,52 +69,50 @@ class KVManager:
         self.num_total_blocks = num_blocks - 1
         """Blocks that requests can hold: all but the null block."""
         self.tables: dict[str, BlockTable] = {}
-        """All that is remembered of requests, by their ids; others may read it."""
+        """Request id -> its table. Read by the other parts."""
         self.num_slots: dict[str, int] = {}
-        """request_id -> positions that may be written without asking: block_size * blocks, or 0 if one may be shared."""
+        """Request id -> positions that it may write without asking: block_size * blocks, or 0 if a block may be shared."""
         self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
         self.tier = tier
         self.swapping: Swapping | None = None
-        """The moves between pool and tier; None without a tier."""
+        """Moves between pool and tier; None without a tier."""
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
         self.adapters = AdapterPages(self.pool, self._take)
         self._window = window
         self._names_content = enable_prefix_caching or tier is not None
         self.pending_copies: list[tuple[int, int]] = []
-        """(source, destination) blocks to copy, in order, before the next step; see `take_block_copies`."""
+        """(source, destination) blocks to copy, in order, before the next step."""
         self._fences: dict[int, list[tuple[str, BlockTable]]] = {}
-        """Id of a step in flight -> (request id, table) of requests that ended while it had a row of theirs."""
+        """Step id -> (request id, table) of requests that ended while that step had a row of theirs."""
 
     @property
     def load_ns_per_token(self) -> float | None:
-        """Time to bring a token of a full block back from the tier; 0: not measured yet; None: there is none that works."""
+        """Time to load one token of a full block from the tier; 0: not measured yet; None: no working tier."""
         tier = self.tier
         return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold so many positions."""
+        """Return the blocks needed for `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
-        """The request's blocks in order of position, null blocks for those that it has given back; empty if it holds none."""
+        """Return the request's blocks in order of position, with null blocks for those given back."""
         table = self.tables.get(request_id)
         return tuple(table.block_ids) if table else ()
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Blocks that the request holds, also those that others hold too."""
+        """Return the blocks that the request holds, shared ones included."""
         table = self.tables.get(request_id)
         return len(table.block_ids) - table.num_released if table else 0
 
     def num_own_blocks(self, request_id: str) -> int:
-        """Blocks that the request holds and no other: as many become available when it is suspended. O(its blocks)."""
+        """Return the blocks that only this request holds, which suspending it would free. O(its blocks)."""
         table = self.tables.get(request_id)
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
-        """Blocks that become available when all of these are suspended: nobody else holds them, and they are none of `kept`.
-        O(their blocks).
-        """
+        """Return the blocks freed by suspending all these requests, without those in `kept`. O(their blocks)."""
         holds: Counter[int] = Counter()
         for request_id in request_ids:
             if request_id in self.tables:
@@ -122,28 +123,27 @@ class KVManager:
         return sum(ref_count(block_id) == count for block_id, count in holds.items())
 
     def num_freed_adapter_blocks(self, request_ids: Iterable[str], kept: int) -> int:
-        """Blocks of adapters that become available when all of these are suspended, but for the adapter of number `kept`."""
+        """Return the adapter blocks freed by suspending all these requests, without those of adapter `kept`."""
         pins = Counter(self.tables[request_id].adapter for request_id in request_ids if request_id in self.tables)
         for number in (BASE, kept):
             pins.pop(number, None)
         return self.adapters.num_freed(pins)
 
     def lookup_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
+        """Return the longest cached prefix, at least one token short of the whole, so that there are logits to sample from."""
         if not self._names_content:
             return NO_HIT
         table = self._table(request)
-        # What others have computed has no logits, so whose prompt is to be scored computes all of it.
+        # Cached tokens have no logits, so a request that wants its prompt scored computes all of it.
         return self.prefix.lookup(request, table) if request.is_scored else NO_HIT
 
     def allocate(
         self, request: Request, hit: PrefixHit, num_tokens: int, packed: PackedAdapter | None = None
     ) -> tuple[int, ...]:
-        """Give a request without blocks its table for positions [0, num_tokens): the hit's blocks, then fresh ones.
+        """Give a request its table for positions [0, num_tokens): the hit's blocks, then fresh ones. Also pins its adapter.
 
-        Its adapter is pinned, and placed from `packed` if it is not in the pool. Takes `num_blocks_for(num_tokens) -
-        len(hit.block_ids) + hit.num_free_blocks` available blocks, and the adapter's `num_missing`; raises ValueError, and
-        changes nothing, if there are fewer.
+        Takes `num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks` available blocks plus the adapter's
+        `num_missing`. Raises ValueError, and changes nothing, if there are fewer.
         """
         table = self._table(request)
         if self.tier is not None:
@@ -157,16 +157,16 @@ class KVManager:
             raise ValueError(
                 f"{num_fresh} + {hit.num_free_blocks} + {num_missing} blocks needed, {self.pool.num_available} available"
             )
-        if not self._names_content:  # nothing is shared, and nothing is found again
+        if not self._names_content:  # nothing is shared or found again
             self._pin(table, number, packed)
             table.block_ids = self._take(num_fresh)
             self.num_slots[request.request_id] = len(table.block_ids) * self.block_size
             return tuple(table.block_ids)
-        # A request that was preempted finds its own blocks, which is no sign that others will.
+        # A preempted request that finds its own blocks is no sign that others will.
         rests = self.eviction.rest_ns > 0 and not request.num_preemptions
-        for block_id in hit.held:  # before the others, which would else be taken from among them
+        for block_id in hit.held:  # first, or the allocations below could take them
             self.pool.hold(block_id, rests=rests)
-        self._pin(table, number, packed)  # before the fresh ones for the same reason
+        self._pin(table, number, packed)  # likewise before the fresh blocks
         fresh = self._take_with_copy(num_fresh, hit.tail_block_id, rests) if hit.tail_block_id else self._take(num_fresh)
         table.block_ids = [*hit.block_ids, *fresh]
         table.num_released = len(hit.block_ids) - len(hit.held)
@@ -178,10 +178,10 @@ class KVManager:
         return tuple(table.block_ids)
 
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
-        """Make positions [context_len, num_tokens) writable. Returns the blocks appended, or None if there are too few.
+        """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
 
-        A block among them that others hold too is replaced by a fresh one, and a copy is added to
-        `take_block_copies`: then the executor's table is out of date and the row must be sent in full.
+        Shared blocks among them are replaced by copies (`take_block_copies`). Then the executor's table is out of date and
+        the row must be sent in full.
         """
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
@@ -199,7 +199,7 @@ class KVManager:
         return tuple(fresh)
 
     def publish(self, request: Request) -> None:
-        """Make the request's full computed blocks findable, after a step that filled a block, or was part of a prefill."""
+        """Make the request's full computed blocks findable, after a step that filled a block or computed part of a prefill."""
         table = self.tables[request.request_id]
         first, table.num_full = table.num_full, request.num_computed_tokens // self.block_size
         if not self._names_content:
@@ -213,20 +213,17 @@ class KVManager:
             self.prefix.lead(table, request)
 
     def release_unread(self, request: Request) -> None:
-        """Give back the request's blocks that no layer reads any more, after a step that was published.
-
-        Steps in flight read later positions than the one that was committed, so they need none of these either.
-        """
+        """Give back blocks that no layer reads any more, after `publish`. Steps in flight read only later positions."""
         table = self.tables[request.request_id]
         first, end = table.num_released, table.num_unread(request.num_computed_tokens, self.block_size)
         if end > first:
-            # The first ones first: who goes on behind this prefix, or behind a part of it, needs the last ones.
+            # In order of position: continuing this prefix needs the last blocks, so they are evicted last.
             self._give_back(table.block_ids[first:end], table.group)
             table.block_ids[first:end] = [NULL_BLOCK_ID] * (end - first)
             table.num_released = end
 
     def publish_tail(self, request: Request) -> None:
-        """Make the block that the request has filled in part findable, as far as it is computed: it may be copied."""
+        """Make the computed part of the last, partly filled block findable, so that others may copy it."""
         if not self.prefix.shares_parts:
             return
         table = self.tables[request.request_id]
@@ -237,9 +234,9 @@ class KVManager:
             self.prefix.note_answer(request, table, table.num_full, table.num_full + 1)
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Let a new request share the blocks of positions [0, num_tokens), which both have in common, copied when written.
+        """Let a new request share the blocks of positions [0, num_tokens); either gets a copy before it writes.
 
-        Raises ValueError if the child is known or the parent does not hold them all.
+        Raises ValueError if the child is known or the parent does not hold all of them.
         """
         parent = self.tables[parent_id]
         num_blocks = self.num_blocks_for(num_tokens)
@@ -259,14 +256,14 @@ class KVManager:
             rests=parent.rests,
         )
         self._pin(self.tables[child_id], parent.adapter)
-        self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either has to look
+        self.num_slots[parent_id] = self.num_slots[child_id] = 0  # the next write of either must ask
 
     def look_again(self, request_id: str) -> None:
-        """The request's next position may lie in a block that is shared by then: `extend` has to be asked."""
+        """Make the request's next write ask `extend`, since its block may be shared by then."""
         self.num_slots[request_id] = 0
 
     def suspend(self, request_id: str) -> None:
-        """Take the request's blocks back; it will come again, so its hashes are kept."""
+        """Take back the request's blocks. Its hashes stay, because it will come again."""
         table = self.tables.get(request_id)
         if table is None:
             return
@@ -278,29 +275,26 @@ class KVManager:
         self.num_slots.pop(request_id, None)
 
     def free(self, request_id: str) -> None:
-        """Take the request's blocks back and forget it. Requests that never had any are fine."""
+        """Take back the request's blocks and forget it. Unknown requests are ignored."""
         if (table := self._forget(request_id)) is not None:
             self._end(table)
 
     def fence(self, request_id: str, step_id: int) -> None:
-        """As `free`, but the blocks stay taken until `lift_fence(step_id)`: a step in flight may still read and write them.
-
-        Others find and share what the request has published, as before.
-        """
+        """Like `free`, but keep the blocks until `lift_fence(step_id)`: a step in flight may still use them."""
         if (table := self._forget(request_id)) is not None:
-            if self.swapping is not None and not self.prefix.is_shared:  # the next of this id must not find them
+            if self.swapping is not None and not self.prefix.is_shared:  # a later request with this id must not find them
                 self.swapping.forget(table.hashes)
                 self.prefix.index.forget(table.block_ids)
                 table.hashes = []
             self._fences.setdefault(step_id, []).append((request_id, table))
 
     def lift_fence(self, step_id: int) -> None:
-        """The step was collected: blocks that waited for that are free."""
+        """Free the blocks that waited for this step."""
         for _, table in self._fences.pop(step_id, ()):
             self._end(table)
 
     def _forget(self, request_id: str) -> BlockTable | None:
-        """Forget the request. Returns its table, if it has one, with the blocks still held."""
+        """Forget the request. Return its table with the blocks still held, or None."""
         table = self.tables.pop(request_id, None)
         if table is None:
             return None
@@ -312,17 +306,17 @@ class KVManager:
         return table
 
     def _give_back_all(self, table: BlockTable) -> None:
-        # Tails first: an early block is part of more prefixes than a late one, and is evicted after it.
+        # Last block first: an early block is part of more prefixes than a late one, so it is evicted later.
         self._give_back(table.held[::-1], table.group, rests=table.rests)
 
     def _give_back(self, block_ids: Sequence[int], group: Hashable, *, rests: bool = False) -> None:
-        """In the order in which they are to be evicted."""
+        """Release blocks in the order in which they are to be evicted."""
         published = self.prefix.index.block_ids
         for block_id in block_ids:
             self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
 
     def _end(self, table: BlockTable) -> None:
-        """Give back the blocks of a request that will not come again."""
+        """Free the blocks of a request that will not come again."""
         self._unpin(table)
         if not self._names_content:
             for block_id in reversed(table.held):
@@ -338,23 +332,24 @@ class KVManager:
             table.adapter = number
 
     def _unpin(self, table: BlockTable) -> None:
-        """Before the table's blocks are given back, so that these are lost later: the adapter is copied again in no time."""
+        """Call this before freeing the table's blocks: freed blocks are evicted in order, and the adapter is cheap to copy
+        again."""
         if table.adapter != BASE:
             self.adapters.unpin(table.adapter, table.group)
             table.adapter = BASE
 
     def take_block_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) blocks to copy, in order, before the next step; each is returned once."""
+        """Return, once each, the (source, destination) blocks to copy in order before the next step."""
         copies, self.pending_copies = self.pending_copies, []
         return copies
 
     @property
     def fenced(self) -> list[tuple[str, BlockTable]]:
-        """(request id, table) of requests that ended while a step with their row was in flight; an id may come twice."""
+        """(request id, table) of requests that ended with a row in flight. An id may appear twice."""
         return [entry for entries in list(self._fences.values()) for entry in entries]
 
     def _table(self, request: Request) -> BlockTable:
-        """The request's table; made when it is asked for first."""
+        """Return the request's table, making it on first use."""
         table = self.tables.get(request.request_id)
         if table is None:
             window = self._window if request.sampling.beams is None else 0
@@ -373,7 +368,7 @@ class KVManager:
         return taken
 
     def _take_with_copy(self, count: int, source: int, rests: bool) -> list[int]:
-        """Take blocks as `_take` does; the first gets a copy of `source`, which stays known if there are enough others."""
+        """Like `_take`, with the first block a copy of `source`. The source stays cached if enough others are available."""
         is_held = self.pool.ref_count(source) > 0 or self.pool.num_available > count
         group = self.pool.group_of(source)
         if is_held:
@@ -386,7 +381,7 @@ class KVManager:
         return fresh
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
-        """Indices of the blocks that hold [context_len, ...) and that others hold too."""
+        """Return the indices of shared blocks from position `context_len` on."""
         first = context_len // self.block_size
         return [idx for idx in range(first, len(table.block_ids)) if self.pool.ref_count(table.block_ids[idx]) > 1]
 

@@ -1,6 +1,6 @@
-"""A picture of the pool: the state of each block, and its owner. Drawing it changes nothing.
+"""A picture of the pool: each block's state and owner.
 
-The thread that draws must have the books of the engine (`engine/books.py`), so that nothing changes the pool meanwhile.
+The calling thread must hold the engine's books (`engine/books.py`), so that the pool does not change meanwhile.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from penstock.types.request import Request
 
 class BlockState(StrEnum):
     FREE = "free"
-    """Held by no request, and without content to reuse."""
+    """No holder and no content."""
     CACHED = "cached"
-    """Held by no request, with content that a prefix hit, or a request with the adapter that lies there, may revive."""
+    """No holder, but content that a prefix hit or a request with the adapter may revive."""
     HELD = "held"
-    """Held by one request."""
+    """One holder."""
     SHARED = "shared"
-    """Held by several requests."""
+    """Several holders."""
     ADAPTER = "adapter"
-    """Holds an adapter that requests with blocks have."""
+    """An adapter in use."""
     NULL = "null"
-    """Block 0, which padding may be written to."""
+    """Block 0, which padding writes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks of one state and, if held, of one owner."""
+    """Neighbouring blocks with the same state and owner."""
 
     state: BlockState
     num_blocks: int
@@ -49,7 +49,7 @@ class BlockOwner:
     num_blocks: int
     """Shared ones included."""
     num_tokens: int
-    """0 of one that has ended, and whose blocks are held until its last step is collected."""
+    """0 for an ended request whose last step is still in flight."""
     num_computed_tokens: int
 
 
@@ -57,14 +57,14 @@ class BlockOwner:
 class PoolMap:
     block_size: int
     num_blocks: int
-    """The null block included: the sum over the states."""
+    """The null block included."""
     states: Mapping[BlockState, int]
     runs: Sequence[Run]
-    """In the order of block ids."""
+    """In order of block ids."""
     owners: Sequence[BlockOwner]
-    """In the order of admission, then those that have ended."""
+    """In order of admission, then the ended ones."""
     waste: float
-    """As `waste_ratio` says."""
+    """See `waste_ratio`."""
 
 
 _FREE, _CACHED, _SHARED, _ADAPTER, _NULL = range(5)
@@ -79,7 +79,7 @@ _FIRST_OWNER = len(_STATES)
 
 
 def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
-    """The pool as it is now. O(blocks)."""
+    """Return the pool's current state. O(blocks)."""
     requests, fenced = list(running), manager.fenced
     holdings = [manager.block_table(request.request_id) for request in requests]
     holdings += [tuple(table.block_ids) for _, table in fenced]
@@ -112,13 +112,13 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
-    """The share of positions in held blocks that have no token, nor get one in the step that runs.
+    """Return the share of positions in held blocks without a token, counting the running step's tokens as there.
 
-    O(requests). Only the last blocks of a request can have such positions; one that others hold, too, counts once.
+    O(requests): only a request's last blocks can have such positions. A shared block counts once.
     """
     size = manager.block_size
     filled: dict[int, int] = {}
-    """Tokens in each block that is not full, as seen by the holder with the most."""
+    """Block id -> tokens, as seen by the holder with the most."""
     for request in running:
         num_tokens = request.num_computed_tokens + request.num_inflight_tokens
         block_ids = manager.block_table(request.request_id)

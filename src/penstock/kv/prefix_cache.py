@@ -1,11 +1,11 @@
-"""The prefix cache: which block holds which prefix, who computes one next, and why a lookup ended. Part of `KVManager`; never
-gives out a block.
+"""The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended. Part of
+`KVManager`.
 
-A block is found by the hash of its prefix (`block_table.py`). A prefix may also end inside a block, so each block is listed
-among the children of its parent, too: by the parent's hash and its own first token. Blocks that are filled in part (tails) are
-found in this way alone.
+A block is found by the hash of its prefix (`block_table.py`). Since a hit may end inside a block, each block is also listed
+among
+its parent's children, by the parent's hash and its own first token. Partly filled blocks (tails) are found only that way.
 
-A request need not compute what a running request computes just now: it may wait for that block, which is then coming.
+A request need not compute what a running request is computing: it may wait for that block, which is "coming".
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from penstock.types.request import Request
 from penstock.types.stats import PrefixEnd, PrefixStop
 
 START = 2 * HASH_BYTES
-"""Where the packed tokens begin in the index's entry of a block."""
+"""Offset of the packed tokens in an index entry."""
 KEY_END = START + TOKEN_BYTES
 TAIL = bytes(HASH_BYTES)
-"""Stands in place of the hash of a block that is filled in part."""
+"""Takes the place of the hash for a partly filled block."""
 MAX_CHILDREN = 8
-"""Blocks with one parent and one first token that are compared with a prompt: the newest. Others are found by their hash."""
+"""Blocks with the same parent and first token that are compared with a prompt, the newest. Others are found by hash only."""
 MAX_EVICTED = 8192
-"""Evicted blocks that are remembered, at least; an eighth more at most."""
+"""Evicted blocks that are remembered for explanations."""
 MAX_BEGINNINGS = 1024
 MAX_CONVERSATIONS = 1024
-"""Conversations whose longest prompt is remembered, at least."""
+"""Conversations whose longest prompt is remembered."""
 MARK_TOKENS = 2
-"""Tokens at the end of a prompt that the history of the next turn may lack: a template may open the reasoning (`<think>` and a
-newline) in the prompt. Any other end of a message has more: the mark of its end, and the header of the answer."""
+"""Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline) in
+the prompt. Any other end of a message is longer."""
 _NUM_GENERATIONS = 8
 MIN_AWAITED_TOKENS = 8
-"""Tokens that the last piece of a prompt needs to be worth a step's wait: computing so many takes as long as a
-step has overhead. A whole block is always waited for, since what follows it is likely to be shared, too."""
+"""Least tokens of a prompt's last, partial block that are worth waiting for: computing fewer takes less than a step's
+overhead. Whole blocks are always waited for."""
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -47,20 +47,20 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The part of a request's tokens that the cache has. Valid until the next block is allocated or released."""
+    """The cached part of a request's tokens. Valid until the next allocation or release."""
 
     block_ids: tuple[int, ...]
-    """Whole blocks, to be shared. Null blocks stand for the first ones if no layer reads them after this prefix."""
+    """Whole blocks to share. The first ones are null blocks if no layer reads them after this prefix."""
     num_tokens: int
     """Positions [0, num_tokens) need not be computed."""
     num_free_blocks: int
-    """Blocks of the hit that lie in the free list: holding them makes as many fewer available."""
+    """Blocks of the hit that are in the free list: holding them makes that many unavailable."""
     tail_block_id: int = NULL_BLOCK_ID
     """The block to copy if the hit ends inside one."""
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The blocks to be shared without the null blocks."""
+        """The blocks to share, without null blocks."""
         return self.block_ids[self.block_ids.count(NULL_BLOCK_ID) :]
 
 
@@ -69,27 +69,25 @@ NO_HIT = PrefixHit(block_ids=(), num_tokens=0, num_free_blocks=0)
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """A block that a running request is about to compute, and that another lacks."""
+    """A block that a running request is about to compute and another request needs."""
 
     key: bytes
     leader: Request
 
 
 class PrefixCache:
-    """The prefixes of one pool. Tables belong to `KVManager`; they are read here, and blocks are named in them."""
+    """The prefixes of one pool."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
     ) -> None:
-        """`is_shared`: requests find each other's prefixes; else only their own, which a tier brings back.
-
-        `has_state`: blocks hold recurrent state (`Capacity`), so no hit ends inside one.
-        """
+        """`is_shared`: requests find each other's prefixes, else only their own, which a tier brings back. With `has_state`
+        (see `Capacity`), no hit ends inside a block."""
         self.index = PrefixIndex()
         self.leaders: dict[bytes, Request] = {}
-        """Key among the children of its parent -> the running request that computes this block next."""
+        """Child key -> the running request that computes this block next."""
         self.in_flight: Collection[str] = ()
-        """Ids of requests of which a step in flight computes several tokens, while the next step is planned."""
+        """While a step is planned ahead: requests of which the step in flight computes several tokens."""
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
         """Hits may end inside a block."""
@@ -97,17 +95,17 @@ class PrefixCache:
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
         """Hash of a prefix -> when it was evicted."""
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
-        """(tenant, tokens of the first block) -> its root, which its salt and adapter decide. Kept by tenant: a salt is there
-        so that others learn nothing."""
+        """(tenant, tokens of the first block) -> root hash. Kept per tenant, since a salt must not let others learn
+        anything."""
         self._answers: dict[int, int] = {}
-        """Block id -> position at which the answer began that goes on in the block, or right behind it."""
+        """Block id -> position where the answer began that reaches into the block or up to it."""
         self._longest: Recent[bytes, int] = Recent(MAX_CONVERSATIONS)
-        """Conversation that clients name -> tokens of its longest prompt."""
+        """Named conversation -> tokens of its longest prompt."""
 
     # Hits.
 
     def lookup(self, request: Request, table: BlockTable) -> PrefixHit:
-        """The longest hit, one token short of the request at least. Extends the table's hashes as far as they are needed."""
+        """Return the longest hit, at least one token short of the request. Extends the table's hashes as needed."""
         block_size = self._block_size
         num_blocks = (request.num_tokens - 1) // block_size
         table.hash_blocks(request, num_blocks, block_size)
@@ -123,15 +121,13 @@ class PrefixCache:
         return PrefixHit(tuple(found), num_tokens, num_free, tail_id)
 
     def find(self, table: BlockTable, num_blocks: int) -> list[int]:
-        """The blocks of the longest prefix of `num_blocks` at most that the pool has all that is read of, in order of position.
-
-        Null blocks stand for those before the table's window. O(num_blocks).
-        """
+        """Return the blocks of the longest usable prefix of at most `num_blocks`, null blocks standing for those before the
+        window. O(num_blocks)."""
         hashes = table.hashes[:num_blocks]
         if not table.window:
             return self.index.lookup(hashes)
         end = idx = len(hashes)
-        found: list[int] = []  # the blocks [idx, end), the last first
+        found: list[int] = []  # blocks [idx, end), last first
         while idx > (first := table.num_unread(end * self._block_size, self._block_size)):
             idx -= 1
             block_id = self.index.block_of(hashes[idx])
@@ -142,7 +138,7 @@ class PrefixCache:
         return [NULL_BLOCK_ID] * first + found[::-1]
 
     def _find_tail(self, request: Request, table: BlockTable, num_found: int) -> tuple[int, int]:
-        """(block, number of its tokens) to copy behind so many whole blocks; (0, 0) if there is none."""
+        """Return (block, tokens) to copy after `num_found` whole blocks, or (0, 0)."""
         start = num_found * self._block_size
         stop = min(start + self._block_size, request.num_tokens - 1)
         if start < stop:
@@ -154,17 +150,17 @@ class PrefixCache:
     # Turns of conversations.
 
     def note_answer(self, request: Request, table: BlockTable, first: int, end: int) -> None:
-        """Note which of the request's blocks [first, end), just published, reach up to its answer."""
+        """Note which of the just published blocks [first, end) reach up to the request's answer."""
         begins = request.num_prompt_tokens
         first = max(first, (begins - MARK_TOKENS - 1) // self._block_size)
         for block_id in table.block_ids[first:end]:
             self._answers[block_id] = begins
 
     def is_turn(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request continues a conversation, or is likely to be continued.
+        """Return whether a request continues a conversation, or is likely to be continued.
 
-        It continues one if the hit reaches the answer of a request with a shorter prompt. A request whose client names its
-        conversation is likely to be continued if none of that name had a longer prompt: others are asked aside.
+        It continues one if the hit reaches the answer of a request with a shorter prompt. With a named conversation it is
+        likely to be continued if none of that name had a longer prompt: shorter ones are side questions.
         """
         num_prompt, name = request.num_prompt_tokens, request.conversation
         if name and num_prompt >= (self._longest.get(name) or 0):
@@ -174,27 +170,27 @@ class PrefixCache:
         return answer is not None and answer < num_prompt
 
     def _end_of(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """(block, position) of the first token that differs from the cache, also where no hit may end inside a block."""
+        """Return (block, position) of the first token that differs from the cache, even where no hit may end inside a block."""
         if self.shares_parts or not self.is_shared:
             return hit.tail_block_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens
         tail_id, num_tail = self._find_tail(request, self._tables[request.request_id], len(hit.block_ids))
         return tail_id or (hit.block_ids[-1] if hit.block_ids else NULL_BLOCK_ID), hit.num_tokens + num_tail
 
     def _answer_before(self, block_id: int, position: int) -> int | None:
-        """Return where the answer began that the position, in or right behind a block, is part of, or None."""
+        """Return where the answer began that contains the position, which lies in or right after the block, or None."""
         begins = self._answers.get(block_id)
         return begins if begins is not None and position >= begins - MARK_TOKENS else None
 
     def num_common_blocks(self, one: Request, other: Request) -> int:
-        """Whole blocks with which two requests begin alike, as far as both were hashed. O(log blocks)."""
+        """Return how many whole blocks two requests share, as far as both are hashed. O(log blocks)."""
         own, others = self._tables[one.request_id].hashes, self._tables[other.request_id].hashes
-        # Chained: where two hashes are equal, all before them are.
+        # Hashes are chained: if two are equal, so are all before them.
         return bisect_left(range(min(len(own), len(others))), True, key=lambda idx: own[idx] != others[idx])
 
     # Why a hit is no longer.
 
     def why_stopped(self, request: Request, hit: PrefixHit) -> PrefixStop:
-        """Why a lookup found no more than this. Call once per request, before its blocks are allocated."""
+        """Return why a lookup found no more. Call once per request, before its blocks are allocated."""
         position = hit.num_tokens
         if not self.is_shared:
             return PrefixStop(PrefixEnd.OFF, position)
@@ -220,10 +216,10 @@ class PrefixCache:
         return PrefixStop(PrefixEnd.SALT if has_other_root and position == 0 else PrefixEnd.UNSEEN, position)
 
     def _begin(self, request: Request) -> bool:
-        """Note the first block of a request, if it fills one. True if its tenant's last with the same had another root."""
+        """Record the request's first block. Return whether its tenant last sent the same tokens with another root."""
         if request.num_prompt_tokens < self._block_size:
             return False
-        # As bytes: a sixth of what a tuple of numbers takes.
+        # As bytes: a sixth of the memory of a tuple of numbers.
         beginning = (request.tenant, pack(request.prompt_token_ids[: self._block_size]))
         root = self._tables[request.request_id].root
         known = self._roots.get(beginning)
@@ -231,7 +227,7 @@ class PrefixCache:
         return known is not None and known != root
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """The content of these blocks is about to be lost."""
+        """Forget blocks whose content is about to be lost."""
         for block_id in block_ids:
             self._answers.pop(block_id, None)
         for block_hash in self.index.forget(block_ids):
@@ -240,9 +236,9 @@ class PrefixCache:
     # Blocks that are coming.
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """The block that `request` lacks next, if a running request computes it just now or in its next step; `hit` is fresh.
+        """Return the block that `request` needs next, if a running request computes it now or in its next step.
 
-        Only a whole block, or all that is left of the prompt but its last token, where a hit may end inside a block.
+        Only a whole block, or the rest of the prompt but its last token where hits may end inside a block. `hit` is fresh.
         """
         if not self.leaders or not request.is_scored:
             return None
@@ -264,11 +260,11 @@ class PrefixCache:
         return Awaited(key, leader) if is_equal else None
 
     def is_coming(self, awaited: Awaited) -> bool:
-        """False as soon as the block was computed, or its leader runs no more."""
+        """Return whether the block is still to be computed and its leader still runs."""
         return self.leaders.get(awaited.key) is awaited.leader
 
     def lead(self, table: BlockTable, request: Request) -> None:
-        """Note which block a request computes next, if that is part of a prefill. The first leader to a block stays."""
+        """Record which block the request computes next, if that is part of a prefill. The first leader of a block stays."""
         if not self.is_shared:
             return
         key, start = b"", table.num_full * self._block_size
@@ -282,7 +278,7 @@ class PrefixCache:
             table.leads = key
 
     def lead_no_more(self, table: BlockTable) -> None:
-        """Nobody need wait for the table's request."""
+        """Record that nobody need wait for the table's request."""
         del self.leaders[table.leads]
         table.leads = b""
 
@@ -293,12 +289,12 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
         self._contents: dict[int, bytes] = {}
-        """block_id -> hash, or `TAIL`; parent and packed tokens, or nothing if they are not known. In one string, since tuples
-        and lists per block would have the garbage collector run more than twice as often."""
+        """Block id -> hash or `TAIL`, then parent and packed tokens if known. One string, because tuples and lists per block
+        would more than double the garbage collector's runs."""
         self._children: dict[bytes, int | list[int]] = {}
-        """Key -> the block, or blocks, the newest last."""
+        """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
-        """Parent -> blocks that continue it, whatever their first token."""
+        """Parent -> number of blocks that continue it."""
 
     def __len__(self) -> int:
         return len(self._block_ids)
@@ -307,25 +303,25 @@ class PrefixIndex:
         return block_hash in self._block_ids
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """The hash under which a block is published; None if it is not, or as a tail."""
+        """Return the hash of a published full block, or None."""
         content = self._contents.get(block_id)
         return None if content is None or content.startswith(TAIL) else content[:HASH_BYTES]
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """The block that is published under a hash; None if there is none."""
+        """Return the block published under a hash, or None."""
         return self._block_ids.get(block_hash)
 
     @property
     def block_ids(self) -> Collection[int]:
-        """Every published block, tails included; a view, so that asking for one is cheap."""
+        """A view of all published blocks, tails included."""
         return self._contents.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
-        """(hash, block id) of every block that was published full; for checks."""
+        """Return (hash, block id) of every full block; for checks."""
         return self._block_ids.items()
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest prefix of the chain that is known."""
+        """Return the blocks of the longest known prefix of the chain."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._block_ids.get(block_hash)
@@ -335,19 +331,19 @@ class PrefixIndex:
         return found
 
     def has_child(self, key: bytes) -> bool:
-        """Is there a block at this key (`child_key`)?"""
+        """Return whether there is a block at this `child_key`."""
         return key in self._children
 
     def goes_on(self, parent: bytes) -> bool:
-        """Is there a block that continues this prefix, with whatever tokens?"""
+        """Return whether a block continues this prefix."""
         return parent in self._num_children
 
     def has_more(self, block_id: int, num_tokens: int) -> bool:
-        """Are there further tokens known in a block than so many?"""
+        """Return whether the block has more than `num_tokens` known tokens."""
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
-        """(block, number of tokens) of the child of `parent` that begins like the packed tokens for longest; (0, 0): none."""
+        """Return (block, number of common tokens) of the child of `parent` with the longest common beginning, or (0, 0)."""
         best_id = best_tokens = 0
         children = self._children.get(parent + content[:TOKEN_BYTES], ())
         for block_id in (children,) if isinstance(children, int) else children:
@@ -357,7 +353,7 @@ class PrefixIndex:
         return best_id, best_tokens
 
     def publish(self, block_ids: Iterable[int], parent: bytes, hashes: Iterable[bytes], contents: Iterable[bytes]) -> None:
-        """Make full blocks findable; `parent` is that of the first. One whose hash is known already is passed over.
+        """Make full blocks findable; `parent` is that of the first. A block whose hash is already known is skipped.
 
         Raises ValueError if a block is published under another hash.
         """
@@ -372,15 +368,12 @@ class PrefixIndex:
             parent = block_hash
 
     def publish_named(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable of which no more is known than its hash; it is not among the children of its parent.
-
-        Neither may be published already.
-        """
+        """Make a full block findable by its hash alone, not as a child. Neither may be published already."""
         self._block_ids[block_hash] = block_id
         self._contents[block_id] = block_hash
 
     def publish_tail(self, block_id: int, parent: bytes, content: bytes) -> None:
-        """Make a block that is filled in part findable, unless there is one that begins with the same tokens."""
+        """Make a partly filled block findable, unless another begins with the same tokens."""
         if self.lookup_child(parent, content)[1] * TOKEN_BYTES == len(content):
             return
         if block_id in self._contents:
@@ -388,7 +381,7 @@ class PrefixIndex:
         self._put(block_id, TAIL, parent, content)
 
     def forget(self, block_ids: Iterable[int]) -> list[bytes]:
-        """The blocks' content is about to be lost; unpublished blocks are ignored. Returns the hashes lost."""
+        """Unpublish blocks whose content is about to be lost. Return the lost hashes."""
         forgotten: list[bytes] = []
         for block_id in block_ids:
             if block_id in self._contents:
@@ -413,7 +406,7 @@ class PrefixIndex:
             del children[0]
 
     def _drop(self, block_id: int) -> bytes | None:
-        """Forget a block. Returns the hash under which it was found."""
+        """Forget a block. Return the hash under which it was found, or None."""
         content = self._contents.pop(block_id)
         if len(content) > START:
             self._forget_child(block_id, content[HASH_BYTES:START], content[HASH_BYTES:KEY_END])
@@ -452,7 +445,7 @@ class PrefixIndex:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Number of tokens with which both begin."""
+    """Return the number of tokens with which both begin."""
     num_bytes = min(len(one), len(other))
     difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
     if not difference:

@@ -1,19 +1,22 @@
-"""The tier below the pool: owns what is spilled to slots and loaded from them. Used by `KVManager`, and by the engine's
-`Transfers`, which carries content to and fro; integers and hashes only, no I/O, no clock.
+"""The tier below the pool: block contents in a file or in host memory. Used by `KVManager`, and by the engine's `Transfers`,
+which
+moves the bytes. This file decides with integers and hashes only.
 
-One rule serves preempted requests, prefixes that were evicted and sessions that return. Every block with content in the pool
-has a name, the hash of its prefix. When such a block is about to be used for something else, its content is spilled under
-that name. When the first of the waiting requests could be admitted and the tier continues its prefix, that is loaded:
+One rule serves preempted requests, evicted prefixes and returning sessions. Every block with content has a name, the hash of
+its
+prefix. Before such a block is re-used, its content is spilled to a slot under that name. If the first waiting request could
+be
+admitted and the tier has the continuation of its prefix, that is loaded first:
 
-    pool     A B C - - -        the request waits, while steps of others run
+    pool     A B C - - -        the request waits while steps of others run
     tier         C D E -        D and E are read into memory beside the pool
-    pool     A B C D E -        arrived and verified, they are placed into free blocks like any cached prefix
+    pool     A B C D E -        after verification they are placed into free blocks like any cached prefix
 
-So no plan is made on content that has not arrived, and no block of the pool is held for it. Content that does not arrive sound,
-or not in time, is forgotten and computed again. Content that was loaded stays in the tier, too, and need not be written twice.
+So no plan depends on content that has not arrived, and no block is held for it. Content that is damaged or late is forgotten
+and
+computed again. Loaded content also stays in the tier.
 
-A slot is one block's content in a file, or in other memory. While it is written or read nothing else happens to it; of all
-others, the least recently used one is given to the next content.
+A slot is busy while it is written or read. Otherwise the least recently used slot is overwritten first.
 """
 
 from __future__ import annotations
@@ -30,16 +33,16 @@ from penstock.kv.prefix_cache import PrefixCache, PrefixHit, PrefixIndex
 from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 2_000_000_000
-"""A request waits so long for its loads before it is admitted; if one is under way then, the tier is taken for slow."""
+"""Longest wait of a request for its loads. If a load is still under way then, the tier counts as slow."""
 OLD_COST_WEIGHT = 0.875
-"""Weight of the cost of earlier loads, when another one was measured."""
+"""Weight of earlier load costs in the running mean."""
 FORGIVING = 0.98
-"""The remembered cost is multiplied by this with each load that it prevents: some day one is tried again."""
+"""Each load that the remembered cost prevents multiplies it by this, so that a load is tried again some day."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Content of a block on its way to a slot. It must be copied before anything else is written to the block."""
+    """Content on its way from a block to a slot. It must be copied before the block is written again."""
 
     block_id: int
     slot: int
@@ -53,37 +56,33 @@ class Load:
     slot: int
     block_hash: bytes
     group: Hashable = None
-    """The group of cached blocks that it will join (`eviction.py`)."""
+    """Eviction group that the content will join."""
     request_id: str = ""
     """The request that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The loads that a request waits for."""
-
     num_hit_blocks: int
     """Blocks of its prefix in the pool when its last load began; -1: none has begun."""
     until_ns: int
-    """End of the wait: set by the first load and kept by those that follow."""
+    """Set by the first load and kept by later ones."""
 
 
 class Tier:
-    """Slots, and what is on its way. Moves are ordered here, taken by `take_spills` and `take_loads`, and told back."""
+    """Slots and the moves under way. Moves are ordered here, fetched by `take_spills` and `take_loads`, and reported back."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
-        """`entries`: (slot, hash) of content from an earlier time, the oldest first.
-
-        `max_load_blocks` bounds one load; a longer prefix comes in several.
-        """
+        """`entries`: (slot, hash) of content from an earlier process, oldest first. A load has at most `max_load_blocks`; a
+        longer prefix needs several."""
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
         self.is_open = True
-        """Nothing is spilled to, and loaded from, a closed one; but see `probe`."""
+        """A closed tier neither spills nor loads, except for `probe`."""
         self.load_ns_per_block = 0.0
         """Measured; 0 before the first."""
         self._may_probe = False
-        """A closed one takes a single block, to see whether it gets there."""
+        """A closed tier may take one block, to see whether writing works."""
         self._max_load_blocks = max_load_blocks
         self._spills: list[Spill] = []
         self._loads: list[list[Load]] = []
@@ -93,7 +92,7 @@ class Tier:
     # For the manager.
 
     def spill(self, block_ids: Iterable[int], index: PrefixIndex) -> None:
-        """These blocks are about to be used for other content."""
+        """Spill blocks that are about to be re-used."""
         if not (self.is_open or self._may_probe):
             return
         for block_id in block_ids:
@@ -119,10 +118,10 @@ class Tier:
         compute_ns_per_block: float,
         now_ns: int,
     ) -> bool:
-        """True if the request should wait, since blocks of its prefix are on their way; begins a load if that pays.
+        """Return whether the request should wait for blocks of its prefix. Begins a load if that pays.
 
-        `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has. A load is not tried
-        again unless the one before has made the hit longer. `compute_ns_per_block` 0: not measured yet.
+        `chain`: hashes of what it would have to compute, after `num_hit_blocks` that the pool has. Another load is tried
+        only if the last one made the hit longer. `compute_ns_per_block` is 0 until measured.
         """
         if not self.is_open:
             return False
@@ -147,7 +146,7 @@ class Tier:
         return True
 
     def _next_of(self, chain: Sequence[bytes], index: PrefixIndex) -> tuple[list[bytes], bool]:
-        """Hashes of the chain's beginning that can be loaded; if none: whether that is because the first is being moved now."""
+        """Return the loadable hashes at the chain's beginning. If there are none, also whether the first is being moved now."""
         found: list[bytes] = []
         for block_hash in chain:
             if block_hash in index:
@@ -165,36 +164,36 @@ class Tier:
         return True
 
     def is_awaited_by(self, request_id: str, now_ns: int) -> bool:
-        """The request was told to wait, is not admitted since, and has not waited for too long."""
+        """Return whether the request was told to wait, has not been admitted since, and has not timed out."""
         wait = self._waits.get(request_id)
         return wait is not None and now_ns < wait.until_ns
 
     def end_wait(self, request_id: str) -> None:
-        """The request is admitted, or has ended."""
+        """Note that the request was admitted or has ended."""
         self._waits.pop(request_id, None)
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
-        """When the next waiting request gives up; None if none will."""
+        """Return when the next waiting request gives up, or None."""
         return min((wait.until_ns for wait in self._waits.values() if wait.until_ns > now_ns), default=None)
 
     # For the engine's `Transfers`, which carries content.
 
     def take_spills(self) -> list[Spill]:
-        """The spills that were ordered, to be done now; each is returned once."""
+        """Return the ordered spills, once each."""
         spills, self._spills = self._spills, []
         return spills
 
     def take_loads(self) -> list[list[Load]]:
-        """The loads that were ordered, one list for each request, in the order of its prefix; each is returned once."""
+        """Return the ordered loads, once each: a list per request, in the order of its prefix."""
         loads, self._loads = self._loads, []
         return loads
 
     def spilled(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """A spill has ended: its content can be loaded from now on, or is lost."""
+        """Report the end of a spill. Sound content can be loaded from now on."""
         self.slots.end(block_hash, is_sound=is_sound)
 
     def postpone(self, loads: Sequence[Load]) -> None:
-        """These can't be begun now. The requests that wait for them may order them again."""
+        """Report loads that can't begin now. Their requests may order them again."""
         for load in loads:
             self.slots.end(load.block_hash, is_sound=True)
             wait = self._waits.get(load.request_id)
@@ -202,7 +201,7 @@ class Tier:
                 self._waits[load.request_id] = _Wait(-1, wait.until_ns)
 
     def loaded(self, block_hash: bytes, *, is_sound: bool, duration_ns: int = 0) -> bool:
-        """A load of one block has ended. It took `duration_ns`; 0: not measured. False if its content is of no use."""
+        """Report the end of one block's load; `duration_ns` is 0 if not measured. Return whether the content is of use."""
         self.slots.end(block_hash, is_sound=is_sound)
         if is_sound and duration_ns:
             before = self.load_ns_per_block or duration_ns
@@ -210,25 +209,25 @@ class Tier:
         return self.slots.state(block_hash) is not None
 
     def close(self) -> None:
-        """The tier can't be trusted now: until it is opened, all is as if there were none. Moves on their way may still end."""
+        """Stop using the tier until it is opened. Moves under way may still end."""
         self.is_open = self._may_probe = False
         self._waits.clear()
 
     def probe(self) -> None:
-        """Let a closed tier take the next block that is spilled, one only."""
+        """Let a closed tier take the next spilled block, to see whether writing works."""
         self._may_probe = not self.is_open
 
     def open(self) -> None:
-        """The block of the probe got there: the tier is used again, with what it had."""
+        """Use the tier again, with the content it had."""
         self.is_open, self._may_probe = True, False
 
     def check(self) -> None:
-        """Verify the laws of the slots. Raises AssertionError. O(slots)."""
+        """Verify the slots. Raises AssertionError. O(slots)."""
         self.slots.check()
 
 
 class Swapping:
-    """Moves between one pool and one tier: which part of a prefix is loaded, where it goes, which content is worth keeping."""
+    """Moves between one pool and one tier: what to load, where to place it, what to keep."""
 
     def __init__(
         self,
@@ -240,14 +239,14 @@ class Swapping:
         take: Callable[[int], list[int]],
         block_size: int,
     ) -> None:
-        """`take` gives out so many blocks of the pool."""
+        """`take` allocates blocks of the pool."""
         self._tier, self._pool, self._prefix, self._index = tier, pool, prefix, prefix.index
         self._tables, self._eviction, self._take, self._block_size = tables, eviction, take, block_size
 
     def fetch(self, request: Request, hit: PrefixHit, *, max_blocks: int, compute_ns_per_token: float, now_ns: int) -> bool:
-        """Should a request that could be admitted with this hit rather wait, since the tier brings more of its prefix?
+        """Return whether a request that could be admitted should wait for the tier to bring more of its prefix.
 
-        Begins to load at most `max_blocks`, if there is more and that takes less time than to compute it (0: not known).
+        Begins to load at most `max_blocks` if loading is faster than computing (0: unknown).
         """
         num_hit_blocks = len(hit.block_ids)
         waits = self._tier.fetch(
@@ -260,12 +259,12 @@ class Swapping:
             compute_ns_per_block=compute_ns_per_token * self._block_size,
             now_ns=now_ns,
         )
-        if waits:  # what is there already must not be the first to make place for the rest
+        if waits:  # its cached blocks must not be evicted to make room for the rest
             self._touch(hit.held)
         return waits
 
     def _touch(self, block_ids: Sequence[int]) -> None:
-        """Free blocks among these are used again after all other free ones, the later sooner than the earlier."""
+        """Mark free blocks among these as just used, so that they are evicted last, later ones before earlier ones."""
         pool = self._pool
         for block_id in reversed(block_ids):
             if pool.ref_count(block_id) == 0:
@@ -274,13 +273,13 @@ class Swapping:
                 pool.release(block_id, keep=True, group=group)
 
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
-        """Find free blocks for what arrived for one request, in the order of its prefix, and name them by it: (load, block id).
+        """Allocate blocks for content that arrived for one request, in prefix order, and publish it: (load, block id).
 
-        It must be written there before anything else happens, and before that what had to make place must be spilled. There
-        is no block for content that is here already, or when none is free.
+        The caller must write the content before anything else, and before that carry out the spills that made room. Content
+        that is already here, or finds no free block, is skipped.
 
-        The last go first, since what is released later is evicted later. All are held until the last is placed, and so is what
-        the request finds in the pool: else its own would be taken for its own, if its group is the next to lose a block.
+        The last blocks are allocated first, since blocks released later are evicted later. All of them, and what the request
+        already has in the pool, are held meanwhile, so that the request does not evict its own prefix.
         """
         if not loads:
             return []
@@ -301,10 +300,8 @@ class Swapping:
         return placed
 
     def content_to_keep(self) -> list[int]:
-        """Free blocks whose content the tier lacks, of each group the last used first; as many as the tier has place for.
-
-        None if requests share nothing: content is then of no use to others.
-        """
+        """Return free blocks whose content the tier lacks, last used first within a group, at most as many as fit. Empty if
+        requests share nothing: the content would be of no use to others."""
         if not self._prefix.is_shared:
             return []
         pool, slots = self._pool, self._tier.slots
@@ -313,7 +310,7 @@ class Swapping:
         num_there = 0
         for block_id in reversed(cached):
             block_hash = self._index.hash_of(block_id)
-            if block_hash is None:  # a tail, which is never spilled
+            if block_hash is None:  # a tail is never spilled
                 continue
             if slots.state(block_hash) is None:
                 missing.append(block_id)
@@ -323,7 +320,7 @@ class Swapping:
         return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Forget content that a request computed for itself alone, here and below: after its end nobody can use it."""
+        """Forget private content, in the pool and below: once its request has ended nobody can use it."""
         pool, index = self._pool, self._index
         for block_hash in hashes:
             self._tier.slots.forget(block_hash)
@@ -342,7 +339,7 @@ class SlotState(IntEnum):
 
 
 class SlotIndex:
-    """`num_slots` slots with numbers [0, num_slots), each free or with the content of one hash."""
+    """Slots [0, num_slots), each free or with the content of one hash."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -351,26 +348,24 @@ class SlotIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
         self._present: OrderedDict[bytes, None] = OrderedDict()
-        """Content that may be overwritten, the least recently used first."""
+        """Content that may be overwritten, least recently used first."""
         self._busy: dict[bytes, SlotState] = {}
         self._doomed: set[bytes] = set()
-        """Busy content, to be forgotten as soon as it is not."""
+        """Busy content to forget when it is idle."""
 
     def __len__(self) -> int:
         """Contents that can be read now."""
         return len(self._present)
 
     def state(self, block_hash: bytes) -> SlotState | None:
-        """None: it is not here."""
+        """Return the state of a content, or None if it is not here."""
         if block_hash in self._present:
             return SlotState.PRESENT
         return self._busy.get(block_hash)
 
     def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
-        """Take over what the slots hold from an earlier time, the least recently used first. Call before anything else.
-
-        If two slots have one hash, the later stays.
-        """
+        """Take over the slots' content from an earlier process, least recently used first. Of two slots with one hash the
+        later wins."""
         for slot, block_hash in entries:
             if block_hash in self._slots:
                 self.forget(block_hash)
@@ -380,7 +375,7 @@ class SlotIndex:
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in used]
 
     def begin_write(self, block_hash: bytes) -> int | None:
-        """A slot for new content; None if it is here already, or all slots are busy."""
+        """Return a slot for new content, or None if it is already here or all slots are busy."""
         if block_hash in self._slots:
             self.touch(block_hash)
             return None
@@ -396,13 +391,13 @@ class SlotIndex:
         return slot
 
     def begin_read(self, block_hash: bytes) -> int:
-        """The slot of content that is present. Raises KeyError for any other."""
+        """Return the slot of content that is present. Raises KeyError otherwise."""
         del self._present[block_hash]
         self._busy[block_hash] = SlotState.READING
         return self._slots[block_hash]
 
     def end(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """The write or read that began is over; content that is not sound is forgotten. Raises KeyError if none was begun."""
+        """End a write or read; damaged content is forgotten. Raises KeyError if none was begun."""
         del self._busy[block_hash]
         if is_sound and block_hash not in self._doomed:
             self._present[block_hash] = None
@@ -411,12 +406,12 @@ class SlotIndex:
         self._free.append(self._slots.pop(block_hash))
 
     def touch(self, block_hash: bytes) -> None:
-        """This content was used: others are overwritten before it."""
+        """Mark content as just used."""
         if block_hash in self._present:
             self._present.move_to_end(block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """Nobody will ask for it again. Unknown ones are ignored."""
+        """Forget content that nobody will request again. Unknown hashes are ignored."""
         if block_hash in self._present:
             del self._present[block_hash]
             self._free.append(self._slots.pop(block_hash))
@@ -424,7 +419,7 @@ class SlotIndex:
             self._doomed.add(block_hash)
 
     def check(self) -> None:
-        """Each slot is free, present or busy, and has one hash at most. Raises AssertionError. O(slots)."""
+        """Verify that each slot is free, present or busy, with at most one hash. Raises AssertionError. O(slots)."""
         used = list(self._slots.values())
         assert len(set(used)) == len(used), "two hashes have one slot"
         assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot was lost, or is free and used"
