@@ -1,1 +1,1 @@
-"""Memory outside of the process. Knows the vocabulary and the engine's ports."""
+"""Storage of KV blocks outside the pool."""

@@ -1,15 +1,15 @@
-"""The file of the disk tier: owns one file of equal slots, each with a block's content, its name and a checksum. Called by the
-worker of `Transfers`; knows neither what the bytes mean nor which are useful.
+"""The file of the disk tier: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from its
+worker.
 
-    page 0     magic, sizes and fingerprint of whoever wrote the file; of another one everything is discarded
+    page 0     magic, sizes and fingerprint of the writer; the content of any other writer is discarded
     slot 0     checksum, sequence number, hash, length | content | rest of the page
     slot 1     ...
 
-It may be lost, truncated, damaged or cut short by a crash at any moment. A record counts only if its checksum holds over
-its name and its content, and that is looked at each time it is read; so nothing need be in order, and nothing is ever synced.
-The file is read and written with system calls, not mapped into memory: there a page that can't be read ends the process, here
-it is an error. One process at a time has the file (`flock`). It contains what users wrote, as keys and values: nobody
-else may read it (mode 0600).
+The file may be lost, truncated, damaged or cut short by a crash at any moment. Each read verifies a checksum over hash and
+content,
+so order does not matter and nothing is synced. System calls are used rather than a mapping, where an unreadable page would
+end the
+process. One process at a time has the file (`flock`). It contains users' text as keys and values: mode 0600.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FILE_NAME = "blocks.penstock-kv"
 
 
 class BlockFile:
-    """Implements `engine.ports.BlockStore`. Made by the composition root; its methods may be called by any thread."""
+    """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
 
     def __init__(self, path: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> None:
-        """Open or make the file; it never gets larger than `max_bytes`. Contents of another fingerprint are discarded.
+        """Open or create the file, of at most `max_bytes`. Contents with another fingerprint are discarded.
 
         Raises OSError if it can't be opened (`BlockingIOError` if another process has it), ValueError if not one block fits.
         """
@@ -57,7 +57,7 @@ class BlockFile:
         self.path = path
         self._content_bytes = content_bytes
         self.slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
-        """Bytes that a slot takes of the file."""
+        """Size of a slot in the file."""
         self._num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
         if self._num_slots < 1:
             raise ValueError(f"{max_bytes} bytes do not hold one block of {self.slot_bytes}")
@@ -79,7 +79,7 @@ class BlockFile:
         return True
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Slots that look as if they had content, the first written first. Reads one page of each."""
+        """Return (slot, hash) of slots that seem to have content, first written first. Reads one page of each."""
         found: list[tuple[int, int, bytes]] = []
         with self._lock:
             for slot in range(min(self._num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
@@ -114,9 +114,10 @@ class BlockFile:
             raise CorruptBlock(f"Slot {slot} of {self.path} does not contain what was written there.")
 
     def emptied(self) -> BlockFile:
-        """The same file with nothing in it. This one is closed: whoever has it and writes on gets an OSError.
+        """Close this object and return one for the same file with nothing in it. Later writes through this one raise
+        OSError.
 
-        Raises OSError (EBUSY) if the device has not come back from its last task.
+        Raises OSError (EBUSY) if the device has not finished its last task.
         """
         self._lock_or_fail()
         try:
@@ -129,9 +130,9 @@ class BlockFile:
             self._lock.release()
 
     def close(self) -> None:
-        """Give the file free; what is in it stays. Idempotent.
+        """Release the file, keeping its content. Idempotent.
 
-        If the device does not answer the file stays open: its number could mean another file by the time it does.
+        If the device does not answer, the file stays open: its number could mean another file by the time it does.
         """
         try:
             self._lock_or_fail()
@@ -174,7 +175,7 @@ class BlockFile:
 
 
 def open_block_file(folder: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> BlockFile:
-    """The file of a folder that is made if it is not there. Raises ConfigError if that does not work."""
+    """Open the folder's file, creating both if needed. Raises ConfigError if that fails."""
     path = folder / FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
-"""Host memory below a GPU's KV pool: owns equal slots of the machine's own memory, each with a block's content and its name.
-Called by the worker of `Transfers`; knows neither what the bytes mean nor which are useful.
+"""Host memory below a GPU's KV pool: equal slots, each with a block's content and hash. `Transfers` calls it from its
+worker.
 
-It ends with the process, so nothing is there from an earlier time, and no checksum is needed: what guards the process's
-own memory guards this. The memory is mapped at once and taken from the machine as slots are written first. It is not pinned:
-the device copies to and from the executor's own staging memory, which is.
+It ends with the process and needs no checksum. The memory is mapped at once and committed as slots are first written. It is
+not pinned: the device copies through the executor's own staging memory, which is.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ LOCK_TIMEOUT_S = 1.0
 
 
 class HostMemory:
-    """Implements `engine.ports.BlockStore`. Made by the composition root; its methods may be called by any thread."""
+    """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
 
     def __init__(self, num_slots: int, *, content_bytes: int) -> None:
-        """Raises MemoryError if there is no room for so much."""
+        """Raises MemoryError if there is not enough."""
         self._num_slots = num_slots
         self._memory = np.empty((num_slots, content_bytes), np.uint8)
         self._names: dict[int, bytes] = {}
-        """By slot."""
+        """Slot -> hash."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -43,14 +42,13 @@ class HostMemory:
         return False
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """Nothing outlives the process."""
         return ()
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
         with self._lock:
             self._check_open()
             self._names.pop(slot, None)
-            # NumPy copies without the GIL: steps go on.
+            # NumPy copies without the GIL, so steps continue.
             np.copyto(self._memory[slot], np.frombuffer(content, np.uint8))
             self._names[slot] = block_hash
 
@@ -62,7 +60,8 @@ class HostMemory:
             np.copyto(np.frombuffer(out, np.uint8), self._memory[slot])
 
     def emptied(self) -> HostMemory:
-        """The same memory with nothing in it. This one is closed: whoever has it and writes on gets an OSError.
+        """Close this object and return one for the same memory with nothing in it. Later writes through this one raise
+        OSError.
 
         Raises OSError (EBUSY) if a copy has not ended.
         """
@@ -77,7 +76,7 @@ class HostMemory:
             self._lock.release()
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Release the memory. Idempotent."""
         with self._lock:
             self._release()
 
