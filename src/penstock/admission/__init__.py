@@ -1,1 +1,1 @@
-"""The door: who may come in. Decides over integers: no clock, no randomness, no I/O."""
+"""Admission: which calls may come in. Decides over integers: no clock, no randomness, no I/O."""

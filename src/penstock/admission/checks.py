@@ -1,8 +1,5 @@
-"""The checks of the door: each sees one call and says why it may not come in, or nothing. `door` asks them in turn.
-
-A check sees values and returns a value, so a new one is a class of a few lines here and a line in `door`. The check of what a
-tenant may use counts for itself, and lies in `tenants`.
-"""
+"""The checks of admission. Each sees one call and returns why it may not come in, or None. `door` runs them in order; the
+check of what a tenant may use is in `tenants`."""
 
 from __future__ import annotations
 
@@ -14,96 +11,95 @@ from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason, counted
 
 LEAST_SHARE = 0.75
-"""A first token that comes sooner than this share of the expected time is luck."""
+"""A first token sooner than this share of the expected time is luck."""
 NEW_SHARE = 0.8
-"""Share of the target that new calls may use. Calls that come back as told may use all of it, since they come in bunches."""
+"""Share of the target for new calls. Calls that return as told may use all of it, since they come in bunches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """The use that one tenant may make of a model; None: no such limit."""
+    """Limits of one tenant's use of a model. None means unlimited."""
 
     max_concurrent: int | None = None
     """Requests that may run or wait at once."""
     tokens_per_minute: int | None = None
-    """Tokens of prompts and answers."""
+    """Prompt and output tokens."""
     requests_per_minute: int | None = None
     """Calls that come in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A call at the door: all that is known of it before its prompt is tokenised. Made by the server."""
+    """A call at the door: what is known before its prompt is tokenised."""
 
     num_requests: int = 1
-    """Choices that it wants generated."""
+    """Choices to generate."""
     num_chars: int = 0
-    """Characters of its prompts, where they are text."""
+    """Characters of its text prompts."""
     num_token_ids: int = 0
-    """Tokens of its prompts, where they are token ids."""
+    """Tokens of its prompts given as token ids."""
     max_new_tokens: int | None = None
-    """Limit of one choice; None: the rest of the context."""
+    """Per choice; None: the rest of the context."""
     min_new_tokens: int = 1
-    """One choice has at least so many, as far as that is known beforehand."""
+    """Least length of a choice, as far as known."""
     tenant: str = ""
     limits: TenantLimits | None = None
-    """Its tenant's own; None: those of all."""
+    """Its tenant's own limits; None: the defaults."""
     priority: int = 0
-    """Lower is served first, if the waiting order looks at it."""
+    """Lower is served first, if the order reads it."""
     deadline_ns: int | None = None
     """When its answer must be complete."""
     queue_deadline_ns: int | None = None
     """When it must have begun to run."""
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
-    """Its own target of the time to first token; None: the server's alone."""
+    """Its own target of the time to first token."""
     claim: bytes | None = None
-    """Says that two calls are the same one, sent again; None if that is not known."""
+    """Equal for repetitions of the same call; None if unknown."""
     is_retry: bool = False
-    """The client says that it sends this again."""
+    """The client marks it as a retry."""
     arm: str = ""
     """Arm of the A/B test; empty where there is none."""
     adapter: AdapterRef | None = None
-    """The adapter that it asks for."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DoorView:
-    """One call at the door, and what is expected of it. Nothing in it counts on `max_tokens`.
+    """One call and what to expect of it, without relying on `max_tokens`.
 
-    Nobody writes to one after it was made; not frozen, as that doubles the time to make one.
+    Treat as frozen; frozen it would take twice as long to make.
     """
 
     ask: Ask
     now_ns: int
     is_expected: bool
-    """It comes back as it was told to: its place has been kept for it, and it may use the room that others must leave."""
+    """It comes back as told: its place was kept, and it may use room that others must leave."""
     is_idle: bool
     """No request runs, waits or is on the way in."""
     starts_at_once: bool
-    """No request waits for a row or for a first token, a row is free, and its adapter is there."""
+    """A row is free, nobody waits for a row or a first token, and its adapter is loaded."""
     num_waiting: int
-    """Requests that wait and that the next step can't take, and places kept for other calls that were told to come back."""
+    """Requests that wait beyond the free rows, and places kept for other calls told to come back."""
     target_ttft_ns: int | None
-    """The stricter one of the call's own target and the server's; None: the call may wait as long as it takes."""
+    """The stricter of the call's and the server's targets; None: it may wait."""
     num_prompt_tokens: int
     num_new_tokens: int
     """Predicted length of one choice."""
     ttft_ns: int
-    """Expected time from now to the first token; 0 if nothing was measured yet."""
+    """Expected time from now to the first token; 0 before any measurement."""
     own_prefill_ns: int
-    """The part of `ttft_ns` that is the call's own prompt."""
+    """The part of `ttft_ns` for the call's own prompt."""
     step_ns: int
-    """Expected time from one token to the next."""
+    """Expected time between tokens."""
     ns_per_request: int | None
-    """Expected time from one end to the next while others wait; None if nothing was measured yet."""
+    """Expected time between two ends while others wait; None before any measurement."""
     num_blocks_demanded: int
-    """KV blocks of all running requests and of this call at their predicted lengths, with those of their adapters, or the
-    blocks that are held already if they are more; and those kept for other calls that were told to come back."""
+    """KV blocks of all running requests and this call at their predicted lengths with their adapters (or those held already,
+    if more), and those kept for other calls."""
     num_blocks_own: int
-    """Those of this call, and of its adapter if no other has it."""
+    """Those of this call, and of its adapter if no other request has it."""
     num_blocks_freed: int
-    """Blocks that the end of one running request frees, mean; >= 1."""
+    """Mean blocks freed by the end of one running request, >= 1."""
     num_blocks_total: int
 
 
@@ -111,24 +107,24 @@ class DoorView:
 class Refusal:
     reason: RejectReason
     detail: str
-    """With the numbers, in words for the user."""
+    """The numbers, in words for the user."""
     wait_ns: int | None = None
-    """Until the check would pass if no other call came; None if that can't be said."""
+    """Time until the check would pass if no other call came; None if unknown."""
 
 
 class Check(Protocol):
     def refusal(self, view: DoorView) -> Refusal | None:
-        """Why the call may not come in; None if it may as far as this check is concerned."""
+        """Return why the call may not come in, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Refuses a call whose answer would come too late: the work on it would be lost, for its client and for all others.
+    """Refuses a call whose answer would come too late to be of use.
 
-    The expected times are means, and an answer may be shorter than predicted, so only a call without a chance is refused: three
-    quarters of the expected time to first token count, and the tokens that the answer has at least. An idle server refuses none
-    before its deadline: the times are those of steps that ran, and would stay what they are if no call came in any more.
+    Expected times are means, and answers may be shorter than predicted. So only a call without a chance is refused: it
+    counts three quarters of the expected time to first token, and the answer's least tokens. An idle server refuses nothing
+    before its deadline, since its measurements may be stale.
     """
 
     def refusal(self, view: DoorView) -> Refusal | None:
@@ -152,10 +148,10 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class QueueLength:
-    """Bounds the waiting queue."""
+    """Limits the waiting queue."""
 
     max_queue: int
-    """Requests that may wait at the same time, >= 1."""
+    """Requests that may wait at once, >= 1."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         num_excess = view.num_waiting + 1 - self.max_queue
@@ -169,10 +165,10 @@ class QueueLength:
 
 @dataclass(frozen=True, slots=True)
 class QueueDelay:
-    """Keeps the time to first token: a call that would wait longer than the target is sent away at once.
+    """Keeps the time to first token: refuses a call that would wait longer than the target.
 
-    The expected time is a mean, so it is multiplied by the worst recent error (`Margin`) before it is compared. A prompt that
-    alone takes most of the target is judged by its wait: coming back would not help it.
+    The expected time is a mean, so it is multiplied by the worst recent error (`Margin`). A prompt that alone takes most of
+    the target is judged by its wait, since coming back would not help it.
     """
 
     margin: Margin
@@ -194,15 +190,14 @@ class QueueDelay:
 
 @dataclass(frozen=True, slots=True)
 class KvHeadroom:
-    """Keeps KV blocks free for growth: the running requests must fit at the lengths that they are expected to reach.
+    """Keeps KV blocks free for growth: running requests must fit at their predicted lengths.
 
-    Only a call with a target of the time to first token is refused: any other waits in the queue, and the scheduler's reserve
-    holds it back. Predicted outputs count, not `max_tokens`: nearly all answers end long before it. Blocks that become free are
-    kept for the call that was told to come back for them: a large call would never find its blocks while small ones take each.
+    Only a call with a target is refused. Others wait in the queue, where the scheduler's reserve holds them back. Freed
+    blocks are kept for the call told to come back for them: otherwise small calls would take each of them from a large one.
     """
 
     headroom: float
-    """Share of the blocks that stays free at the predicted lengths; (0, 1)."""
+    """Share of the blocks to keep free at the predicted lengths; (0, 1)."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         headroom = self.headroom / 2 if view.is_expected else self.headroom

@@ -1,26 +1,26 @@
-"""The door: decides whether a call may join, before any costly work. Asked by the server; never queues or runs anything.
+"""The door: decides whether a call may come in, before any costly work.
 
-The door works out once what to expect of a call, from what the engine was seen to do (`estimates`). Then each check says yes or
-no, with its own reason, its numbers and the time after which it would say yes (`checks`, in this order):
+It estimates what to expect of a call from what the engine was seen to do (`estimates`). Then each check passes, or refuses
+with a
+reason, its numbers and the time after which it would pass (`checks`, in this order):
 
     Deadlines      its deadline can't be met: refused for good (408)
-    Tenants        its tenant has used what it may use
-    QueueLength    as many as may are waiting already
+    Tenants        its tenant has used up its limits
+    QueueLength    the maximum number of requests waits
     QueueDelay     its first token would come later than the target
-    KvHeadroom     it has a target of its first token, and the running requests need the memory that is left
+    KvHeadroom     it has a target, and the running requests need the memory that is left
 
 The expected time to first token is
 
     max(turn, prompts, load) + own
 
-    turn       requests ahead for which no row is free, at the measured drain rate (`DrainMeter`)
-    prompts    the prompt tokens ahead, at the rate of steps that were full of them (`Pace`)
-    load       the call's adapter, if it has one that is not in memory: loads before it and its own, at their mean
+    turn       requests ahead without a free row, at the measured drain rate (`DrainMeter`)
+    prompts    prompt tokens ahead, at the rate of steps full of them (`Pace`)
+    load       the call's adapter, if it is not in memory: the loads before it and its own, at their mean
     own        the call's own prompt, at that rate, and the step that runs now
 
-While rows, memory or a closed batch limit, those ahead start only as others end, and their prompts are computed in the
-meantime; while long prompts limit, the rows are free and the turn is short. Adapters are read beside both. So the largest
-counts, not the sum.
+It is the maximum and not the sum because these overlap: prompts ahead are computed while others end, and adapters load
+beside both.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ DEFAULT_KV_HEADROOM = 0.2
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 600.0
 DEFAULT_RETRY_AFTER_S = 10.0
-"""Announced while nothing was measured yet."""
+"""Announced before anything was measured."""
 RESTART_RETRY_AFTER_S = 5.0
-"""Announced while starting, draining or failed: about the time that a restart takes."""
+"""Announced while starting, draining or failed: about as long as a restart takes."""
 
 _UNAVAILABLE_DETAILS = {
     RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
     RejectReason.UNAVAILABLE: "the engine is not running",
 }
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
-"""Reasons that pass by themselves for everyone alike."""
+"""Reasons that pass by themselves, for everyone alike."""
 _NEEDS_END = (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.GATE)
-"""Only the end of a running request ends such a wait; the rows that are free are of no use to it."""
+"""Only the end of a running request ends such a wait, so free rows do not help."""
 _NO_OUTLOOK = AdapterOutlook()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """The settings of admission, as plain values. Made by the composition root."""
+    """The settings of admission, as plain values."""
 
     max_queue: int = 1024
-    """Requests that may wait at the same time, >= 1."""
+    """Requests that may wait at once, >= 1."""
     slo_ttft_ns: int | None = None
     """Target of the time to first token; None: a long queue is no reason to refuse."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
-    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target of the time to first token;
-    0: no request is refused for memory."""
+    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target; 0: none is refused for
+    memory."""
     tenant_max_concurrent: int | None = None
     tenant_tokens_per_minute: int | None = None
 
@@ -78,18 +78,16 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a call that was let in, until its requests are submitted."""
+    """The place of an admitted call until its requests are submitted."""
 
     view: DoorView
     account: Account | None
-    """The account of its tenant, where tenants have limits."""
+    """Its tenant's account, where tenants have limits."""
 
 
 class Admission:
-    """The door of one engine.
-
-    It is an `Observer` and a `TokenObserver` of the engine, on the engine's thread. All else belongs to the event loop.
-    """
+    """The door of one engine. As `Observer` and `TokenObserver` it is called on the engine's thread; all else runs on the
+    event loop."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class Admission:
         self._limits_b = limits_b or limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = _ignore
-        """Called with the time of each call that was not told to come back then; set before the first call."""
+        """Called with the time of each call that does not come back as told; set before the first call."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
         self.lengths = Lengths()
@@ -126,14 +124,14 @@ class Admission:
         self._promises = Promises()
         self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
-        """The limits of every tenant; a call may bring limits of its own."""
+        """For every tenant; a call may bring limits of its own."""
         self._checks = self._make_checks(limits)
         self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)
         targets_ns = [one.slo_ttft_ns for one in (limits, self._limits_b) if one.slo_ttft_ns is not None]
         self._least_target_ns = min(targets_ns, default=None)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
-        """Requests of calls that were let in and are not submitted yet."""
+        """Requests of admitted calls that are not submitted yet."""
         self._num_entering_tokens = 0
 
     def _make_checks(self, limits: AdmissionLimits) -> tuple[Check, ...]:
@@ -150,10 +148,10 @@ class Admission:
     # For the event loop.
 
     def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
-        """Let a call in: it holds places until `leave`. Raises `Rejected`.
+        """Admit a call, which holds places until `leave`. Raises `Rejected`.
 
-        A call joins if its first request may; the others come with it, so one call exceeds a bound by n - 1 at most.
-        `refuses_with`: the reason, DRAINING or UNAVAILABLE, for which the engine takes no requests at all.
+        A call is admitted if its first request may be; so it exceeds a limit by n - 1 at most. `refuses_with`: DRAINING or
+        UNAVAILABLE if the engine takes no requests at all.
         """
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
@@ -175,7 +173,7 @@ class Admission:
         return Place(view, self._tenants.hold(view) if is_limited else None)
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """The call's requests are about to be submitted."""
+        """Count the call's requests, which are about to be submitted."""
         view = place.view
         if not view.ask.num_token_ids:
             prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs
@@ -183,7 +181,7 @@ class Admission:
         self.enter_more(place, requests, now_ns)
 
     def enter_more(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count a part of the call's requests as entered. `lengths.on_prompt` is told the lengths of its texts apart."""
+        """Count some of the call's requests. The lengths of its texts go to `lengths.on_prompt` separately."""
         view = place.view
         for request in requests:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
@@ -200,28 +198,27 @@ class Admission:
                 self._tenants.enter(request.tenant, request.request_id, num_tokens, now_ns)
 
     def leave(self, place: Place) -> None:
-        """The call's requests were submitted, or will never be."""
+        """Note that the call's requests were submitted, or never will be."""
         self._num_entering -= place.view.ask.num_requests
         self._num_entering_tokens -= place.view.num_prompt_tokens
         if place.account is not None:
             self._tenants.release(place.account, place.view)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """They ended without the engine telling it: it never got them, or broke. Idempotent."""
+        """Forget requests that ended without the engine reporting it: it never got them, or broke. Idempotent."""
         for request_id in request_ids:
             self._backlog.on_finish(request_id)
             self._tenants.forget(request_id)
 
     def max_len(self, adapter: AdapterRef | None) -> int:
-        """Prompt and output tokens of one request at most: as many as the model takes, and as the KV cache has room for beside
-        the adapter, as far as its blocks are known.
-        """
+        """Return the most prompt and output tokens of a request: limited by the model, and by the KV cache beside the
+        adapter."""
         if adapter is None:
             return self._max_model_len
         num_blocks = self._capacity.num_blocks - 1 - self._outlook(adapter).num_pages
         if self._capacity.most_blocks(self._max_model_len - 1) <= num_blocks:
             return self._max_model_len
-        return max(0, num_blocks) * self._capacity.block_size + 1  # the last token is never computed, and takes no place
+        return max(0, num_blocks) * self._capacity.block_size + 1  # the last token is never computed
 
     # For the engine thread.
 
@@ -244,7 +241,7 @@ class Admission:
         self.drain.on_finish(stats)
         self._backlog.on_finish(stats.request_id)
         if self._tenants.entered:
-            # What was cut off before it began has cost nothing.
+            # A request cut off before it began has cost nothing.
             num_prompt_tokens = 0 if stats.first_scheduled_ns is None else stats.num_prompt_tokens
             num_tokens = num_prompt_tokens + stats.num_generated_tokens
             self._tenants.on_finish(stats.request_id, num_tokens, stats.ended_ns - stats.arrival_ns)
@@ -252,14 +249,14 @@ class Admission:
             self.lengths.on_end(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generated_tokens)
 
     def _is_telling(self, entry: Entry) -> bool:
-        """It was expected to take a good part of the target; short times are off by a step or two, which tells nothing."""
+        """Return whether the expectation was long enough to compare: short times are off by a step or two anyway."""
         target_ns = self._least_target_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 
     # What is expected.
 
     def _view(self, ask: Ask, load: EngineLoad, now_ns: int, *, is_expected: bool) -> DoorView:
-        # A longer prompt is no matter of load: it is refused, or cut, once its tokens are counted.
+        # A longer prompt is refused or cut once its tokens are counted, whatever the load.
         computed_share = self.lengths.computed_share
         most = ask.num_requests * self._max_model_len
         num_prompt_tokens = min(ask.num_token_ids + self.lengths.prompt_tokens(ask.num_chars), most)
@@ -299,14 +296,15 @@ class Admission:
         )
 
     def _target_ttft_ns(self, ask: Ask) -> int | None:
-        """A call's own target can be stricter than the server's, never laxer."""
+        """Return the stricter target: a call's own can't relax the server's."""
         targets_ns = [
             target_ns for target_ns in (ask.slo_ttft_ns, self.limits_of(ask.arm).slo_ttft_ns) if target_ns is not None
         ]
         return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:
-        """Expected time until a call that comes now, after `num_kept` others, begins to be computed, and one step."""
+        """Return the expected time until a call that comes now, after `num_kept` others, begins to be computed, and one
+        step."""
         num_waiting, num_prefill_tokens = load.num_waiting, self._num_prefill_tokens
         if self._reads_priority:
             num_before, num_tokens_before = self._backlog.ahead_of(ask.priority)
@@ -324,22 +322,23 @@ class Admission:
         return max(turn_ns, prompts_ns) + (self.pace.step_ns if load.num_running else 0)
 
     def _waits_for_adapters(self, load: EngineLoad) -> bool:
-        """Whether as many different adapters run as may, while the first that waits has another."""
+        """Return whether the maximum number of adapters runs while the first waiting request needs another."""
         return self._waits_for is WaitReason.ADAPTER and load.adapters.num_running >= self._max_adapters
 
     def _ns_per_request(self, load: EngineLoad, now_ns: int) -> int | None:
-        """Time from one end to the next: as measured, and as those that run would end by the usual length and pace."""
+        """Return the time between two ends, from measurements and from the usual length and pace of running requests."""
         num_running = max(1, load.num_running)
         forecast_ns = self.lengths.new_tokens(1, None) * self.pace.step_ns / num_running
         return self.drain.ns_per_request(now_ns, forecast_ns, num_running)
 
     @property
     def _num_prefill_tokens(self) -> int:
-        """Prompt tokens of all that were let in and have no first token."""
+        """Prompt tokens of all admitted requests without a first token."""
         return self._backlog.num_prefill_tokens + self._num_entering_tokens
 
     def _num_blocks_demanded(self, load: EngineLoad) -> int:
-        """Demand of running requests and of waiting ones that find a row, at predicted lengths; or held already, if more."""
+        """Return the blocks of running requests, and of waiting ones that find a row, at predicted lengths; or those held,
+        if more."""
         num_rows = load.num_running + load.num_rows_free
         num_requests = len(self._backlog)
         share = min(1.0, num_rows / num_requests) if num_requests else 1.0
@@ -347,7 +346,8 @@ class Admission:
         return max(int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held)
 
     def _adapter_blocks(self, load: EngineLoad) -> dict[int, int]:
-        """Adapter -> its blocks, of requests that run and of waiting ones that find a row; at most as many as may run."""
+        """Return adapter -> blocks, for running requests and waiting ones that find a row; at most as many adapters as may
+        run."""
         blocks = self._backlog.adapter_blocks(load.num_running + load.num_rows_free)
         return dict(islice(blocks.items(), self._max_adapters))
 
@@ -355,7 +355,7 @@ class Admission:
         return _NO_OUTLOOK if self._adapters is None else self._adapters.outlook(adapter.number)
 
     def _num_blocks(self, num_tokens: int, num_requests: int = 1) -> int:
-        """Blocks that requests of so many tokens together hold at most, if they are alike."""
+        """Return the most blocks held by `num_requests` alike requests with `num_tokens` tokens together."""
         each = self._capacity.most_blocks(-(-num_tokens // num_requests))
         return min(-(-num_tokens // self._capacity.block_size), num_requests * each)
 
@@ -372,7 +372,7 @@ class Admission:
         return Rejected(reason, refusal.detail, retry_after_s=min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S))
 
     def _promised_wait_ns(self, refusal: Refusal, view: DoorView, promise: Promise | None) -> int:
-        """The time that the call has been told already, or one of its own."""
+        """Return the time that the call was already told, or a new one."""
         if promise is not None and promise.due_ns > view.now_ns:
             return promise.due_ns - view.now_ns
         seconds = DEFAULT_RETRY_AFTER_S if refusal.wait_ns is None else refusal.wait_ns / 1e9

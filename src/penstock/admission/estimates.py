@@ -1,8 +1,7 @@
-"""Expectations of the door: of steps, of lengths, of the requests that it let in, and of calls that it told to come back.
+"""Estimates for admission: steps, lengths, admitted requests, and calls told to come back.
 
-Kept by `door`, each with one writer: the event loop for `Promises`, the engine thread for what steps and ends say (`Pace`,
-`DrainMeter`, `Margin`), or one writer for each number (`Lengths`, `Backlog`). A reader on another thread reads single numbers
-and may see the newest step half counted.
+Each number has one writer: the event loop for `Promises`, the engine thread for `Pace`, `DrainMeter` and `Margin`; `Lengths`
+and `Backlog` have both. A reader on another thread may see the newest step half counted.
 """
 
 from __future__ import annotations
@@ -18,45 +17,45 @@ from penstock.types.stats import RequestStats, StepStats, WaitReason
 STEP_WEIGHT = 0.05
 """Weight of the newest step in the mean."""
 PREFILL_DECAY = 0.95
-"""Part of what is remembered that is left after a step that had all the prefill that it could take."""
+"""Factor on what is remembered, per step full of prefill."""
 
 LENGTH_DECAY = 0.98
-"""Part of what is remembered that is left after an observation: the last fifty or so count."""
+"""Factor on what is remembered, per observation: about the last fifty count."""
 FIRST_TOKENS_PER_CHAR = 0.25
 FIRST_WEIGHT_CHARS = 400.0
 FIRST_OUTPUT_TOKENS = 128.0
 """Assumed until the first answers have ended."""
 
 NUM_ERRORS = 99
-"""Errors that the margin remembers: the next one is the largest of a hundred once in a hundred times."""
+"""Errors that the margin remembers: the next error is the largest of a hundred with a chance of 1 %."""
 FIRST_FACTOR = 1.25
 """Assumed as the first error."""
 MAX_FACTOR = 4.0
-"""A larger error is an accident, such as a machine that stood still, and must not keep away those who could correct it."""
+"""A larger error is an accident, such as a machine that stood still, and must not lock out calls that could correct it."""
 
 MIN_BUSY_S = 1.0
-"""Shorter observations give no rate of ends."""
+"""Shorter observations give no rate."""
 REFUSAL_NS = 1_000_000_000
-"""How long one refusal says that others want in."""
+"""A refusal counts as demand for this long."""
 _BUCKET_NS = 1_000_000_000
 
 GRACE_NS = 2_500_000_000
-"""`Retry-After` is in whole seconds, rounded up, and the way takes time, too."""
+"""Added to promised times: `Retry-After` is in whole seconds, rounded up, and the network takes time."""
 SPREAD = 1.2
-"""Places are announced so much slower than they become free."""
+"""Factor between the spacing of promised places and the rate at which they become free."""
 MAX_PROMISES = 8192
-"""Beyond it, and beyond the longest time that is announced, times are told and no places kept."""
+"""Beyond it, and beyond the longest announced time, no places are kept."""
 UNKNOWN_SPACING_NS = 250_000_000
-"""Between two times while it is not known how fast places become free."""
+"""Spacing while the drain rate is unknown."""
 MAX_PER_CLAIM = 8
-"""Places ahead for calls that look the same: one impatient client must not put off everyone else."""
+"""Places for calls that look the same, so that one impatient client does not put off everyone else."""
 SHARE_WEIGHT = 0.05
 MIN_SHARE = 0.1
-"""At least so many are counted on to come back."""
+"""Least share of promised calls that are counted on to return."""
 
 
 class Pace:
-    """How fast steps and prefills go, measured from the steps. Both are 0 until they were measured."""
+    """Measured speed of steps and prefills; 0 before any measurement."""
 
     def __init__(self, max_step_tokens: int) -> None:
         self._half_step_tokens = max_step_tokens / 2
@@ -66,20 +65,20 @@ class Pace:
 
     @property
     def step_ns(self) -> int:
-        """Mean duration of a step: the time that a running request waits for its next token."""
+        """Mean duration of a step: the wait of a running request for its next token."""
         return int(self._step_ns)
 
     def prefill_ns(self, num_tokens: float) -> int:
-        """Expected time to compute so many prompt tokens, beside the decodes of late."""
+        """Return the expected time to compute prompt tokens beside the recent decodes."""
         return int(num_tokens * self._prefill_ns / self._prefill_tokens) if self._prefill_tokens else 0
 
     def on_step(self, stats: StepStats) -> None:
         duration_ns = stats.ended_ns - stats.started_ns
         self._step_ns += (duration_ns - self._step_ns) * (STEP_WEIGHT if self._step_ns else 1.0)
-        # A row's last token samples, as a decode does; padding is nobody's prompt.
+        # A row's last token samples like a decode; padding is not a prompt.
         counts = stats.counts
         num_prefill_tokens = counts.num_tokens - counts.num_padding_tokens - counts.num_rows
-        # Other steps say how many prompts came, not how fast they could be computed.
+        # Other steps show how many prompts came, not how fast they could be computed.
         is_full = counts.waits_for is WaitReason.TOKENS or counts.num_tokens >= self._half_step_tokens
         if is_full and num_prefill_tokens > 0:
             self._prefill_tokens = PREFILL_DECAY * self._prefill_tokens + num_prefill_tokens
@@ -103,7 +102,7 @@ class _Mean:
 
 
 class Lengths:
-    """How long prompts and answers are: decaying means of those that came. Never sees a text."""
+    """Decaying means of prompt and answer lengths."""
 
     def __init__(self) -> None:
         self._tokens_per_char = _Mean(FIRST_TOKENS_PER_CHAR * FIRST_WEIGHT_CHARS, FIRST_WEIGHT_CHARS)
@@ -113,12 +112,12 @@ class Lengths:
         self._cached_share = _Mean(0.0, 1.0)
 
     def on_prompt(self, num_chars: int, num_tokens: int) -> None:
-        """A text of so many characters, and whatever its template added, has so many tokens."""
+        """Learn from a text of `num_chars` characters that became `num_tokens` tokens with its template."""
         if num_chars:
             self._tokens_per_char.add(num_tokens, num_chars)
 
     def on_end(self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> None:
-        """An answer ended by itself."""
+        """Learn from an answer that ended by itself."""
         self._output_tokens.add(num_generated_tokens)
         self._cached_share.add(num_cached_tokens, num_prompt_tokens)
 
@@ -126,21 +125,21 @@ class Lengths:
         return round(num_chars * self._tokens_per_char.value)
 
     def new_tokens(self, min_tokens: int, max_tokens: int | None) -> int:
-        """Predicted length of an answer within its limits."""
+        """Return the predicted length of an answer within its limits."""
         predicted = max(min_tokens, round(self._output_tokens.value))
         return predicted if max_tokens is None else min(predicted, max_tokens)
 
     @property
     def computed_share(self) -> float:
-        """Share of the prompt tokens that is not found in the prefix cache."""
+        """Share of prompt tokens not found in the prefix cache."""
         return 1.0 - self._cached_share.value
 
 
 class Margin:
-    """How far off the expected time to first token was at worst, among the last requests that came in.
+    """The worst recent error of the expected time to first token.
 
-    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, from 1 to `MAX_FACTOR`. If errors come in
-    no particular order, 1 request in 100 takes longer than its expected time multiplied by `factor`.
+    `factor` is the largest of the last `NUM_ERRORS` ratios of real to expected time, from 1 to `MAX_FACTOR`. If errors come
+    in random order, 1 % of requests take longer than the expected time multiplied by `factor`.
     """
 
     def __init__(self) -> None:
@@ -148,18 +147,17 @@ class Margin:
         self._errors = deque([FIRST_FACTOR], maxlen=NUM_ERRORS)
 
     def observe(self, expected_ns: int, real_ns: int) -> None:
-        """The door expected `expected_ns` > 0, and the first token came after `real_ns`."""
+        """Add an error; `expected_ns` > 0."""
         self._errors.append(real_ns / expected_ns)
         self.factor = min(MAX_FACTOR, max(1.0, *self._errors))
 
 
 class DrainMeter:
-    """How fast places become free, measured from the engine's steps and ends.
+    """Measures how fast places become free.
 
-    The rate is (requests that ended) / (time), over the last `window_s` seconds, counting only the time during which others
-    waited or were turned away. That condition matters: on an idle server requests end as rarely as they arrive, which says
-    nothing about how fast it could work; and requests that start at once in a fresh batch say nothing about how fast places
-    become free. While a queue stands, each end frees the place into which one of the waiting requests moves.
+    The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
+    were refused. On an idle server requests end as rarely as they arrive, which says nothing about its speed. While a queue
+    stands, each end frees a place for a waiting request.
 
         busy time  1 s buckets, a ring   |....|####|####|##..|    # = a request waited
         ends                                    3    4    1       -> 8 requests in 2.5 s: 3.2 requests per second
@@ -176,15 +174,15 @@ class DrainMeter:
         self._refused_until_ns = 0
 
     def rate(self, now_ns: int) -> float:
-        """Requests per second that left while others waited; 0 if none waited within the window."""
+        """Return the requests per second that ended while others waited; 0 if none waited within the window."""
         num_ended, busy_s = self._window.totals(now_ns)
         return num_ended / busy_s if busy_s >= MIN_BUSY_S else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
-        """Time from one end to the next while others wait, on average; None if nothing is known.
+        """Return the mean time between ends while others wait; None if unknown.
 
-        `forecast_ns` is the time to be expected by other signs, 0 if there are none. It counts like `weight` ends that were
-        seen: rows that were filled together end together, and until then nothing ends.
+        `forecast_ns` is a forecast by other signs, or 0. It counts like `weight` observed ends: rows filled together end
+        together, and until then nothing ends.
         """
         num_ended, busy_s = self._window.totals(now_ns)
         if not forecast_ns:
@@ -208,13 +206,13 @@ class DrainMeter:
 
 
 class _BusyWindow:
-    """Busy time and ends of the last `num_buckets` seconds, in buckets of one second that are re-used in turn."""
+    """Busy time and ends of the last `num_buckets` seconds, in a ring of one-second buckets."""
 
     def __init__(self, num_buckets: int) -> None:
         self._epochs = [-1] * num_buckets
-        """Which second (now_ns // 1e9) each bucket holds; -1 for none."""
+        """The second (now_ns // 1e9) of each bucket; -1 for none."""
         self._newest = -1
-        """The newest second that a bucket holds."""
+        """The newest second in a bucket."""
         self._busy_ns = [0] * num_buckets
         self._num_ended = [0] * num_buckets
 
@@ -222,7 +220,7 @@ class _BusyWindow:
         self._num_ended[self._bucket(at_ns // _BUCKET_NS)] += 1
 
     def add_busy(self, start_ns: int, end_ns: int) -> None:
-        """Spread [start_ns, end_ns) over the buckets it touches."""
+        """Spread [start_ns, end_ns) over its buckets."""
         oldest = end_ns // _BUCKET_NS - len(self._epochs) + 1
         start_ns = max(start_ns, oldest * _BUCKET_NS)
         while start_ns < end_ns:
@@ -232,7 +230,7 @@ class _BusyWindow:
             start_ns = until_ns
 
     def totals(self, now_ns: int) -> tuple[int, float]:
-        """(requests that ended, busy seconds) within the window that ends at `now_ns`."""
+        """Return (requests that ended, busy seconds) within the window that ends at `now_ns`."""
         oldest = now_ns // _BUCKET_NS - len(self._epochs)
         if self._newest <= oldest:  # nobody has waited for long
             return 0, 0.0
@@ -254,10 +252,10 @@ class _BusyWindow:
 
 @dataclass(slots=True)
 class Entry:
-    """One request, as the door saw it."""
+    """One request, as admitted."""
 
     num_prefill_tokens: int
-    """Prompt tokens that are expected to be computed."""
+    """Prompt tokens expected to be computed."""
     num_blocks: int
     """KV blocks at the predicted length."""
     expected_ttft_ns: int
@@ -267,14 +265,14 @@ class Entry:
     """It has its first token."""
     adapter: int = BASE
     num_adapter_blocks: int = 0
-    """KV blocks that its adapter takes, once for all requests of it; 0 if that is not known."""
+    """KV blocks of its adapter, shared by all its requests; 0 if unknown."""
 
 
 class Backlog:
-    """Sums over the requests that were let in and have not ended. Owns no request.
+    """Sums over admitted requests that have not ended.
 
-    `enter` belongs to the event loop, `on_first_token` and `on_finish` to the engine thread. So each sum is kept as what was
-    added and what was taken, two numbers with one writer each, and a reader sees at most the newest change half done.
+    `enter` runs on the event loop, `on_first_token` and `on_finish` on the engine thread. So each sum is kept as two
+    numbers, added and taken, with one writer each.
     """
 
     def __init__(self) -> None:
@@ -287,32 +285,32 @@ class Backlog:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of all requests without a first token; a prompt that is half computed counts in full."""
+        """Prompt tokens of requests without a first token. A half computed prompt counts in full."""
         return max(0, self._prefill_added - self._prefill_taken)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all requests that have not ended, at their predicted lengths."""
+        """Blocks of unfinished requests at their predicted lengths."""
         return max(0, self._blocks_added - self._blocks_taken)
 
     def ahead_of(self, priority: int) -> tuple[int, int]:
-        """(requests, prompt tokens) that have no first token yet and are served before one of this priority. O(requests)."""
+        """Return (requests, prompt tokens) without a first token that are served before one of this priority. O(requests)."""
         ahead = [entry for entry in list(self._entries.values()) if not entry.has_started and entry.priority <= priority]
         return len(ahead), sum(entry.num_prefill_tokens for entry in ahead)
 
     def adapter_blocks(self, num_requests: int) -> dict[int, int]:
-        """Adapter -> its KV blocks, of so many requests that came first and have not ended. O(requests)."""
+        """Return adapter -> KV blocks over the first `num_requests` unfinished requests. O(requests)."""
         first = list(self._entries.values())[:num_requests]
         return {entry.adapter: entry.num_adapter_blocks for entry in first if entry.adapter != BASE}
 
     def enter(self, request_id: str, entry: Entry) -> None:
-        """Call it before the request is submitted: it may end at once."""
+        """Add a request. Call before it is submitted, since it may end at once."""
         self._prefill_added += entry.num_prefill_tokens
         self._blocks_added += entry.num_blocks
         self._entries[request_id] = entry
 
     def on_first_token(self, request_id: str) -> Entry | None:
-        """Returns the request's entry, if it came through the door."""
+        """Return the request's entry, if it came through the door."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._start(entry)
@@ -337,36 +335,36 @@ class Promise:
     due_ns: int
     expires_ns: int
     num_blocks: int = 0
-    """KV blocks that are kept with the place: a call that was sent away for lack of them needs more than a place."""
+    """KV blocks kept with the place, for a call refused for lack of them."""
     has_come: bool = False
-    """As it was told, once already: it is counted on in full."""
+    """It came back once as told, and is counted on in full."""
     is_over: bool = False
     """Kept or given up."""
 
     def __lt__(self, other: Promise) -> bool:
-        """Expires first. A call that was told a longer time has a longer grace, so this is not the order of the times."""
+        """The first to expire. Longer waits have a longer grace, so this is not the order of due times."""
         return self.expires_ns < other.expires_ns
 
 
 class Promises:
-    """The calls that were told when to come back: a queue of those who are not here. On the event loop.
+    """Calls that were told when to come back: a queue of absent clients. Runs on the event loop.
 
-    Each call that is sent away gets a time of its own: at the earliest when its check is expected to pass, and one place's time
-    after the call that was sent away before. So they do not come back as a herd, and one that comes at its time finds a place:
+    Each refused call gets a time of its own: when its check is expected to pass, at least one place's time after the
+    previous refused call. So they do not return as a herd, and one that returns on time finds a place:
 
         told     |--wait--|a  |b  |c  |d ...        one end of a request apart, and a little more
-        due               a came back: let in, though others are sent away
+        due               a came back: let in, though others are refused
                               b did not: its place is kept for `GRACE_NS` and a tenth of its wait, then free for all
 
-    A call that comes back is recognised by a claim (the server makes it of the body). How many do is learned, and the times are
-    set closer by that. The arithmetic of the times is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
+    A returning call is recognised by its claim, which the server derives from the body. The share that returns is learned,
+    and shortens the spacing. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
         self._later: deque[Promise] = deque()
-        """Not due yet, in the order of their times."""
+        """Not due yet, in order of time."""
         self._due: list[Promise] = []
-        """A heap: the one that expires first on top."""
+        """A heap by expiry."""
         self._by_claim: dict[bytes, deque[Promise]] = {}
         self._last_due_ns = 0
         self._return_share = 1.0
@@ -381,7 +379,7 @@ class Promises:
         *,
         num_blocks: int = 0,
     ) -> int:
-        """Nanoseconds from now after which to come back; a place is kept for then."""
+        """Return the nanoseconds after which to come back. A place is kept for then."""
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
@@ -397,7 +395,7 @@ class Promises:
         return due_ns - now_ns
 
     def find(self, claim: bytes | None, *, is_retry: bool, now_ns: int) -> Promise | None:
-        """The promise that this call may come for. One that is not due yet, only if it says itself that it comes again."""
+        """Return the promise that this call may come for. One not due yet counts only for a declared retry."""
         self._advance(now_ns)
         promises = self._by_claim.get(claim) if claim is not None else None
         if not promises:
@@ -405,11 +403,11 @@ class Promises:
         return promises[0] if is_retry or promises[0].due_ns <= now_ns else None
 
     def settle(self, promise: Promise) -> None:
-        """Its client came: it was let in, or found no place and gets another promise."""
+        """End the promise: the client came, and was admitted or gets another promise."""
         self._end(promise, came_back=True)
 
     def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
-        """Its client came at its time, and the blocks are not free yet: they are kept from now until it has come once more."""
+        """Keep the blocks from now until the client has come once more: it came on time, and they are not free yet."""
         self._end(promise, came_back=True)
         renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
         heappush(self._due, renewed)
@@ -417,13 +415,13 @@ class Promises:
             self._by_claim.setdefault(promise.claim, deque()).appendleft(renewed)
 
     def num_blocks_due(self, now_ns: int) -> int:
-        """KV blocks kept now for calls that were sent away for lack of them, as far as they are counted on to come."""
+        """Return the KV blocks kept now, weighted by how many calls are counted on to come."""
         self._advance(now_ns)
         kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
         return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
 
     def num_due(self, now_ns: int) -> int:
-        """Places kept now for calls whose time has come, as many as are counted on to come."""
+        """Return the places kept now, weighted likewise."""
         self._advance(now_ns)
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
 

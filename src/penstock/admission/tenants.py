@@ -1,12 +1,12 @@
-"""The checks of what each tenant may use: requests at the same time, calls and tokens per minute. Kept by `door`.
+"""Limits per tenant: concurrent requests, calls and tokens per minute.
 
-The limits are those of all tenants, or the tenant's own, which a call brings along (`Ask.limits`) and which may change.
+The limits are the defaults or the tenant's own, which a call brings along (`Ask.limits`) and which may change.
 
-The tokens are a bucket that holds one minute's worth and refills steadily. A request takes its predicted tokens (prompt and
-output) when it comes in; when it ends, what it really used is settled, so the bucket may be in debt for a while. One
-that needs more than the bucket holds comes in when the bucket is full.
+Tokens are a bucket that holds one minute's worth and refills steadily. A request takes its predicted tokens when it comes
+in, and the difference to what it used is settled when it ends, so the bucket may be in debt. A request larger than the
+bucket comes in when the bucket is full.
 
-`refusal` and `enter` belong to the event loop, `on_finish` to the engine thread: each number has one writer.
+`refusal` and `enter` run on the event loop, `on_finish` on the engine thread: each number has one writer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.admission.checks import DoorView, Refusal, TenantLimits
 from penstock.types.errors import RejectReason, counted
 
 MAX_TENANTS = 1024
-"""Beyond it, the tenant that has been away longest is forgotten; if none is away, newcomers share an account."""
+"""Beyond it the tenant idle for longest is forgotten; if none is idle, newcomers share an account."""
 OTHERS = ""
-"""The shared account's name; also that of calls without tenant."""
+"""The shared account, also for calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
 _NUM_LOOKED_AT = 16
-"""Oldest accounts that are looked at to find one that can be forgotten."""
+"""Oldest accounts checked to find one to forget."""
 _DURATION_WEIGHT = 0.1
 
 
@@ -32,21 +32,21 @@ _DURATION_WEIGHT = 0.1
 class Account:
     limits: TenantLimits
     num_entering: int = 0
-    """Requests of calls that were let in and are not submitted yet, and the tokens that they are expected to use."""
+    """Requests, and below their expected tokens, of admitted calls that are not submitted yet."""
     num_entering_tokens: int = 0
     num_entered: int = 0
     num_left: int = 0
     num_correction_tokens: int = 0
-    """Used beyond what was predicted, of all that have ended."""
+    """Tokens of ended requests beyond their predictions."""
     level_tokens: float = 0.0
-    """In the bucket when last looked at."""
+    """In the bucket when last refilled."""
     level_requests: float = 0.0
-    """The same of the bucket of calls."""
+    """The same for the bucket of calls."""
     looked_ns: int = 0
     num_settled_tokens: int = 0
-    """The part of the correction that `level_tokens` contains."""
+    """The part of the correction already in `level_tokens`."""
     announced_ns: int = 0
-    """The last time that was told to a call that found too many running."""
+    """The last time told to a call refused for concurrency."""
 
     @property
     def num_running(self) -> int:
@@ -55,11 +55,11 @@ class Account:
 
 class Tenants:
     def __init__(self, max_concurrent: int | None, tokens_per_minute: int | None) -> None:
-        """Limits of the tenants that have none of their own; None: no such limit."""
+        """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self.entered: dict[str, tuple[Account, int]] = {}
-        """request_id -> its account, and the tokens that it took out."""
+        """Request id -> its account, and its predicted tokens."""
         self._duration_ns = 0.0
         """Mean duration of a request."""
 
@@ -68,14 +68,14 @@ class Tenants:
         return self._too_many(account, view) or self._too_often(account) or self._too_fast(account, view)
 
     def hold(self, view: DoorView) -> Account:
-        """A call comes in, and is on its way until `release`."""
+        """Admit a call, which is on its way until `release`."""
         account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)
         account.level_requests -= 1
         self._move(account, view, 1)
         return account
 
     def release(self, account: Account, view: DoorView) -> None:
-        """It was submitted, or will never be."""
+        """Note that the call was submitted, or never will be."""
         self._move(account, view, -1)
 
     def _move(self, account: Account, view: DoorView, sign: int) -> None:
@@ -83,14 +83,14 @@ class Tenants:
         account.num_entering_tokens += sign * _num_tokens(view)
 
     def enter(self, tenant: str, request_id: str, num_tokens: int, now_ns: int) -> None:
-        """A request with so many predicted tokens comes in."""
+        """Count a request with its predicted tokens."""
         account = self._account(tenant, now_ns, None)
         account.num_entered += 1
         account.level_tokens -= num_tokens
         self.entered[request_id] = account, num_tokens
 
     def on_finish(self, request_id: str, num_tokens: int, duration_ns: int) -> None:
-        """A request has ended after so many tokens, prompt and output. Unknown ones are ignored."""
+        """Settle a request that ended after `num_tokens` tokens, prompt and output. Unknown ones are ignored."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             account, num_predicted = entered
@@ -99,7 +99,7 @@ class Tenants:
             self._duration_ns += (duration_ns - self._duration_ns) * (_DURATION_WEIGHT if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
-        """It ended and nobody said how: it counts as having used its predicted tokens. Unknown ones are ignored."""
+        """Count a request with unknown end as having used its prediction. Unknown ones are ignored."""
         entered = self.entered.pop(request_id, None)
         if entered is not None:
             entered[0].num_left += 1
@@ -108,8 +108,8 @@ class Tenants:
         num_running, most = account.num_running, account.limits.max_concurrent
         num_after = num_running + view.ask.num_requests
         if most is None or num_after <= most or num_running == 0:
-            return None  # a call of more choices than the limit comes in alone
-        # One end apart. By the longest of these times all that run now have ended, however many ask.
+            return None  # a call with more choices than the limit comes in alone
+        # One end apart. Within the mean duration all that run now have ended, however many ask.
         next_ns = max(view.now_ns, account.announced_ns) + int(self._duration_ns / most)
         wait_ns = min(next_ns - view.now_ns, int(self._duration_ns))
         account.announced_ns = view.now_ns + wait_ns
@@ -139,7 +139,7 @@ class Tenants:
         return Refusal(RejectReason.TENANT_TOKENS, detail, wait_ns)
 
     def _account(self, tenant: str, now_ns: int, limits: TenantLimits | None) -> Account:
-        """The tenant's account, refilled. `limits`: None if they are what they were."""
+        """Return the tenant's account, refilled. `limits` of None leaves its limits unchanged."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._open(tenant, now_ns, limits or self._default)
@@ -169,7 +169,7 @@ class Tenants:
         return self._accounts.setdefault(tenant, fresh)
 
     def _forget_one(self, now_ns: int) -> bool:
-        """Forget the account that was unused for longest, if one is: full buckets, and nothing running."""
+        """Forget an idle account with full buckets. Return whether there was one among the oldest."""
         for tenant, account in list(islice(self._accounts.items(), _NUM_LOOKED_AT)):
             self._refill(account, now_ns)
             limits = account.limits
@@ -182,7 +182,7 @@ class Tenants:
 
 
 def _change(account: Account, limits: TenantLimits) -> None:
-    """Other limits hold: a bucket that was not there is full, and a smaller one holds no more than it can."""
+    """Apply new limits: a new bucket starts full, and a smaller one is cut to its size."""
     before, account.limits = account.limits, limits
     if limits.tokens_per_minute is not None:
         is_new = before.tokens_per_minute is None or before is limits
@@ -195,5 +195,5 @@ def _change(account: Account, limits: TenantLimits) -> None:
 
 
 def _num_tokens(view: DoorView) -> int:
-    """Prompt and output tokens that the call is expected to use."""
+    """Return the tokens, prompt and output, that the call is expected to use."""
     return view.num_prompt_tokens + view.ask.num_requests * view.num_new_tokens
