@@ -1,16 +1,15 @@
-"""The adapters of requests whose turn has come: which must be loaded first, how many may run, and who is refused. Part of
-`Joining`; admits nobody. Where adapters lie in the pool, `kv/adapters.py` knows.
+"""Adapters of requests whose turn has come: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-    in the pool, or in memory   The request may join. If as many other adapters run as may, it is the next, and nobody passes.
-    not in memory               It stands aside and keeps a row and blocks, as one that waits for a prefix, until somebody has
-                                stood aside for `KEPT_NS`: a disk that hangs must not keep all rows from others. It is refused
-                                if the adapter can't be had, does not come in `LOAD_TIMEOUT_NS`, or can't be beside it.
+    in the pool, or in memory   The request may join. If the maximum number of other adapters runs, it waits and nobody passes.
+    not in memory               It stands aside and keeps a row and blocks, like a request that waits for a prefix, for up to
+                                `KEPT_NS`: a disk that hangs must not block all rows. It is refused if the adapter can't be
+                                loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit beside the request.
 
-A plan sees each adapter as it was when it was first looked at, also if it comes, or leaves memory, while the plan is made.
+While a plan is made, an adapter keeps the state in which it was first seen, even if it arrives or leaves memory meanwhile.
 
-Nobody passes so that a step has fewer adapters. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting requests, a step has
-24.1 different ones. It would have 24.0 if requests let others pass for 50 ms at their turn, and 23.0 with 400 ms (a simulation
-of 1,500 steps of 10 ms, 2026-11-23): the usual ones are among the rows anyway.
+Requests are not reordered to have fewer adapters in a step. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting
+requests, a step has 24.1 of them; letting others pass for 50 ms gives 24.0, for 400 ms 23.0 (simulation of 1,500 steps of
+10 ms, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
-"""A disk brings an adapter in milliseconds, and those of all rows in this time."""
+"""A disk loads an adapter in milliseconds, and those of all rows in this time."""
 DEFAULT_MAX_ADAPTERS = 32
 NO_ADAPTERS = "The server has no adapters; --lora-modules or --lora-dir names some."
 
 
 class Adapters:
-    """The adapters that the waiting requests ask for."""
+    """The adapters of the waiting requests."""
 
     def __init__(
         self, kv: KVManager, running: Running, waiting: WaitingQueue, source: AdapterSource | None, max_adapters: int
     ) -> None:
-        """`max_adapters`: different ones that running requests may have."""
+        """`max_adapters`: how many different ones may run at once."""
         if max_adapters < 1:
             raise ValueError(f"at least one adapter must be able to run, not {max_adapters}")
         self._kv = kv
@@ -46,15 +45,15 @@ class Adapters:
         self._source = source
         self._max_adapters = max_adapters
         self.seen: dict[int, AdapterState] = {}
-        """States that the present plan, or the present look at those who stand aside, has seen; cleared at its end."""
+        """States seen during the present plan or check; cleared at its end."""
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when an adapter has come, or comes no more."""
+        """Call `wake`, from any thread, when a load has ended."""
         if self._source is not None:
             self._source.listen(wake)
 
     def want(self, ref: AdapterRef) -> Rejected | None:
-        """A request is about to wait: its adapter is loaded meanwhile. Returns why not, where there are no adapters."""
+        """Start loading the adapter of a request that is about to wait. Return a refusal if the server has no adapters."""
         if self._source is None:
             return Rejected(RejectReason.INVALID, NO_ADAPTERS, param="model")
         if ref.number not in self._kv.adapters.residents:
@@ -62,7 +61,7 @@ class Adapters:
         return None
 
     def refusal(self, request: Request) -> Rejected | None:
-        """Why a request that is about to wait will never run beside its adapter, as far as its pages are known."""
+        """Return why the request could never run beside its adapter, as far as the adapter's size is known."""
         ref = request.adapter
         if ref is None or self._source is None:
             return None
@@ -80,14 +79,14 @@ class Adapters:
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
 
     def packed(self, request: Request) -> PackedAdapter | None:
-        """The content of a request's adapter, if it is in memory and not in the pool."""
+        """Return the content of the request's adapter, if it is in memory and not in the pool."""
         ref = request.adapter
         if ref is None or self._source is None or ref.number in self._kv.adapters.residents:
             return None
         return self._look(ref.number).packed
 
     def await_load(self, request: Request, packed: PackedAdapter | None, now_ns: int) -> AwaitedAdapter | None:
-        """The wait of a request whose turn has come and that can't join yet, or ever; None: its adapter is there."""
+        """Return the wait of a request whose turn has come, or None if its adapter is available."""
         if request.adapter is None or self._is_usable(request, packed):
             return None
         return AwaitedAdapter(request.adapter.number, now_ns + KEPT_NS, now_ns + LOAD_TIMEOUT_NS)
@@ -103,21 +102,21 @@ class Adapters:
         return False
 
     def is_full(self, request: Request) -> bool:
-        """Do as many others run as may?"""
+        """Return whether the request would exceed the maximum number of running adapters."""
         adapters, ref = self._kv.adapters, request.adapter
         return ref is not None and adapters.num_pinned >= self._max_adapters and not adapters.is_pinned(ref.number)
 
     def is_awaited(self, request: Request) -> bool:
-        """Does a request that stood aside for its adapter go on to wait?"""
+        """Return whether a request that stood aside must wait longer."""
         return not self._is_usable(request, self.packed(request))
 
     def are_late(self, now_ns: int) -> bool:
-        """Has somebody stood aside for so long that nobody's place is kept? A place of a later one would be in its way."""
+        """Return whether somebody has stood aside for so long that places are no longer kept for adapters."""
         first = next(self._waiting.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 
     def refused(self, now_ns: int) -> list[tuple[Request, Rejected]]:
-        """Requests that stand aside in vain."""
+        """Return the requests to refuse, which stand aside in vain."""
         refused = list(self._in_vain(now_ns))
         self.seen.clear()
         return refused
@@ -147,7 +146,7 @@ class Adapters:
                 yield request, Rejected(RejectReason.UNAVAILABLE, detail)
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """When somebody who stands aside is to be looked at again, should nothing happen before."""
+        """Return when to check the requests that stand aside again, if nothing happens before."""
         is_in_vain = any(self._in_vain(now_ns))
         self.seen.clear()  # the next look may be much later
         if is_in_vain:

@@ -1,6 +1,5 @@
-"""A step in the making: its rows, the tokens and blocks that are given away, and its counts, until the plan is built. Written
-by the scheduler and its planners (`extending.py`, `joining.py`, `padding.py`); decides nothing.
-"""
+"""A step in the making: its rows, tokens, blocks and counts until the plan is built. Filled by the scheduler and its
+planners (`extending.py`, `joining.py`, `padding.py`)."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 
 
 class TokenBudget:
-    """The step's tokens: how many are left to prefills, and how many of them one prefill may take."""
+    """The step's tokens: how many are left for prefills, and how many one prefill may take."""
 
     __slots__ = ("_counts", "_takes_whole_texts", "late", "limits", "long_prefills", "num_kept_tokens")
 
     def __init__(self, limits: StepLimits, counts: StepCounts, *, takes_whole_texts: bool = False) -> None:
-        """`counts`: those of the step, which say how many tokens are given away. `takes_whole_texts`: no request is split."""
+        """`counts` are the step's, with the tokens already given away. `takes_whole_texts`: no request is split."""
         self.limits = limits
-        """The limits of prefills; decodes are planned before these are known."""
+        """Limits for prefills. Decodes are planned before these are known."""
         self.long_prefills: list[Request] = []
-        """Long prefills that run, those that this step admits included."""
+        """Long prefills that run, including those that this step admits."""
         self.late: list[Request] = []
-        """Long prefills that run already and let others pass, which leave them a share of the tokens."""
+        """Running long prefills that let others pass. The others leave them a share of the tokens."""
         self.num_kept_tokens = 0
-        """Tokens kept for long prefills that come after the others."""
+        """Tokens kept for those."""
         self._counts = counts
         self._takes_whole_texts = takes_whole_texts
 
@@ -39,16 +38,16 @@ class TokenBudget:
 
     @property
     def has_tokens(self) -> bool:
-        """True if tokens are left for prefills, though they may be kept for long ones."""
+        """True if tokens are left, even if kept for long prefills."""
         return self._counts.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
         return num_behind > self.limits.long_prefill_tokens and not self._takes_whole_texts
 
     def chunk(self, num_behind: int) -> int:
-        """Tokens that a prefill may compute in this step, of those that it is behind; 0: it has to wait.
+        """Return how many tokens a prefill may compute in this step; 0: it has to wait.
 
-        A text that is never split may be the whole step's, if it is the first, though the limit is lower.
+        A text that is never split may take the whole step if it is the first, even above the limit.
         """
         limits = self.limits
         if self._takes_whole_texts:
@@ -63,17 +62,15 @@ class TokenBudget:
 
 @dataclass(slots=True)
 class Promises:
-    """Blocks and rows that the step has promised to requests, and not given yet."""
+    """Blocks and rows promised to requests and not given yet."""
 
     num_blocks: int = 0
-    """Free blocks that running prefills, and requests that stand aside, will need for the tokens they have."""
+    """Free blocks needed by running prefills, and by requests that stand aside, for the tokens they have."""
     num_rows: int = 0
     """Rows of requests that stand aside."""
 
 
 class StepDraft:
-    """One step until its plan is built."""
-
     __slots__ = (
         "admissions",
         "admits",
@@ -96,30 +93,30 @@ class StepDraft:
         self, limits: StepLimits, *, is_ahead: bool = False, takes_whole_texts: bool = False, max_scored: int = 0
     ) -> None:
         self.is_ahead = is_ahead
-        """A step is in flight, with rows of the running requests: nobody is preempted."""
+        """A step is in flight with rows of the running requests, so nobody is preempted."""
         self.counts = StepCounts()
         self.budget = TokenBudget(limits, self.counts, takes_whole_texts=takes_whole_texts)
         self.promised = Promises()
         self.rows: list[RowPlan] = []
         self.num_decode_rows = 0
-        """The first rows, of requests that decode."""
+        """The first rows are decodes, this many."""
         self.padding_rows: list[RowPlan] = []
-        """Rows that come behind the others in the plan."""
+        """These come last in the plan."""
         self.admits: dict[str, AdmitRow] = {}
         self.num_let_in = 0
-        """Number of requests that the gate lets in and that were admitted or held back."""
+        """Requests admitted or held back of those that the gate lets in."""
         self.num_scored_left = max_scored
-        """Positions of prompts whose log-probabilities the step may still tell."""
+        """Prompt positions whose log-probabilities the step can still return."""
         self.lacks_memory = False
-        """A running request had to be preempted for another: nobody joins."""
+        """A running request had to be preempted for another, so nobody joins."""
         self.puts_off_pause = False
-        """A request is to be paused for another, which has to wait for that reason."""
+        """A request should be paused for another, which must wait because the step is planned ahead."""
         self.admissions: list[Admission] = []
         self.preemptions: list[Preemption] = []
         self.set_aside: list[tuple[str, WaitReason]] = []
 
     def chunk(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens that a prefill may compute in this step, if so many are computed or found; 0: it has to wait."""
+        """Return how many tokens a prefill may compute, given those computed or found; 0: it has to wait."""
         num_behind = request.num_tokens - num_computed_tokens
         query_len = self.budget.chunk(num_behind)
         scored = request.positions_to_score(num_computed_tokens, query_len)
@@ -128,7 +125,7 @@ class StepDraft:
         return query_len
 
     def admit(self, request: Request, block_ids: tuple[int, ...]) -> None:
-        """Tell the executor of the request in full; what has KV in its blocks is `num_computed_tokens`."""
+        """Send the request in full. Its blocks have KV up to `num_computed_tokens`."""
         token_ids = request.prompt_token_ids
         if request.output_token_ids:
             token_ids = (*token_ids, *request.output_token_ids)
@@ -172,7 +169,7 @@ class StepDraft:
             counts.num_recomputed_tokens += num_recomputed(request, row)
 
     def group_by_adapter(self, running: Mapping[str, Request]) -> None:
-        """Let decodes of one adapter lie side by side, so that its weights are read once; and count. O(rows)."""
+        """Put decodes of one adapter side by side, so that its weights are read once. O(rows)."""
         numbers = {
             row.request_id: request.adapter.number
             for row in self.rows
@@ -183,7 +180,7 @@ class StepDraft:
         self.rows = sorted(first, key=lambda row: numbers.get(row.request_id, BASE)) + rest
 
     def take_back(self, request: Request) -> None:
-        """Remove what the step planned for a request, if anything. O(rows): only victims are taken back."""
+        """Remove a victim's row and admission from the step. O(rows)."""
         self.admits.pop(request.request_id, None)
         counts = self.counts
         for idx, row in enumerate(self.rows):
@@ -202,10 +199,10 @@ class StepDraft:
 
 
 def num_pairs(row: RowPlan) -> int:
-    """Pairs of a token of the row and a token before it."""
+    """Return the number of pairs of a row's token and a token before it."""
     return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2
 
 
 def num_recomputed(request: Request, row: RowPlan) -> int:
-    """Positions of a row that were computed before the request was preempted."""
+    """Return the row's positions that were computed before the request was preempted."""
     return max(0, min(request.max_computed_tokens, row.context_len + row.query_len) - row.context_len)

@@ -1,7 +1,6 @@
-"""Extending: plans the rows of the running requests, first of those that decode, then of prefills, as far as the step's tokens
-last. Called by the scheduler; lets nobody join, and preempts running requests only where no block is left.
+"""Extending: plans the running requests' rows, decodes first, then prefills as far as the step's tokens last.
 
-A request that lacks blocks preempts others until they are found, or itself if the others are more senior.
+A request that lacks blocks preempts others, or itself if the others are more senior.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import PreemptReason
 
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
-"""With it no decode takes the short way, and each is asked how many tokens it may get."""
+"""Used with a `Speculation`: no decode takes the short way."""
 
 MAX_FORCED_TOKENS = 15
-"""Forced tokens that a request computes in a step beside the one before them, as others wait for their next token meanwhile."""
+"""Forced tokens per request and step, beside the one before them. Everybody's next token waits meanwhile."""
 
 
 class Extending:
-    """The next tokens of each running request, and the blocks for them."""
+    """Plans the next tokens of the running requests."""
 
     def __init__(self, kv: KVManager, running: Running, speculation: Speculation | None = None) -> None:
         self._kv = kv
@@ -62,9 +61,9 @@ class Extending:
         return prefills
 
     def _jumps(self, draft: StepDraft, behind: Sequence[Request]) -> list[Request]:
-        """Rows for those that decode and are further behind by forced tokens. Returns the others, which are prefills.
+        """Plan rows for decodes with forced tokens. Return the others, which are prefills.
 
-        Each has a token, and all forced ones together half of what is left: else they would keep prompts from the steps.
+        Each gets one token. All forced tokens together get half of what is left, so that prompts go on.
         """
         jumping = [request for request in behind if request.is_jumping]
         num_spare = (draft.budget.tokens_left - len(jumping)) // 2
@@ -75,17 +74,17 @@ class Extending:
         return [request for request in behind if not request.is_jumping]
 
     def note_long(self, draft: StepDraft, prefills: Sequence[Request]) -> None:
-        """Which prefills count as long in this step, and which of those let others pass."""
+        """Note the long prefills of this step, and those that let others pass."""
         budget = draft.budget
         if budget.limits.long_prefill_share is None:
             budget.long_prefills = [request for request in prefills if budget.is_long(request.num_behind)]
             return
-        # Also the last piece of a long one, else that would keep others waiting where chunks are small.
+        # Count a long prompt's last piece as long too, or it would block others where chunks are small.
         budget.late = [request for request in prefills if budget.is_long(request.num_tokens - request.num_cached_tokens)]
         budget.long_prefills = list(budget.late)
 
     def prefill(self, draft: StepDraft, request: Request) -> None:
-        """A row for a prefill, if tokens are left. One that was paused meanwhile, and had room to come back, has its row."""
+        """Plan a row for a prefill if tokens are left. If it was paused and resumed in this step, it already has one."""
         if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
             return
         if query_len := draft.chunk(request, request.num_computed_tokens):
@@ -94,9 +93,9 @@ class Extending:
             draft.promised.num_blocks += self._running.missing_blocks(request)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
-        """Plan a row for a running request; preempts others, or the request itself, until its blocks are found."""
+        """Plan a row for a running request, preempting others or the request itself until there are blocks."""
         if request.status is not RequestStatus.RUNNING or not request.num_behind:
-            return  # a victim of this step, or a beam that waits for another
+            return  # preempted in this step, or a beam that waits for others
         running, context_len = self._running, request.num_computed_tokens
         num_copies = len(self._kv.pending_copies)
         max_samples = 1 if self._speculation is None or is_prefill else self._max_samples(draft, request, self._speculation)
@@ -117,7 +116,8 @@ class Extending:
         progress.plan(request, query_len)
 
     def _max_samples(self, draft: StepDraft, request: Request, speculation: Speculation) -> int:
-        """Tokens that a decode may get in this step: every running request finds a token and a block of its own first."""
+        """Return how many tokens a decode may get in this step. Every running request first gets a token and a block of its
+        own."""
         if request.sampling.follows_grammar or request.sampling.beams is not None:
             return 1
         num_running = len(self._running)

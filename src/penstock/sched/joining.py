@@ -1,12 +1,16 @@
-"""Joining: decides which of the waiting requests run from this step on. Called by the scheduler once per step; takes nothing
-from running requests, unless the order lets a higher class pause a lower one.
+"""Joining: decides which waiting requests run from this step on. Running requests lose nothing, unless the order lets a
+higher class
+pause a lower one.
 
-A request whose next block is being computed by a running prefill (its leader) stands aside until the block is there, instead of
-computing it again. Others pass meanwhile, so that the machine is not idle, and leave it a row and the blocks that it will need:
-so it loses nothing. It waits only while its leader runs and has not computed that block, and is the first when it comes back.
-It does not wait for a leader that it outranks, which others of its own rank might keep from computing. A request whose adapter
-is being loaded stands aside in the same way (`adapters.py`).
-The same holds in a static or dynamic batch: its rows join as the step's tokens allow, and padding is counted by prompt lengths.
+A request whose next block is being computed by a running prefill (its leader) stands aside until that block is ready,
+instead of
+computing it again. Others may pass, but leave it a row and the blocks that it will need. It waits only while its leader runs
+and
+has not computed the block, and is first when it comes back. It does not wait for a leader that it outranks, since others of
+its
+own rank might hold that leader up. A request whose adapter is being loaded stands aside in the same way (`adapters.py`), and
+so
+does one in a static or dynamic batch.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
-"""Steps for which a load is under way, at most, as a rule."""
+"""Steps that a load usually takes, at most."""
 
 
 class Joining:
-    """The way from the waiting queue to the running requests."""
+    """Moves requests from the waiting queue to the running ones."""
 
     def __init__(
         self,
@@ -48,14 +52,14 @@ class Joining:
         max_step_tokens: int,
     ) -> None:
         self.wakeup_ns: int | None = None
-        """When the gate wants to be asked again."""
+        """When to ask the gate again."""
         self.tells_stops = True
-        """Admissions say why prefix hits stopped."""
+        """Admissions report why prefix hits stopped."""
         self._kv = kv
         self._gate = policies.gate
         self._order = policies.order
         self._has_ranks = policies.order.has_ranks
-        """Else it never says that one outranks another, and need not be asked."""
+        """If not, `outranks` is never asked."""
         self._waiting = waiting
         self._running = running
         self._groups = groups
@@ -64,8 +68,10 @@ class Joining:
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
-        """Is a request to be paused for the first that waits? Asked before a step is planned ahead, with the books as for
-        that. O(running). Does not look at the step's tokens, nor at long prefills: if these keep it from joining, nobody is.
+        """Return whether a running request must be paused for the first waiting one. Asked before planning ahead.
+        O(running).
+
+        Ignores the step's tokens and long prefills: a request that they keep from joining pauses nobody.
         """
         if not self._order.is_preemptive or not len(self._waiting):
             return False
@@ -74,12 +80,12 @@ class Joining:
         return request is not None and self._lacks_what_others_have(request, draft, now_ns)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
-        """Would it be admitted if some running requests were paused, and not otherwise?"""
+        """Return whether the request could be admitted only if running requests were paused."""
         running, pauses = self._running, self._order.pauses
         if not any(pauses(request, other, now_ns) for other in running):
             return False
         tier = self._kv.tier
-        if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # they run on meanwhile
+        if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # running requests continue meanwhile
             return False
         draft.promised.num_blocks = sum(map(running.missing_blocks, running))
         for follower in self._waiting.aside:
@@ -95,7 +101,7 @@ class Joining:
         return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns, packed))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
-        """How many requests may join; if the gate calls a batch, none that was not called."""
+        """Return how many requests may join. If the gate calls a batch, only called requests join."""
         if not self._waiting.num_fresh:
             self.wakeup_ns = None
             return CLOSED
@@ -111,14 +117,13 @@ class Joining:
         return CLOSED
 
     def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
-        """Running prefills in the order in which they get tokens: a request before those that it outranks, `late` ones behind
-        their equals, else as they were admitted.
-        """
+        """Return running prefills in the order in which they get tokens: a request before those that it outranks, `late`
+        ones after their equals, otherwise in order of admission."""
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
         if len(prefills) < 2:
             return prefills
-        # No sort by comparison: who has aged is outranked by nobody, and so equal to two that are not equal to each other.
+        # Not a sort: an aged request is equal to two requests that are not equal to each other.
         outranks, left, ranked = self._order.outranks, list(prefills), list[Request]()
         num_before = {one.request_id: sum(outranks(other, one, now_ns) for other in left) for one in left}
         while left:
@@ -131,7 +136,7 @@ class Joining:
         return ranked
 
     def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
-        """A request that passes long prefills without outranking them leaves them their share of the tokens."""
+        """Keep the long prefills' share of tokens from a request that passes them without outranking them."""
         budget = draft.budget
         budget.num_kept_tokens = 0
         if budget.late and request not in budget.late:
@@ -140,10 +145,8 @@ class Joining:
                 budget.num_kept_tokens = budget.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int, before: Request | None = None) -> None:
-        """Admit requests that join anyway, then as many as the gate lets in; these first if the order says so.
-
-        With `before`, only those that go before that running prefill.
-        """
+        """Admit requests that join anyway, and as many as the gate lets in. With `before`, only those that go before that
+        prefill."""
         budget, counts = draft.budget, draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
@@ -190,7 +193,7 @@ class Joining:
             if not self._has_room_for(request, hit, query_len, draft, packed):
                 if not may_pause or not self._pause_one(request, hit, query_len, draft, now_ns, packed):
                     return
-                pauser = request  # goes on before its victim; what it finds in the prefix cache may have changed
+                pauser = request  # goes on before its victim; its prefix hit may have changed
                 continue
             if self._waits_for_load(request, hit, draft, now_ns):
                 return
@@ -200,7 +203,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def admit_texts(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
-        """Admit texts while the step has tokens. A text shares no prefix and ends with its step: none grows or pauses."""
+        """Admit texts while the step has tokens. A text shares no prefix and ends with its step, so none grows or pauses."""
         budget, counts, pool = draft.budget, draft.counts, self._kv.pool
         while budget.has_tokens and not self._is_full(draft):
             fresh = self._fresh(draft, decision, now_ns)
@@ -218,7 +221,7 @@ class Joining:
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
-        """The reason to tell: it says what the first request that still waits after the admissions lacks."""
+        """Return what the first request that still waits lacks."""
         if not len(self._waiting):
             return WaitReason.NOTHING
         waits_for = draft.counts.waits_for
@@ -235,7 +238,7 @@ class Joining:
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft, now_ns: int) -> None:
-        """Requests that stood aside come back once what they await is there, or comes no more; the others keep their places."""
+        """Bring back requests whose awaited block or adapter is ready or cancelled. The others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
@@ -253,7 +256,7 @@ class Joining:
     def _step_aside(
         self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft, now_ns: int
     ) -> bool:
-        """Let others pass until what it awaits is there. False if no row can be kept for it: then nobody passes."""
+        """Let others pass until `awaited` is ready. Return False if no row can be kept for the request: then nobody passes."""
         if self._is_full(draft):
             return False
         num_blocks, reason = self._kv.num_blocks_for(request.num_tokens), WaitReason.ADAPTER
@@ -280,11 +283,11 @@ class Joining:
         return len(self._running) + self._groups.num_kept_rows + draft.promised.num_rows
 
     def _fresh(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> Request | None:
-        """The next request that the gate lets in, if it lets in more."""
+        """Return the next request that the gate lets in, if it lets in more."""
         return self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
-        """The next request: of those that join anyway, or `fresh`, which the gate lets in."""
+        """Return the next request: one that joins anyway, or `fresh`."""
         if not self._waiting.num_joining:
             return fresh
         held = self._waiting.peek_held(now_ns)
@@ -299,19 +302,20 @@ class Joining:
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
-        """The first preempted request that this one does not outrank. It may outrank the first of all and not another behind
-        that, such as one of its own tenant.
+        """Return the first preempted request that this one does not outrank.
+
+        It may outrank the first and not a later one, such as one of its own tenant.
         """
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft, now_ns: int) -> bool:
-        """Does a waiting request get tokens before a running one?"""
+        """Return whether a waiting request gets tokens before a running one."""
         if self._order.outranks(request, prefill, now_ns):
             return True
         return prefill in draft.budget.late and not self._order.outranks(prefill, request, now_ns)
 
     def _takes_long(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
-        """May this long prefill start? Those that it outranks wait for it, so they do not count."""
+        """Return whether this long prefill may start. Those that it outranks wait for it and do not count."""
         longs, limit = draft.budget.long_prefills, draft.budget.limits.max_long_prefills
         if len(longs) < limit:
             return True
@@ -329,7 +333,7 @@ class Joining:
         return False
 
     def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
-        """Is the tier below the pool bringing more of its prefix? Only as much as others leave it room for."""
+        """Return whether the tier brings more of the request's prefix, as far as others leave room for it."""
         swapping = self._kv.swapping
         if swapping is None or not request.is_scored:
             return False
@@ -342,7 +346,7 @@ class Joining:
 
     @property
     def _num_growing(self) -> int:
-        """Blocks that the running requests take while a load is under way."""
+        """Blocks that running requests take during a load."""
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(
@@ -354,12 +358,12 @@ class Joining:
         now_ns: int,
         packed: PackedAdapter | None,
     ) -> Sequence[Request]:
-        """Requests that the first waiting one may pause; none if it could not be admitted without all of them."""
+        """Return the requests that the first waiting one may pause; none if pausing all of them would not be enough."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other
             for other in running
-            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor has not heard of these
+            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor does not know these yet
         ]
         if not lower:
             return ()
@@ -378,9 +382,9 @@ class Joining:
         now_ns: int,
         packed: PackedAdapter | None,
     ) -> bool:
-        """Preempt a running request, and its search, for the first waiting one. False if none may be, or not now."""
+        """Preempt a running request (and its search) for the first waiting one. Return False if none may be, or not now."""
         lower = self._whom_to_pause(request, hit, query_len, draft, now_ns, packed)
-        # They run on meanwhile: what is loaded needs free blocks now, and who waits for it none.
+        # They continue meanwhile: a load needs free blocks now, and the request that waits for it needs none.
         if not lower or self._waits_for_load(request, hit, draft, now_ns):
             return False
         if draft.is_ahead:

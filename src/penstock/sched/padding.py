@@ -1,5 +1,5 @@
-"""The padding of a batch: owns the rows that compute nothing for anybody, as in systems that compute a batch as a rectangle.
-Called by the scheduler while a batch runs; never decides which requests run, and holds no blocks.
+"""The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle. They hold no
+blocks.
 
 A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, each column a position:
 
@@ -9,10 +9,11 @@ A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, 
     a                   p p p           ... and its row goes on until the last has finished
     c                     p p
 
-To the executor each run of p is a request of its own with a `PaddingId`, whose blocks are all the null block. The runs before a
-prompt are computed in the step of the prompt, before it, and are never answered; those after the end are decodes like any other
-and choose tokens that no request gets. Rows of padding do not attend to the prompt beside them and read one block again and
-again, so they cost a little less than those of a rectangle would.
+Each run of p is a request of its own to the executor, with a `PaddingId` and null blocks. Padding before a prompt is
+computed in
+the prompt's step and never sampled. Padding after an end is a decode whose tokens are dropped. Such rows do not attend to
+the
+prompt beside them and keep reading one block, so they cost a little less than those of a real rectangle.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PaddingRow:
 
     request_id: PaddingId
     owner: str
-    """The request in whose row it lies, for people who read a plan."""
+    """The request in whose row it lies, for readers of a plan."""
     context_len: int
     num_tokens: int
     """Tokens that the executor gets with its admission."""
@@ -46,34 +47,33 @@ class PaddingRow:
 
 
 class Padding:
-    """Rows of padding, while a batch runs; without one, `is_active` is False and nothing needs to be called."""
+    """Rows of padding while a batch runs. Without a batch `is_active` is False, and nothing need be called."""
 
     def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
-        """`release` is told the rows that the executor must forget."""
+        """`release` receives the rows that the executor must forget."""
         self.is_active = False
         self._capacity = capacity
         self._release = release
         self._numbers = count()
         self._heads: dict[str, PaddingRow] = {}
-        """Rows before the prompts of requests, by request id, until they are computed."""
+        """Request id -> the row before its prompt, until that is computed."""
         self._done: list[PaddingRow] = []
-        """Heads that the last step completed; the executor may forget them with the next."""
+        """Heads completed by the last step. The executor may forget them with the next."""
         self._tails: dict[str, PaddingRow] = {}
-        """Rows after the ends of requests, by their own ids."""
+        """Rows after requests' ends, by their own ids."""
 
     def start(self, batch: Iterable[Request], pad_to_tokens: int) -> None:
-        """A batch was called: its prompts are padded to the longest, and to `pad_to_tokens` at least, where the executor can
-        hold as many."""
+        """Begin a batch: pad its prompts to the longest, and to `pad_to_tokens` if the executor can hold as many."""
         prompts = {request.request_id: request.num_tokens for request in batch}
         longest = min(max(pad_to_tokens, *prompts.values()), self._capacity.max_model_len - (not self._capacity.is_one_pass))
         for request_id, num_tokens in prompts.items():
             if num_tokens < longest:
-                # One token more than is computed, so that the row has not caught up and does not sample.
+                # One token more than is computed, so that the row never samples.
                 self._heads[request_id] = self._new_row(request_id, 0, longest - num_tokens + 1)
         self.is_active = True
 
     def stop(self) -> None:
-        """The batch has ended, and so does its padding."""
+        """End the padding with its batch."""
         for row in (*self._heads.values(), *self._done, *self._tails.values()):
             self._forget(row)
         self._heads.clear()
@@ -82,7 +82,7 @@ class Padding:
         self.is_active = False
 
     def begin(self, draft: StepDraft) -> None:
-        """A step begins: rows whose requests have ended get their tokens before all others."""
+        """Begin a step: rows of ended requests get their tokens first."""
         for row in self._done:
             self._forget(row)
         self._done.clear()
@@ -90,7 +90,7 @@ class Padding:
         draft.counts.num_padding_tokens += len(self._tails)
 
     def pad_prompt(self, request: Request, draft: StepDraft) -> bool:
-        """Plan what is missing of the padding before a prompt. False if the step has no token left for the prompt itself."""
+        """Plan the rest of the padding before a prompt. Return False if the step has no token left for the prompt itself."""
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
@@ -103,8 +103,7 @@ class Padding:
         return draft.budget.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """A request of the batch ended. If it ran, its row goes on, unless it is a text, which is computed once; if it had not
-        begun, it never will."""
+        """Note that a request of the batch ended. Its row goes on if it ran; a text's does not, since it is computed once."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)
@@ -113,21 +112,21 @@ class Padding:
             self._tails[row.request_id] = row
 
     def add_tails(self, draft: StepDraft) -> None:
-        """A token for each row whose request has ended; the draft has counted them from its beginning."""
+        """Plan a token for each ended request's row. `begin` has already counted them."""
         for row in list(self._tails.values()):
             if row.context_len + 1 >= self._capacity.max_model_len:
                 row = self._shorten(row)
             self._plan(row, 1, draft, samples=1)
 
     def fail(self, request_ids: Iterable[str]) -> None:
-        """Rows that got no token can't go on; those of requests are ignored."""
+        """Drop padding rows that failed; other ids are ignored."""
         for request_id in request_ids:
             row = self._tails.pop(request_id, None)
             if row is not None:
                 self._forget(row)
 
     def check(self, num_members: int, max_rows: int) -> None:
-        """Verify the laws, given who runs or joins. Raises AssertionError."""
+        """Verify the invariants. Raises AssertionError."""
         assert self.is_active or not (self._heads or self._done or self._tails), "padding without a batch"
         assert num_members + len(self._tails) <= max_rows or not self.is_active, (
             "a batch and its padding are more than its rows"
@@ -137,7 +136,7 @@ class Padding:
         return PaddingRow(PaddingId(f"padding {next(self._numbers)} of {owner}"), owner, context_len, num_tokens)
 
     def _shorten(self, row: PaddingRow) -> PaddingRow:
-        """A tail at the longest length that the executor knows begins again at half of it."""
+        """Restart a tail that has reached the longest length at half of it."""
         self._forget(self._tails.pop(row.request_id))
         context_len = (self._capacity.max_model_len - 1) // 2
         shorter = self._new_row(row.owner, context_len, context_len + 1)
@@ -157,7 +156,7 @@ class Padding:
             draft.counts.num_prefill_pairs += num_pairs(plan)
 
     def _admit_row(self, row: PaddingRow) -> AdmitRow:
-        """With null blocks for as long as it may get, so that none need be added."""
+        """Admit with null blocks for the longest length, so that none need be added."""
         capacity = self._capacity
         blocks = (NULL_BLOCK,) * -(-capacity.max_model_len // capacity.block_size)
         return AdmitRow(row.request_id, (NULL_TOKEN,) * row.num_tokens, row.num_tokens, blocks, row.context_len, GREEDY)

@@ -1,17 +1,16 @@
-"""How far each request has come: the only code that writes a request's progress (`types/request.py` names the fields). Called
-by the scheduler and its parts; holds no state, and knows no blocks, queues or policies.
+"""How far each request has come: the only code that writes a request's progress (fields: `types/request.py`).
 
     WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
 
                           num_computed_tokens    num_inflight_tokens    num_tokens
     plan, plan_decodes                                 + query_len
-    advance                  + query_len               - query_len       + sampled tokens
+    advance                  + query_len               - query_len       + sampled token
     append_forced                                                        + forced tokens
     preempt                      0                         0
 
-The request keeps what the executor tells of its prompt (`score`), also when it is preempted.
-
-Two functions are loops over all rows of a step, without a call for each row: `plan_decodes` and `advance`.
+Log-probabilities of the prompt (`score`) survive a preemption. `plan_decodes` and `advance` loop over all rows of a step,
+without
+a call per row.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ from penstock.types.stats import StepCounts
 
 
 def limit(request: Request, max_total_tokens: int) -> None:
-    """The request is queued: say at how many tokens it will have reached its limit."""
+    """Set the token limit of a request that is being queued."""
     request.max_total_tokens = max_total_tokens
 
 
 def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[Request]) -> bool:
-    """The request runs from now on. `members`: the requests that begin with it, itself included. Returns whether they never
-    ran before."""
+    """Let the request run. `members`: the requests that begin with it, itself included. Return whether none ran before."""
     request.status = RequestStatus.RUNNING
     request.num_computed_tokens = num_hit_tokens
     if request.first_scheduled_ns is not None:
@@ -48,12 +46,12 @@ def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[
 
 
 def plan(request: Request, query_len: int) -> None:
-    """A step computes the request's next tokens."""
+    """Note that a step computes the request's next tokens."""
     request.num_inflight_tokens = query_len
 
 
 def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> None:
-    """A row told of its prompt. Before the step is counted. Raises ValueError for another number than of its positions."""
+    """Add a row's log-probabilities of the prompt. Raises ValueError for a wrong number of them."""
     num_expected = len(request.positions_to_score(row.context_len, row.query_len))
     if len(entries) != num_expected:
         raise ValueError(f"{request.request_id!r} was told of {len(entries)} tokens of its prompt, not of {num_expected}")
@@ -61,16 +59,16 @@ def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> N
 
 
 def preempt(request: Request) -> None:
-    """The request has lost its KV, and waits again."""
+    """Drop the request's KV and let it wait again."""
     request.status = RequestStatus.PREEMPTED
     request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
     request.num_computed_tokens = request.num_inflight_tokens = 0
-    request.forced_from = 0  # it catches up as a prefill does
+    request.forced_from = 0  # it catches up like a prefill
     request.num_preemptions += 1
 
 
 def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-    """The request has ended, whatever it was doing."""
+    """End the request in any state."""
     request.status = RequestStatus.FINISHED
     request.num_inflight_tokens = 0
     request.finish_reason = reason
@@ -81,13 +79,13 @@ def end(request: Request, reason: FinishReason, stop_reason: int | str | None = 
 
 
 def fork(child: Request, num_tokens: int) -> None:
-    """The child runs, with the KV of so many of another request's tokens."""
+    """Let the child run with the KV of another request's first `num_tokens`."""
     child.status = RequestStatus.RUNNING
     child.num_computed_tokens = num_tokens
 
 
 def fold(request: Request) -> None:
-    """The request carries no beam for now, and has no KV."""
+    """Drop the request's KV and let it carry no beam for now."""
     request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
 
 
@@ -97,7 +95,7 @@ def note_first_token(request: Request, now_ns: int) -> None:
 
 
 def replace_output(request: Request, token_ids: Sequence[int]) -> None:
-    """Other tokens were chosen for the request than it had."""
+    """Replace the request's output."""
     request.output_token_ids = list(token_ids)
     request.num_tokens = request.num_prompt_tokens + len(token_ids)
 
@@ -108,10 +106,9 @@ def replace_output(request: Request, token_ids: Sequence[int]) -> None:
 def plan_decodes(
     requests: Iterable[Request], num_slots: Mapping[str, int], rows: list[RowPlan], extend: Callable[[Request], None]
 ) -> tuple[list[Request], int]:
-    """Plan a row for each request that is one token behind, in order. Returns the other requests, and the number of rows added.
+    """Plan a row for each request that is one token behind, in order. Return the others, and the number of rows added.
 
-    `num_slots`: positions that each request may write without asking for a block. `extend` plans the row of a request that
-    has none left.
+    `num_slots`: positions that each request may write without a new block. `extend` plans the row of one without any left.
     """
     prefills: list[Request] = []
     add_row, num_rows = rows.append, 0
@@ -119,7 +116,7 @@ def plan_decodes(
         request_id, context_len = request.request_id, request.num_computed_tokens
         if request.num_tokens - context_len > 1:
             prefills.append(request)
-        elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask, nothing to tell
+        elif context_len < num_slots.get(request_id, 0):  # its last block has room: nothing to ask
             add_row(RowPlan(request_id, context_len, 1, (), 1))
             request.num_inflight_tokens = 1
             num_rows += 1
@@ -130,20 +127,17 @@ def plan_decodes(
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The result of a commit."""
-
     counts: StepCounts
-    """The counts of the step."""
     void: Collection[str]
-    """Ids of the step's rows whose requests had ended before."""
+    """Rows whose requests had ended before."""
     events: list[TokenEvent] = field(default_factory=list)
-    """One for each row that sampled, in the order of the plan; then one for each request that failed, or ended its search."""
+    """One per row that sampled, in the order of the plan; then one per request that failed or ended its search."""
     ended: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Advance:
-    """A row after which there is more to do than to append a token."""
+    """A row that needs more than a token appended."""
 
     request: Request
     row: RowPlan
@@ -151,11 +145,11 @@ class Advance:
     """Why its request ends, if it does."""
     stop_reason: int | None = None
     is_apart: bool = False
-    """Its token is not the executor's sample: the row failed, or others choose for it. The row is computed, nothing else."""
+    """Its token is not the executor's sample: the row failed, or belongs to a beam search. Only its computation counts."""
 
 
 class Appended(NamedTuple):
-    """Tokens that a request was given, up to the one with which it ends, and why it ends."""
+    """Tokens appended to a request, up to the one with which it ends, and why it ends."""
 
     token_ids: tuple[int, ...]
     reason: FinishReason | None
@@ -229,9 +223,7 @@ def advance(
 
 
 def _append_sampled(request: Request, token_ids: tuple[int, ...], max_samples: int) -> Appended:
-    """Several tokens were sampled in one step. All but the last have KV. Raises ValueError if there are none, or more than
-    `max_samples`.
-    """
+    """Append tokens sampled in one step; all but the last have KV. Raises ValueError unless there are 1 to `max_samples`."""
     if not 1 <= len(token_ids) <= max_samples:
         raise ValueError(f"{request.request_id!r} got {len(token_ids)} tokens, of 1 to {max_samples}")
     appended = _append_each(request, token_ids)
@@ -240,13 +232,13 @@ def _append_sampled(request: Request, token_ids: tuple[int, ...], max_samples: i
 
 
 def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
-    """The grammar of a request that was given a token forces others after it. They have no KV."""
+    """Append tokens that the request's grammar forces. They have no KV yet."""
     request.forced_from = request.num_tokens
     return _append_each(request, token_ids)
 
 
 def _append_each(request: Request, token_ids: Sequence[int]) -> Appended:
-    """Append one token after another, as if each came in a step of its own, up to the one with which the request ends."""
+    """Append tokens one by one, up to the one with which the request ends."""
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
         request.output_token_ids.append(token_ids[num_kept])
@@ -257,7 +249,7 @@ def _append_each(request: Request, token_ids: Sequence[int]) -> Appended:
 
 
 def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-    """Why a request ends with the token that it just got, and the stop token if that is it; (None, None) if it goes on."""
+    """Return why a request ends with its newest token, and the stop token if that is the reason."""
     sampling = request.sampling
     if token_id in sampling.stop_token_ids and (
         len(request.output_token_ids) > sampling.min_tokens or sampling.follows_grammar  # the grammar left nothing else
@@ -270,10 +262,10 @@ def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, in
 
 
 def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
-    """Count what is in flight as computed, and the tokens that it samples as there, though nobody knows them.
+    """Count tokens in flight as computed and their samples as present, though unknown.
 
-    Returns the requests with rows in flight and the numbers of their tokens, for `unassume`, and those that reach their limits
-    with it: they have nothing left to compute.
+    Returns (request, its tokens in flight) for `unassume`, and the requests that reach their limits and have nothing left to
+    compute.
     """
     assumed: list[tuple[Request, int]] = []
     ending: list[Request] = []
@@ -293,7 +285,7 @@ def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list
 
 
 def unassume(assumed: Iterable[tuple[Request, int]]) -> None:
-    """The next step was planned: say again what is committed, and what is in flight."""
+    """Restore what is committed and what is in flight, once the next step is planned."""
     for request, num_inflight in assumed:
         request.num_computed_tokens -= num_inflight
         request.num_inflight_tokens += num_inflight

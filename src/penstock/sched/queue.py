@@ -1,15 +1,14 @@
-"""The waiting queue: owns the requests that are not running, in the order of service. Called by the scheduler; never looks at
-memory.
+"""The waiting queue: requests that do not run, in the order of service. It never looks at memory.
 
-The order of service:
-
-1. Preempted requests, among themselves in the order policy's order: they were served before.
-2. Requests that were called to a batch, as they were called. A request that waits for a prefix which another computes, or for
-   its adapter, stands aside meanwhile, and is the first of these when it comes back.
+1. Preempted requests, in the order policy's order.
+2. Requests called to a batch, in the order of the call. A request that waits for a prefix or an adapter stands aside, and
+becomes
+   the first of these when it comes back.
 3. All others, which wait for the gate, each in its bucket.
 
-Every operation is O(log n) or better, amortised; there is no work per waiting request and step. That is why requests that share
-an account wait in a lane of their own: when the account grows, one key changes and not all of theirs.
+Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. So requests of one account wait
+in a
+lane of their own: when the account grows, one key changes instead of all of theirs.
 
     lanes by key      (tenant A: 310)  (tenant B: 350)
     within the lane   a3  a7  a8       b1  b9
@@ -32,29 +31,29 @@ from penstock.types.request import Request, RequestStatus
 T = TypeVar("T")
 
 MIN_DEAD_TO_SWEEP = 64
-"""Below this many discarded entries a sweep isn't worth its loop."""
+"""Discarded entries below which a sweep does not pay."""
 
 
 class KeyedHeap(Generic[T]):
-    """A heap of items by key, equals in the order of arrival; items (compared by identity) may be discarded in O(1)."""
+    """A heap by key, equals in order of arrival. Items can be discarded in O(1)."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[OrderKey, int, T]] = []
         self._numbers = count()
         self._dead: set[int] = set()
-        """Numbers of entries that were discarded and not yet removed."""
+        """Discarded entries not yet removed."""
 
     def __len__(self) -> int:
         return len(self._entries) - len(self._dead)
 
     def push(self, key: OrderKey, item: T) -> int:
-        """Returns a number by which the item can be discarded."""
+        """Add an item. Return the number with which it can be discarded."""
         number = next(self._numbers)
         heappush(self._entries, (key, number, item))
         return number
 
     def peek(self) -> tuple[OrderKey, int, T] | None:
-        """(key, number, item) of the smallest; None if empty."""
+        """Return (key, number, item) of the smallest, or None."""
         while self._entries and self._entries[0][1] in self._dead:
             self._dead.remove(heappop(self._entries)[1])
         return self._entries[0] if self._entries else None
@@ -65,7 +64,7 @@ class KeyedHeap(Generic[T]):
         heapreplace(self._entries, (key, number, item))
 
     def discard(self, number: int) -> None:
-        """Drop an item that is still in the heap."""
+        """Drop an item that is in the heap."""
         if self._entries[0][1] == number:
             heappop(self._entries)
             return
@@ -78,12 +77,12 @@ class KeyedHeap(Generic[T]):
 
 @dataclass(slots=True)
 class Lane:
-    """Requests that wait in one lane, at least one."""
+    """The waiting requests of one lane, at least one."""
 
     name: str
     requests: KeyedHeap[Request] = field(default_factory=KeyedHeap)
     number: int = -1
-    """The number by which the lane can be discarded."""
+    """Number in the heap of lanes."""
 
 
 class Lanes:
@@ -94,7 +93,7 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._by_key: KeyedHeap[Lane] = KeyedHeap()
         self._places: dict[str, tuple[Lane, int]] = {}
-        """request_id -> its lane, and its number there."""
+        """Request id -> its lane and its number there."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -104,7 +103,7 @@ class Lanes:
         self._put(request, now_ns)
 
     def hand_over(self, request: Request, other: Lanes, now_ns: int) -> bool:
-        """Let a request wait in another queue from now on, without a word to the order; False if it is not here."""
+        """Move a request to another queue without telling the order. Return False if it is not here."""
         if not self._take(request):
             return False
         other._put(request, now_ns)
@@ -119,7 +118,7 @@ class Lanes:
         self._places[request.request_id] = lane, lane.requests.push(self._order.key(request, now_ns), request)
 
     def peek(self, now_ns: int) -> Request | None:
-        """The next request; None if none waits."""
+        """Return the next request, or None."""
         lane = self._first_lane()
         while lane is not None and (first := lane.requests.peek()) is not None:
             known_key, _, request = first
@@ -141,7 +140,7 @@ class Lanes:
         return None
 
     def discard(self, request: Request) -> bool:
-        """Take a request out; False if it is not here."""
+        """Take a request out. Return False if it is not here."""
         if not self._take(request):
             return False
         self._order.unqueued(request)
@@ -160,14 +159,13 @@ class Lanes:
 
 
 class Bucket(Lanes):
-    """Requests that wait for the gate and may join together: by the order of service, and by age."""
+    """Requests that wait for the gate and may join together, with their ages."""
 
     def __init__(self, index: int, order: Order) -> None:
         super().__init__(order)
         self.index = index
         self._arrivals: OrderedDict[str, int] = OrderedDict()
-        """request_id -> arrival, as they were queued. A plain dict would look for its first entry among all that left before
-        it."""
+        """Request id -> arrival, in order of queueing. A plain dict would scan the entries deleted before its first."""
 
     def view(self) -> BucketView:
         """Raises StopIteration if no request waits."""
@@ -186,13 +184,13 @@ class Bucket(Lanes):
 
 @dataclass(frozen=True, slots=True)
 class AwaitedAdapter:
-    """An adapter that is being loaded."""
+    """An adapter being loaded."""
 
     number: int
     kept_until_ns: int
-    """Then it keeps its row and blocks no longer, nor does any other that waits for an adapter."""
+    """Until then it keeps its row and blocks."""
     until_ns: int
-    """When the request is refused if it has not come."""
+    """The request is refused if the adapter has not come by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +200,11 @@ class Follower:
     request: Request
     awaited: Awaited | AwaitedAdapter
     num_blocks: int
-    """Blocks that it will need beyond those that it shares with its leader; requests that pass leave it as many, and a row."""
+    """Blocks that it will need beyond those shared with its leader. Requests that pass leave it these and a row."""
 
 
 class WaitingQueue:
-    """Requests that wait for their first admission, or for the next after a preemption."""
+    """Requests that wait for their first admission, or for another after a preemption."""
 
     def __init__(self, order: Order, bucket_of: Callable[[Request], int]) -> None:
         self._order = order
@@ -218,7 +216,7 @@ class WaitingQueue:
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
         self.num_held_back = 0
-        """Requests in `_held`. Counted, as the fresh ones, so that it costs a step no calls to see that none waits."""
+        """Requests in `_held`. Counted, so that an empty queue costs a step no calls."""
         self._aside: dict[str, Follower] = {}
         self._preempted: list[tuple[OrderKey, Request]] = []
 
@@ -227,17 +225,17 @@ class WaitingQueue:
 
     @property
     def num_joining(self) -> int:
-        """Requests that join without asking the gate: preempted, called to a batch, held back, or standing aside."""
+        """Requests that join without asking the gate."""
         return len(self._preempted) + len(self._called) + self.num_held_back + len(self._aside)
 
     @property
     def preempted(self) -> Iterator[Request]:
-        """Requests that wait for the next admission after a preemption, in the order of service."""
+        """Preempted requests, in the order of service."""
         return (request for _, request in self._preempted)
 
     @property
     def aside(self) -> Collection[Follower]:
-        """Requests that wait for a prefix or an adapter, in the order in which their turns came."""
+        """Requests that wait for a prefix or an adapter, in the order of their turns."""
         return self._aside.values()
 
     @property
@@ -248,7 +246,7 @@ class WaitingQueue:
                 yield follower, follower.awaited
 
     def views(self) -> tuple[BucketView, ...]:
-        """The buckets in which requests wait, ascending."""
+        """Return the buckets with waiting requests, ascending."""
         if not self.num_fresh:
             return ()
         return tuple([bucket.view() for bucket in self._buckets.values() if bucket])
@@ -264,13 +262,12 @@ class WaitingQueue:
         self.num_fresh += 1
 
     def push_preempted(self, request: Request) -> None:
-        """Queue a request that ran, by the key that it had when it came. The last pushed goes first among equal keys, since the
-        last admitted is preempted first.
-        """
+        """Queue a preempted request by the key that it had on arrival. Among equal keys the last pushed is first, since the
+        last admitted is preempted first."""
         insort_left(self._preempted, (self._order.key(request, request.arrival_ns), request), key=_key)
 
     def call(self, index: int, count: int, now_ns: int) -> list[Request]:
-        """Let the next `count` requests of a bucket join, or as many as there are; in the order of service."""
+        """Let up to `count` requests of a bucket join, in the order of service."""
         called: list[Request] = []
         while len(called) < count and (request := self.peek(now_ns, index)) is not None:
             self.remove(request)
@@ -279,7 +276,7 @@ class WaitingQueue:
         return called
 
     def hold_back(self, request: Request, now_ns: int) -> None:
-        """Its turn had come, but it is a long prefill and there are enough: it lets others pass until it is asked for again."""
+        """Set a long prefill aside while enough others run. Others pass it until it is asked for again."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.hand_over(request, self._held, now_ns):
             self.num_fresh -= 1
@@ -289,24 +286,24 @@ class WaitingQueue:
         self.num_held_back += 1
 
     def peek_preempted(self) -> Request | None:
-        """The next of the preempted requests; None if there is none, as below."""
+        """Return the next preempted request, or None."""
         return self._preempted[0][1] if self._preempted else None
 
     def peek_held(self, now_ns: int) -> Request | None:
-        """The next of the requests that were held back."""
+        """Return the next request that was held back, or None."""
         return self._held.peek(now_ns) if self.num_held_back else None
 
     def peek_called(self) -> Request | None:
-        """The next of the requests that were called to a batch."""
+        """Return the next request that was called to a batch, or None."""
         return next(iter(self._called.values()), None)
 
     def step_aside(self, follower: Follower) -> None:
-        """Its turn had come, but what it lacks is being computed or loaded: it lets others pass until it is called back."""
+        """Let others pass a request until `call_back`."""
         self.remove(follower.request)
         self._aside[follower.request.request_id] = follower
 
     def call_back(self, followers: Sequence[Follower]) -> None:
-        """They stand aside no more, and go before all requests that they let pass."""
+        """Bring requests back, before all that they let pass."""
         for follower in reversed(followers):
             request = follower.request
             del self._aside[request.request_id]
@@ -317,12 +314,12 @@ class WaitingQueue:
                 self._called.move_to_end(request.request_id, last=False)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
-        """The next request of a bucket; None if none waits there."""
+        """Return the next request of a bucket, or None."""
         bucket = self._buckets.get(index)
         return None if bucket is None else bucket.peek(now_ns)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+        """Take a request out, wherever it is."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request):
             self.num_fresh -= 1

@@ -1,7 +1,4 @@
-"""The running requests: owns which requests run, from admission to end or preemption, how much memory they can grow to, and
-what the executor has yet to forget. Called by the scheduler and its planners (`extending.py`, `joining.py`); never decides
-when.
-"""
+"""The running requests: their rows and blocks, how much memory they can grow to, and what the executor must still forget."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
 
 RESUME_GROWTH_TOKENS = 32
-"""Room for each running request to grow, when a request that was preempted for the first time is admitted again."""
+"""Room for each running request to grow when a request resumes after its first preemption."""
 RESUME_SWAP_GROWTH_TOKENS = 16
-"""The same, where blocks come back from a tier below the pool."""
+"""The same if blocks come back from a tier below the pool."""
 MAX_DOUBLINGS = 20
 
 TELLING_SHARE = 4
-"""One in so many of the tokens that a step may have must be prefills for it to say what one of them takes, unless nothing is
-known or it says less: of a smaller one, as after a prefix hit, most is what every step takes."""
+"""A step without decodes measures the cost of a prompt token only if it has one in this many of the possible tokens, unless
+nothing is known or it measures less. Most of a smaller step is fixed time."""
 
 
 class Running:
@@ -37,11 +34,11 @@ class Running:
         self, kv: KVManager, policies: Policies, waiting: WaitingQueue, groups: Groups, capacity: Capacity, *, max_rows: int
     ) -> None:
         self.max_rows = max_rows
-        """Number of requests that may run at once."""
+        """How many requests may run at once."""
         self.requests: dict[str, Request] = {}
-        """In the order of admission. Changed here alone."""
+        """In order of admission. Changed only here."""
         self.prefill_ns_per_token = 0.0
-        """Time of one token of a prompt, as the steps without decodes tell; 0.0 before the first."""
+        """Time per prompt token, from steps without decodes; 0.0 before the first."""
         self._kv = kv
         self._order = policies.order
         self._victim = policies.victim
@@ -50,31 +47,31 @@ class Running:
         self._groups = groups
         self._capacity = capacity
         self._releases: list[str] = []
-        """Rows that the executor has yet to forget."""
+        """Rows that the executor must still forget."""
         self._untold: set[str] = set()
-        """Running requests that the executor does not know, once it has forgotten `_releases`: it gets them in full with their
-        next rows."""
+        """Running requests that the executor does not know once it has forgotten `_releases`. Their next rows come with the
+        request in full."""
         self._num_final_blocks = 0
-        """Blocks that the running would hold at most on their ways to their limits, if they shared nothing."""
+        """Blocks that the running requests would hold at their limits if they shared nothing."""
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order of admission."""
+        """In order of admission."""
         return iter(self.requests.values())
 
     # who runs
 
     def join(self, request: Request, *, is_fork: bool = False) -> None:
-        """The request runs from now on. `is_fork`: the executor has not been told of it by the plan that admits it."""
+        """Let the request run. `is_fork`: no plan has admitted it to the executor."""
         self.requests[request.request_id] = request
         self._num_final_blocks += self._final_blocks(request)
         if is_fork:
             self._untold.add(request.request_id)
 
     def leave(self, request: Request) -> None:
-        """A running request stops running; the executor will be told to forget it."""
+        """Stop a running request, and have the executor forget it."""
         del self.requests[request.request_id]
         self._order.left(request)
         self._num_final_blocks -= self._final_blocks(request)
@@ -84,7 +81,7 @@ class Running:
             self._releases.append(request.request_id)
 
     def may_lose(self) -> Sequence[Request]:
-        """Requests that may be preempted for another that runs: all but the most senior, unless it is alone."""
+        """Return the requests that may be preempted for a running one: all but the most senior, unless it is alone."""
         running = list(self)
         if len(running) > 1:
             reads_priority = self._order.reads_priority
@@ -94,7 +91,7 @@ class Running:
         return running
 
     def choose_victim(self, candidates: Collection[Request], request: Request, query_len: int) -> Eviction:
-        """Which of the candidates to preempt for the next `query_len` tokens of `request`, and how."""
+        """Return which candidate to preempt for the next `query_len` tokens of `request`, and how."""
         kv = self._kv
         num_fresh = kv.num_blocks_for(request.num_computed_tokens + query_len) - len(kv.block_table(request.request_id))
         view = VictimView(
@@ -109,15 +106,14 @@ class Running:
         return self._victim.choose(view)
 
     def _num_lost_tokens(self, request: Request) -> int:
-        """Tokens to compute again if the request were preempted now: others keep the blocks that it shares with them."""
+        """Return the tokens to compute again if the request were preempted now. Shared blocks stay."""
         kv = self._kv
         num_shared = kv.num_held_blocks(request.request_id) - kv.num_own_blocks(request.request_id)
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
     def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
-        """Take a running request's row and blocks, also what this step planned for it. It waits again, and so do all beams of
-        its search.
-        """
+        """Take a running request's row and blocks, including what this step planned for it, and let it wait again. A search
+        loses all its beams."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
         is_swap = eviction.method is PreemptMethod.SWAP
@@ -136,21 +132,21 @@ class Running:
     # what the executor knows
 
     def tell_again(self, request: Request) -> None:
-        """The executor's copy of a running request is out of date: it forgets the row, and gets it in full."""
+        """Send a running request in full with its next row, because the executor's copy is out of date."""
         if request.request_id not in self._untold:
             self._untold.add(request.request_id)
             self._releases.append(request.request_id)
 
     def is_untold(self, request: Request) -> bool:
-        """Must the next row of a running request come with the request in full?"""
+        """Return whether the next row must come with the request in full."""
         return request.request_id in self._untold
 
     def release(self, request_id: str) -> None:
-        """The executor shall forget a row that is no running request's."""
+        """Have the executor forget a row that belongs to no running request."""
         self._releases.append(request_id)
 
     def take_releases(self, admitted: Iterable[str]) -> tuple[str, ...]:
-        """A plan is built, which admits these: the rows that the executor must forget before."""
+        """Return the rows to forget before a plan that admits these requests."""
         releases, self._releases = tuple(self._releases), []
         self._untold.difference_update(admitted)
         return releases
@@ -158,26 +154,26 @@ class Running:
     # memory
 
     def missing_blocks(self, request: Request) -> int:
-        """Blocks that a running request lacks for the tokens that it has; with a window at most as many as it can hold then."""
+        """Return the blocks that a running request lacks for its tokens; with a window, at most what it can hold then."""
         num_blocks_for = self._kv.num_blocks_for
         num_planned = request.num_computed_tokens + request.num_inflight_tokens
         num_left = num_blocks_for(request.num_tokens) - num_blocks_for(num_planned)
         if not num_left or not self._capacity.window:
             return num_left
         num_more = self.most_blocks(request, request.num_tokens) - self._kv.num_held_blocks(request.request_id)
-        # A step that is planned ahead finds a request with blocks that it will give back when the one in flight is committed.
+        # A step planned ahead sees blocks that the request gives back when the step in flight is committed.
         return min(num_left, max(num_more, num_blocks_for(self._capacity.max_step_tokens)))
 
     def most_blocks(self, request: Request, num_positions: int) -> int:
-        """Blocks that a request holds at one time at most, until so many positions are computed."""
+        """Return the most blocks that a request holds at one time until `num_positions` are computed."""
         return most_blocks(request, num_positions, self._capacity)
 
     def _final_blocks(self, request: Request) -> int:
-        """The same until its limit; its last token is never computed and takes no place. A text has one block, for one step."""
+        """Return the same until its limit. The last token is never computed. A text has one block, for one step."""
         return 1 if self._capacity.is_one_pass else self.most_blocks(request, request.max_total_tokens - 1)
 
     def final_blocks_alone(self, request: Request) -> int:
-        """The same of a request with all beams of its search, which share the full blocks of their prompt."""
+        """Return the same for a request with all its beams, which share the prompt's full blocks."""
         num_blocks = self._final_blocks(request)
         if request.sampling.beams is None:
             return num_blocks
@@ -193,10 +189,10 @@ class Running:
         without: Collection[Request] = (),
         packed: PackedAdapter | None = None,
     ) -> bool:
-        """May the request join, with a first chunk of `query_len`, once the requests of `without` had left?
+        """Return whether the request could join, with a first chunk of `query_len`, once the requests of `without` had left.
 
-        `packed`: its adapter, unless that is in the pool. `num_promised_blocks`: free blocks that running prefills will need
-        for the tokens they have. All running beams of a search are among `without`, or none.
+        `packed`: its adapter, if not in the pool. `num_promised_blocks`: free blocks that running prefills will need.
+        `without` has all running beams of a search, or none.
         """
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number
@@ -253,14 +249,14 @@ class Running:
     # pace
 
     def learn_pace(self, num_prefill_tokens: int, duration_ns: int) -> None:
-        """A step without decodes was computed: learn from it how long a token of a prompt takes, if it can tell."""
+        """Learn the time per prompt token from a step without decodes."""
         known, ns_per_token = self.prefill_ns_per_token, duration_ns / num_prefill_tokens
         is_telling = num_prefill_tokens * TELLING_SHARE >= self._capacity.max_step_tokens
         if is_telling or ns_per_token < known or not known:
             self.prefill_ns_per_token = ns_per_token
 
     def check(self) -> None:
-        """Verify the laws of the running requests. Raises AssertionError. O(blocks + requests)."""
+        """Verify the invariants. Raises AssertionError. O(blocks + requests)."""
         assert len(self.requests) <= self.max_rows, "more requests run than rows exist"
         tables = self._kv.tables
         for request_id, request in self.requests.items():
@@ -284,21 +280,20 @@ class Running:
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
-    """Blocks that a request holds at one time at most, until so many positions are computed. Beams give none back before they
-    end (`BlockTable.window`)."""
+    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back
+    (`BlockTable.window`)."""
     if request.sampling.beams is not None:
         return -(-num_positions // capacity.block_size)
     return capacity.most_blocks(num_positions)
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
-    """Blocks that a preempted request must find, whatever the reserve says: those of all its tokens, and room for everybody to
-    grow.
+    """Return the blocks that a preempted request must find, whatever the reserve says: for all its tokens, and room to grow
+    for all.
 
-    The room doubles with each preemption, up to all that they can ever need: a request that was preempted often waits until it
-    can end. `tests/sched/test_preemption.py` counts what that saves: with a quarter of the memory, and admissions that look for
-    the first chunk only, 0.5 positions are computed again for each one needed instead of 3.4, and nobody is preempted more than
-    4 times instead of 42.
+    The room doubles with each preemption, up to all that they can need, so a request that was preempted often waits until it
+    can finish. With a quarter of the memory and a first-chunk reserve, this recomputes 0.5 positions per needed one instead
+    of 3.4, with at most 4 preemptions instead of 42 (`tests/sched/test_preemption.py`).
     """
     first_tokens = RESUME_SWAP_GROWTH_TOKENS if view.swaps else RESUME_GROWTH_TOKENS
     growth_tokens = first_tokens << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
@@ -308,9 +303,9 @@ def blocks_to_resume(view: AdmissionView) -> int:
 
 
 def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
-    """Tokens by which requests grow at most at one time, if each gets one a step and none goes beyond its limit.
+    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit.
 
-    The blocks of one that ends are free for the others: those of its window, if there is one. O(n log n).
+    The blocks of one that ends, or of its window, become free for the others. O(n log n).
     """
     ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
     num_left, num_freed, peak = len(ends), 0, 0

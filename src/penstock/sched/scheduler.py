@@ -1,43 +1,49 @@
-"""The scheduler: decides in each step which requests run and how many of their tokens are computed. Called by `EngineCore`
-alone; never waits, computes tokens or reads a clock.
+"""The scheduler: decides in each step which requests run and how many of their tokens are computed. `EngineCore` calls it.
+Time is
+passed in.
 
-There are no phases. A request has `num_tokens` (prompt and generated tokens) and `num_computed_tokens` (tokens with KV), and
-every step lets it catch up within the step's budget of tokens. Long prompts in chunks, prefix cache hits and resuming after a
-preemption are the same rule; a decode is a request that is one token behind.
+There are no phases. A request has `num_tokens` (prompt and generated) and `num_computed_tokens` (tokens with KV), and each
+step
+lets it catch up within the step's token budget. Chunked prefill, prefix hits and resuming after a preemption are the same
+rule. A
+decode is a request that is one token behind.
 
 `schedule` plans a step:
 
     1. The gate says how many requests may join, or calls some to a batch.
     2. Running requests are extended: decodes, then prefills. Where memory is short, some are preempted (`extending.py`).
-    3. Waiting requests are admitted while rows, tokens and memory last, each after a lookup of its prefix (`joining.py`). One
-       may come before a prefill of 2, if the order says so or the budget lets others pass long prefills.
+    3. Waiting requests are admitted while rows, tokens and memory last, each after a prefix lookup (`joining.py`). One may go
+       before a prefill of 2, if the order says so or the budget lets others pass long prefills.
     4. The plan is built from the draft.
 
-`commit` takes over what the executor computed, in this order:
+`commit` takes over what the executor computed:
 
-    1. For each row: its tokens are computed, the sampled token is appended, and it is checked whether the request ends by a
-       stop token or a limit (`progress.py`, which alone writes how far a request has come).
-    2. Blocks that became full are published in the prefix cache. Blocks that no layer reads any more are released, and those
-       of requests that end.
-    3. Groups choose their next tokens (`choosing/`: beam search).
+    1. For each row: count its tokens as computed, append the sampled token, check for a stop token or a limit (`progress.py`).
+    2. Publish full blocks in the prefix cache. Release blocks that no layer reads, and those of requests that end.
+    3. Let beam searches choose their next tokens (`choosing/`).
 
-The core then tells the grammars of answers what was sampled, and `force` appends the tokens that one leaves no choice about.
-They make a decode that is several tokens behind, which the executor is told of anew, in full.
+Then the core tells grammars what was sampled, and `force` appends the tokens that a grammar leaves no choice about. The
+request is
+then a decode that is several tokens behind, and is sent to the executor again in full.
 
-A step may be planned while the one before it is in flight. Only `flights.py` knows the difference.
+A step may be planned while the one before is in flight. Only `flights.py` knows the difference.
 
-Laws that the parts keep together:
+Invariants that the parts keep together:
 
-- A step in which the running requests lack memory preempts, and admits nobody. Another step may pause running requests for a
-  waiting one of a higher class, if the order says so, and admit that one.
+- A step in which running requests lack memory preempts and admits nobody. Another step may pause running requests for a
+  waiting
+  one of a higher class and admit that one.
 - A request that the pool could not hold alone is refused when it is added (`refusal`). The most senior running request (the
-  oldest of the highest class) is never preempted for another that runs. So every request ends.
-- A preempted request is not admitted again before there is room for all its tokens and for everybody to grow. So work is not
-  lost over and over.
-- A batch that a gate calls is padded as if it were a rectangle (`padding.py`).
+  oldest
+  of the highest class) is never preempted for another running one. So every request ends.
+- A preempted request is admitted again only when there is room for all its tokens and for everybody to grow, so work is not
+  lost
+  over and over.
+- A batch that a gate calls is padded like a rectangle (`padding.py`).
 
-A model that reads texts and writes none (`Capacity.is_one_pass`) needs no other rules: its requests are prefills that are never
-split and end with their first step, and each holds one block meanwhile.
+A model that only reads texts (`Capacity.is_one_pass`) needs no other rules: its requests are prefills that are never split,
+end
+with their first step, and hold one block meanwhile.
 """
 
 from __future__ import annotations
@@ -71,15 +77,13 @@ from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
-"""Forced tokens that are appended between two steps, for which all rows wait: a constant in a grammar may have tens of
-thousands. With the one before them they are 16 steps' work (`extending.py`)."""
+"""Most forced tokens appended between two steps, while all rows wait; a grammar's constant may have tens of thousands. With
+the token before them they take 16 steps (`extending.py`)."""
 MAX_BIASES_RETOLD = 1024
-"""Biases that the executor is told anew with forced tokens. A request may have one for each token of the vocabulary."""
+"""Most biases sent again with forced tokens. A request may have one per token of the vocabulary."""
 
 
 class Scheduler:
-    """Batches over paged KV, one step at a time."""
-
     def __init__(
         self,
         capacity: Capacity,
@@ -92,8 +96,8 @@ class Scheduler:
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` tells how long a step should take at most, as others want the machine now; 0: as long as it likes.
-        `adapters`: where those of requests come from; of them `max_adapters` different ones run at once."""
+        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit. Requests with at
+        most `max_adapters` different adapters run at once."""
         if speculation is not None and capacity.has_state:
             raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
         if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
@@ -102,7 +106,7 @@ class Scheduler:
             )
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
-        """Number of requests that may run at once."""
+        """How many requests may run at once."""
         self.kv = KVManager(
             capacity.num_blocks,
             capacity.block_size,
@@ -113,7 +117,7 @@ class Scheduler:
             tier=tier,
         )
         self.news = PlanNews(0, WaitReason.NOTHING, (), ())
-        """The meaning of the last call of `schedule` for waiting and running requests."""
+        """The effect of the last call of `schedule` on requests."""
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._groups = Groups(capacity.block_size)
@@ -138,20 +142,20 @@ class Scheduler:
         self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
         self._is_continuous = policies.gate.is_continuous
         self._puts_off_pause = False
-        """The last plan, which was made ahead, found a request to pause: the next one is not made ahead."""
+        """The last plan, made ahead, found a request to pause, so the next one is not made ahead."""
         self._most_step_ns = most_step_ns
         self._num_steps = 0
         self._last_step: StepRecord | None = None
         self._last_commit_ns = 0
 
     def wakeup_ns(self, now_ns: int) -> int | None:
-        """When the gate wants to be asked again, or a request has waited long enough for its adapter."""
+        """Return when to schedule again if nothing happens: the gate's time, or the end of a wait for an adapter."""
         gate_ns = self._joining.wakeup_ns
         adapter_ns = self._adapters.wakeup_ns(now_ns) if self._waiting.aside else None
         return min((at_ns for at_ns in (gate_ns, adapter_ns) if at_ns is not None), default=None)
 
     def tell_no_stops(self) -> None:
-        """Nobody wants to know why prefix hits stopped: that need not be looked for."""
+        """Stop recording why prefix hits stopped: nobody reads it."""
         self._joining.tells_stops = False
 
     @property
@@ -163,22 +167,22 @@ class Scheduler:
         return len(self._waiting) + self._groups.num_unqueued
 
     def members(self, request: Request) -> Sequence[Request]:
-        """The requests that can only end together with this one: itself, or all beams of its search."""
+        """Return the requests that end together with this one: itself, or all beams of its search."""
         return self._groups.members(request)
 
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
-        """The requests of a beam search of which some have not come yet."""
+        """Return the requests of a beam search that is still incomplete."""
         return self._groups.waiting_for(parent_id)
 
     @property
     def running(self) -> Mapping[str, Request]:
-        """In the order of admission."""
+        """In order of admission."""
         return self._running.requests
 
     # requests come and go
 
     def add(self, request: Request, now_ns: int) -> Rejected | None:
-        """Queue a request, or say why it can never be served."""
+        """Queue a request, or return why it can never be served."""
         rejected = refusal(request, self.capacity) or self._refuse_beams(request)
         if rejected is None:
             progress.limit(request, max_total_tokens(request, self.capacity))
@@ -209,15 +213,15 @@ class Scheduler:
         return None
 
     def _predict(self, request: Request) -> None:
-        """Predict the length of the answer, unless the maker of the request knows better."""
+        """Predict the length of the answer, unless the request has a prediction."""
         if request.predicted_new_tokens is None:
             prediction = self._policies.predictor.predict(request)
             request.predicted_new_tokens = None if prediction is None else prediction.num_tokens
 
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Take a waiting or running request out and its blocks back, whatever it was doing."""
+        """Remove a waiting or running request in any state, and take back its blocks."""
         if request.status is RequestStatus.RUNNING:
-            # Not of a failed row, whose KV may be no numbers, nor of a beam, which has got the tokens of its hypothesis.
+            # A failed row's KV may be NaN, and a beam already has its hypothesis' tokens.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
                 self.kv.publish_tail(request)
             self._running.leave(request)
@@ -231,11 +235,11 @@ class Scheduler:
         self._policies.predictor.ended(request)
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when an adapter has come that somebody waits for, or comes no more."""
+        """Call `wake`, from any thread, when the load of an awaited adapter has ended."""
         self._adapters.listen(wake)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
-        """Waiting requests that can't be served after all: their adapters can't be had, or don't fit beside them."""
+        """Return waiting requests to refuse after all: their adapters can't be loaded or don't fit beside them."""
         return self._adapters.refused(now_ns) if self._waiting.aside else ()
 
     # schedule
@@ -303,10 +307,9 @@ class Scheduler:
         return limits
 
     def _share_out(self, draft: StepDraft, prefills: list[Request], decision: GateDecision, now_ns: int) -> None:
-        """Give the tokens that the decodes left to running prefills and to waiting requests, each in turn.
+        """Give the tokens that decodes left to running prefills and waiting requests.
 
-        Requests that join leave the others the blocks for all the tokens that they have, so that a step does not admit and
-        preempt.
+        Requests that join leave running prefills the blocks for all their tokens, so that no step both admits and preempts.
         """
         has_waiting = len(self._waiting) > 0
         if has_waiting:
@@ -326,7 +329,7 @@ class Scheduler:
         if has_waiting:
             admit = self._joining.admit_texts if self.capacity.is_one_pass else self._joining.admit
             admit(draft, decision, now_ns)
-        if len(self._waiting):  # those preempted just now, perhaps
+        if len(self._waiting):  # perhaps just preempted
             draft.counts.waits_for = self._joining.waits_for(draft)
 
     def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
@@ -350,10 +353,9 @@ class Scheduler:
     # commit
 
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
-        """Take over what a step computed. Rows of requests that ended are void.
+        """Take over what a step computed. Rows of ended requests are void.
 
-        Raises KeyError or ValueError if a row that samples has not got its tokens, ValueError if the step is not the oldest in
-        flight.
+        Raises KeyError or ValueError if a sampling row lacks its tokens, ValueError if the step is not the oldest in flight.
         """
         flight = self._flights.arrive(plan.step_id)
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
@@ -377,7 +379,7 @@ class Scheduler:
             if not advance.is_apart:
                 self._settle(advance, outcome)
             elif request.status is not RequestStatus.RUNNING:
-                continue  # another of its group has failed
+                continue  # another of its group failed
             elif request.request_id in failures:
                 self._fail(request, failures[request.request_id], outcome, now_ns)
             else:
@@ -391,10 +393,10 @@ class Scheduler:
         return outcome
 
     def max_forced(self, request_id: str) -> int:
-        """Tokens that its grammar may force at once after the one that the last step sampled; 0: they come one by one.
+        """Return how many tokens a grammar may force at once after the last sampled one; 0: they are sampled one by one.
 
-        That is so where each needs its own log-probabilities, where the step in flight samples the next one already, and where
-        it costs more than the step to tell of the request anew. Masks that allow one token make the same answer of it.
+        It is 0 where each token needs log-probabilities, where the step in flight already samples the next one, and where
+        sending the request again costs more than the step. The masks then give the same answer.
         """
         request = self._running.requests[request_id]
         sampling = request.sampling
@@ -403,8 +405,8 @@ class Scheduler:
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
-        """Append tokens to a request, `max_forced` at most, as if the step that was just committed had sampled them after those
-        of `event`. Returns the event with them."""
+        """Append up to `max_forced` tokens as if the last committed step had sampled them after those of `event`. Return the
+        event with them."""
         request = self._running.requests[event.request_id]
         forced = progress.append_forced(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced.token_ids)
@@ -418,33 +420,33 @@ class Scheduler:
         return replace(event, token_ids=token_ids, finish_reason=forced.reason, stop_reason=forced.stop_reason)
 
     def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
-        """Keep what the step told of prompts."""
+        """Keep the step's log-probabilities of prompts."""
         for row in rows:
             if row.request_id in result.prompt_logprobs:
                 progress.score(self._running.requests[row.request_id], row, result.prompt_logprobs[row.request_id])
 
     def _settle(self, advance: Advance, outcome: StepOutcome) -> None:
-        """After a row's tokens are counted: publish its blocks, and end its request if that has come to its end."""
+        """Publish the blocks of a computed row, and end its request if it is done."""
         request = advance.request
-        if not self.capacity.is_one_pass:  # of a text, nothing is kept
+        if not self.capacity.is_one_pass:  # nothing is kept of a text
             self._publish(request, advance.row)
         if advance.reason is not None:
             self.end(request, advance.reason, advance.stop_reason)
             outcome.ended.append(request)
 
     def _publish(self, request: Request, row: RowPlan) -> None:
-        """Let others find the blocks that a row filled, and give back those that its request reads no more."""
+        """Let others find the blocks that a row filled, and give back those that its request no longer reads."""
         is_prefill = row.query_len > 1 or not row.samples
         may_fill_block = not request.num_computed_tokens % self.capacity.block_size or row.samples > 1
         if is_prefill or may_fill_block:
             self.kv.publish(request)
-            if is_prefill and request.num_behind == 1:  # its prompt is computed: others may begin alike
+            if is_prefill and request.num_behind == 1:  # its prompt is computed: others may start alike
                 self.kv.publish_tail(request)
             if self.capacity.window:
                 self.kv.release_unread(request)
 
     def _fail(self, request: Request, detail: str, outcome: StepOutcome, now_ns: int) -> None:
-        """A row got no token: its request ends, and its group."""
+        """End a request, and its group, because a row got no token."""
         for member in self._groups.members(request):
             self.end(member, FinishReason.ERROR)
             outcome.ended.append(member)
@@ -452,7 +454,7 @@ class Scheduler:
             outcome.events.append(event)
 
     def _tell(self, answer: Answer, outcome: StepOutcome, now_ns: int) -> None:
-        """A request of a group has got its whole answer."""
+        """End a grouped request with its whole answer."""
         request, token_ids = answer.request, answer.token_ids
         progress.replace_output(request, token_ids)
         num_cached = request.num_cached_tokens
@@ -465,7 +467,7 @@ class Scheduler:
         outcome.events.append(event)
 
     def _record(self, plan: StepPlan, counts: StepCounts, now_ns: int, waited_ns: int) -> None:
-        """Note what the step was and how long it took, without its wait for other models: that tells nothing of its work."""
+        """Record the step's work and duration, without its wait for other models."""
         began_ns = self._last_commit_ns if counts.num_decodes else max(plan.now_ns, self._last_commit_ns)
         duration_ns = now_ns - began_ns - waited_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
@@ -475,11 +477,11 @@ class Scheduler:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
 
     def abandon_flights(self) -> None:
-        """The steps in flight will never be committed; nothing is scheduled any more."""
+        """Drop the steps in flight: none will be committed, and nothing is scheduled any more."""
         self._flights.abandon()
 
     def check(self) -> None:
-        """Verify the laws of memory and of the queues. Raises AssertionError. O(blocks + requests)."""
+        """Verify all invariants. Raises AssertionError. O(blocks + requests)."""
         check_kv(self.kv)
         self._flights.check(self._running)
         self._running.check()
@@ -491,12 +493,12 @@ class Scheduler:
 
 
 def max_total_tokens(request: Request, capacity: Capacity) -> int:
-    """Tokens, prompt and output, at which the request has reached its limit."""
+    """Return the limit of a request's tokens, prompt and output."""
     return min(request.num_prompt_tokens + request.sampling.max_tokens, capacity.max_model_len)
 
 
 def refusal(request: Request, capacity: Capacity) -> Rejected | None:
-    """Why the request can't be served even if it were the only one, with the numbers; None if it can."""
+    """Return why the request can't be served even alone, or None."""
     num_prompt = request.num_prompt_tokens
     if num_prompt == 0:
         return Rejected(RejectReason.INVALID, "The prompt has no tokens.", param="prompt")
@@ -511,7 +513,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
             f"together may have {capacity.max_model_len} (max_model_len)."
         )
         return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="prompt")
-    # The last token is sampled and never computed, so it takes no place.
+    # The last token is sampled and never computed.
     num_positions = max_total_tokens(request, capacity) - 1
     num_blocks = -(-num_positions // capacity.block_size)
     if request.sampling.beams is not None and (refused := _refuse_wide_search(request, num_blocks, capacity)):
@@ -542,7 +544,7 @@ def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
 
 
 def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
-    """Beams share the full blocks of their prompt; `num_blocks`: of one."""
+    """Beams share the prompt's full blocks. `num_blocks` are those of one beam."""
     assert request.sampling.beams is not None, "asked for a beam search"
     width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
     num_needed = num_shared + width * (num_blocks - num_shared)

@@ -1,1 +1,1 @@
-"""The choice of a row's next token, where the executor's sample is not the answer. `chooser.py` is the seam."""
+"""Beam search."""

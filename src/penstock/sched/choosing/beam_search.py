@@ -1,12 +1,11 @@
-"""Beam search: owns the scores of one search's beams and the hypotheses that it has found. Called by `beams.py`; knows no
-blocks and no rows.
+"""Beam search: the scores of one search's beams, and its hypotheses. It knows no blocks and no rows.
 
-The rules are those of transformers 5 (`GenerationMixin._beam_search`), so that both find the same:
+The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same:
 
     candidates   the best (1 + stop tokens) x width continuations of all beams, at least twice the width, by the sum of their
                  log-probabilities; so that as many as there are beams can go on
-    finished     those of the first `width` candidates that end in a stop token, or are as long as they may be. Their score is
-                 divided by their length to the power of the length penalty, and the best `width` are kept
+    finished     those of the first `width` candidates that end in a stop token or reach the limit. Their score is divided by
+                 their length to the power of the length penalty, and the best `width` are kept
     beams        the best `width` of the other candidates
     the end      no candidate goes on; or there are `width` hypotheses, and `early_stopping` says that this is enough
 """
@@ -22,34 +21,34 @@ from penstock.types.sampling import BeamParams, EarlyStopping
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A beginning of an answer."""
+    """The beginning of an answer, or a hypothesis."""
 
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
-    """Sum of the log-probabilities; of a hypothesis, with its length penalty."""
+    """Sum of the log-probabilities; for a hypothesis, after the length penalty."""
     entries: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of each token, if they were asked for."""
+    """Log-probabilities of each token, if requested."""
     parent_idx: int = 0
-    """Index of the beam that it continues, in the step before."""
+    """Index of the beam that it continues, in the previous step."""
     is_stopped: bool = False
-    """Its last token is a stop token."""
+    """The last token is a stop token."""
 
 
 @dataclass(slots=True)
 class BeamSearch:
-    """One search, one token at a time."""
+    """One search, advanced token by token."""
 
     params: BeamParams
     stop_token_ids: Collection[int]
     max_tokens: int
     beams: list[Beam] = field(default_factory=lambda: [Beam()])
-    """The running beams, the best first."""
+    """Running beams, best first."""
     finished: list[Beam] = field(default_factory=list)
-    """Hypotheses, the best first; at the end as many as the search has beams."""
+    """Hypotheses, best first; at the end as many as the search has beams."""
     is_done: bool = False
 
     def advance(self, tops: Sequence[TokenLogprobs]) -> None:
-        """A step: of each beam, in order, the most likely next tokens."""
+        """Advance by a token, given each beam's most likely next tokens."""
         num_tokens = len(self.beams[0].token_ids) + 1
         candidates = self._candidates(tops)
         is_last = num_tokens >= self.max_tokens
@@ -62,7 +61,7 @@ class BeamSearch:
         self.is_done = len(self.finished) == self.params.width and self._is_enough(num_tokens)
 
     def _candidates(self, tops: Sequence[TokenLogprobs]) -> list[Beam]:
-        """The best continuations of all beams, the best first; of equals that of the better beam."""
+        """Return the best continuations of all beams, best first; among equals that of the better beam."""
         width, num_stops = self.params.width, len(self.stop_token_ids)
         found = [
             (beam.score + logprob, idx, rank, token_id)
@@ -83,7 +82,7 @@ class BeamSearch:
         return Beam((*beam.token_ids, token_id), score, entries, idx, token_id in self.stop_token_ids)
 
     def _finish(self, ended: Sequence[Beam], num_tokens: int) -> None:
-        """Keep the best of what was found and of these."""
+        """Keep the best of the old and new hypotheses."""
         penalty = num_tokens**self.params.length_penalty
         ended = [Beam(beam.token_ids, beam.score / penalty, beam.entries, beam.parent_idx, beam.is_stopped) for beam in ended]
         self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[: self.params.width]

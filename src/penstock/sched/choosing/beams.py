@@ -1,17 +1,17 @@
-"""Beam search over running requests: gives each beam a request that carries it, and forks requests where a search goes on with
-several beams of one. Called by the scheduler as the `Chooser` of groups; takes no block but through forks, and leaves the
-choice of tokens to `beam_search.py`.
+"""Beam search over running requests: gives each beam a request that carries it, and forks requests when several beams
+continue one.
 
-The choices of one call are the requests of its group (`groups.py`), as many as the search has beams. The first is queued like
-any other; the others wait until its prompt is computed. Then each beam is a row:
+The choices of one call are a group of requests, one per beam (`groups.py`). The first is queued like any other request, and
+the
+others wait until its prompt is computed. Then each beam is a row:
 
     prompt           r0 computes it, and finds the most likely next tokens
-    fork             r1, r2, ... share r0's blocks; a request that writes to a block which others hold gets a copy first
-    step             all compute one token; when the last has, the search chooses, and beams that end are replaced by forks
-    preemption       of one is that of all. One of them comes back as any request does, the others are forked from it
+    fork             r1, r2, ... share r0's blocks; a request gets a copy before it writes to a shared block
+    step             each computes one token. After the last one the search chooses, and forks replace beams that end
+    preemption       hits the whole group. One request comes back as usual, and the others are forked from it
     end              each request gets one hypothesis, all at once
 
-A request whose token was computed while another of its group has to catch up keeps its row and waits.
+A request whose token is computed while others of its group must catch up keeps its row and waits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from penstock.types.result import StepResult, TokenLogprobs
 
 
 class Beams:
-    """Chooses the tokens of every search that runs."""
+    """Chooses the tokens of all running searches."""
 
     def __init__(self, kv: KVManager, running: Running, groups: Groups) -> None:
         self._kv = kv
         self._running = running
         self._groups = groups
         self._ready: list[BeamGroup] = []
-        """Groups all of whose carriers have computed their last token in this step, in that order."""
+        """Groups whose carriers have all computed their last token in this step, in that order."""
 
     def take(self, request: Request, result: StepResult) -> None:
-        """A request has computed all its tokens."""
+        """Note that a request has computed all its tokens."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
         self._kv.look_again(request.request_id)
@@ -49,12 +49,12 @@ class Beams:
             self._ready.append(group)
 
     def choose(self, now_ns: int) -> Iterator[Answer]:
-        """Let each search that has all it needs go on by one token."""
+        """Advance each search that has all it needs by one token. Yields the answers of requests that end."""
         ready, self._ready = self._ready, []
         for group in ready:
             for member in group.members:
                 progress.note_first_token(member, now_ns)
-            if not group.members:  # a row of it has failed
+            if not group.members:  # one of its rows failed
                 continue
             tops = [group.tops[carrier.request_id] for carrier in group.carriers]
             group.tops.clear()
@@ -66,7 +66,7 @@ class Beams:
                 self._go_on(group, tops)
 
     def _go_on(self, group: BeamGroup, tops: Sequence[TokenLogprobs]) -> None:
-        """Let every beam of a search have a request."""
+        """Give each beam of a search a request."""
         beams, carriers = group.search.beams, group.carriers
         placed = self._place(beams, carriers, tops)
         spare = [member for member in group.members if member not in placed]
@@ -88,9 +88,10 @@ class Beams:
             progress.replace_output(carrier, beam.token_ids)
 
     def _place(self, beams: Sequence[Beam], carriers: Sequence[Request], tops: Sequence[TokenLogprobs]) -> list[Request | None]:
-        """The carrier that goes on with each beam: one whose own the beam continues, if there is one; None: a fork.
+        """Return the carrier that continues each beam, or None where one must be forked.
 
-        Best is the carrier whose token the executor has appended to its row by itself.
+        A carrier continues one of its own beams, preferably the one whose token the executor has already appended to its
+        row.
         """
         placed: list[Request | None] = [None] * len(beams)
         for idx, (carrier, top) in enumerate(zip(carriers, tops, strict=True)):
@@ -103,7 +104,7 @@ class Beams:
         return placed
 
     def _fork(self, parent: Request, child: Request, num_tokens: int) -> None:
-        """The child has no blocks, and gets those of the parent's first tokens."""
+        """Give the child, which has no blocks, those of the parent's first `num_tokens`."""
         self._kv.free(child.request_id)
         self._kv.fork(parent.request_id, child.request_id, num_tokens)
         if child.status is RequestStatus.RUNNING:
@@ -113,14 +114,14 @@ class Beams:
         progress.fork(child, num_tokens)
 
     def _fold(self, member: Request) -> None:
-        """The request carries no beam for now."""
+        """Let the request carry no beam for now."""
         if member.status is RequestStatus.RUNNING:
             self._running.leave(member)
             self._kv.free(member.request_id)
             progress.fold(member)
 
     def _unfold(self, group: BeamGroup) -> None:
-        """One of a group that was preempted is back: the others follow from where they part from it, in whole blocks."""
+        """One of a preempted group is back: fork the others from it, sharing the whole blocks before they differ."""
         first = group.carriers[0]
         for other, num_shared_blocks in group.forks:
             self._fork(first, other, num_shared_blocks * self._kv.block_size)

@@ -1,8 +1,6 @@
-"""Requests that are served as one: owns which requests belong to which beam search. Called by the scheduler and its parts;
-takes no blocks and chooses no tokens (`beams.py` does).
+"""Requests served as one: the groups of beam searches.
 
-Nearly always there is no group, and each question here is answered by a look at an empty dict: a request without beams never
-gets as far as `beams.py`.
+Usually there are no groups, and each question here costs a look at an empty dict.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.result import TokenLogprobs
 
 MAX_BROKEN = 1000
-"""Searches that ended before all their requests had come, of which that is remembered."""
+"""Searches remembered that ended before all their requests arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +24,11 @@ class BeamGroup:
     members: list[Request]
     search: BeamSearch
     carriers: list[Request] = field(default_factory=list)
-    """The request that carries each beam, in the order of the search's beams; empty until all requests have come."""
+    """The request that carries each beam, in the search's order; empty until all requests have arrived."""
     tops: dict[str, TokenLogprobs] = field(default_factory=dict)
-    """The most likely next tokens of carriers that have computed their last token, by request id."""
+    """By request id: the most likely next tokens of carriers that have computed their last token."""
     forks: Sequence[tuple[Request, int]] = ()
-    """After a preemption: the carriers that follow when the first is back, and the number of whole blocks they will share."""
+    """After a preemption: the carriers that follow when the first is back, and the whole blocks that they share with it."""
 
     @property
     def width(self) -> int:
@@ -39,7 +37,7 @@ class BeamGroup:
 
     @property
     def is_complete(self) -> bool:
-        """True once all its requests have come."""
+        """True once all its requests have arrived."""
         return bool(self.carriers)
 
     @property
@@ -48,7 +46,7 @@ class BeamGroup:
 
 
 def num_rows_of(request: Request) -> int:
-    """Rows that the request needs, with those of its search."""
+    """Return the rows that the request's search needs, or 1."""
     beams = request.sampling.beams
     return 1 if beams is None else beams.width
 
@@ -58,20 +56,20 @@ class Groups:
 
     def __init__(self, block_size: int) -> None:
         self.by_id: dict[str, BeamGroup] = {}
-        """Written here alone."""
+        """Written only here."""
         self._block_size = block_size
         self._incomplete: dict[str, BeamGroup] = {}
-        """By the id of their parent."""
+        """By parent id."""
         self._broken: OrderedDict[str, int] = OrderedDict()
-        """Parents one of whose requests ended before all had come -> the number that is yet to come; the newest last."""
+        """Parent id -> requests still to arrive, of searches that have already ended; newest last."""
 
     def members(self, request: Request) -> Sequence[Request]:
-        """The requests that begin, wait and end together with this one: itself, or its group."""
+        """Return the requests that begin, wait and end together with this one, itself included."""
         group = self.by_id.get(request.request_id)
         return (request,) if group is None else tuple(group.members)
 
     def running_members(self, requests: Iterable[Request]) -> Collection[Request]:
-        """These running requests, and the running members of their groups: all that leave if these do."""
+        """Return these running requests with the running members of their groups: all that leave if these do."""
         if not self.by_id:
             return list(requests)
         leaving = {member.request_id: member for request in requests for member in self.members(request)}
@@ -86,14 +84,14 @@ class Groups:
 
     @property
     def num_kept_rows(self) -> int:
-        """Rows kept for the forks of groups that run."""
+        """Rows reserved for the forks of running groups."""
         if not self.by_id:
             return 0
         running = ((group, group.num_running) for group in self._all())
         return sum(group.width - count for group, count in running if count)
 
     def num_rows(self, running: Collection[Request]) -> int:
-        """Rows of these, with those that are kept for their forks; of a group, all that run are among them."""
+        """Return the rows of these requests, reserved ones included. They include all running members of a group."""
         if not self.by_id:
             return len(running)
         found = ((request.request_id, self.by_id.get(request.request_id)) for request in running)
@@ -103,21 +101,21 @@ class Groups:
         return sum(widths.values())
 
     def forks(self, request: Request) -> Sequence[tuple[Request, int]]:
-        """Requests that run soon after one that waits, each with the number of blocks that it will share."""
+        """Return the requests that follow as soon as this one runs, each with the number of blocks that it will share."""
         group = self.by_id.get(request.request_id)
         return () if group is None else group.forks
 
     def waiting_for(self, parent_id: str) -> Sequence[Request]:
-        """The requests of a group of which some have not come yet."""
+        """Return the requests of a group that is still incomplete."""
         group = self._incomplete.get(parent_id)
         return () if group is None else tuple(group.members)
 
     def _all(self) -> Iterator[BeamGroup]:
-        """Each group once."""
+        """Yield each group once."""
         return iter({id(group): group for group in self.by_id.values()}.values())
 
     def add(self, request: Request) -> Request | None:
-        """A request comes. Returns the one that is to be queued: itself, or the first of its group once all are there."""
+        """Add a request. Return the one to queue: itself, or the first of its group once all are there."""
         params = request.sampling.beams
         if params is None:
             return request
@@ -135,21 +133,22 @@ class Groups:
         return group.members[0]
 
     def is_broken(self, request: Request) -> bool:
-        """Has another of its group ended already, so that it would wait for ever? Asked once, when it comes."""
+        """Return whether another request of its group has already ended, so that it would wait for ever. Ask once, on
+        arrival."""
         num_missing = self._broken.pop(request.parent_id, 0)
         if num_missing > 1:
             self._broken[request.parent_id] = num_missing - 1
         return num_missing > 0
 
     def is_queued(self, request: Request) -> bool:
-        """Does a request that does not run wait in the queue, rather than for another of its group?"""
+        """Return whether a request that does not run waits in the queue, rather than for others of its group."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return True
         return group.is_complete and not group.num_running and group.carriers[0] is request
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         group = self.by_id.pop(request.request_id, None)
         if group is None:
             return
@@ -161,7 +160,7 @@ class Groups:
         group.members.remove(request)
 
     def preempted(self, request: Request) -> Request:
-        """The request and its group run no more. Returns the one that is to be queued."""
+        """Note that the request and its group no longer run. Return the one to queue."""
         group = self.by_id.get(request.request_id)
         if group is None:
             return request
@@ -171,7 +170,7 @@ class Groups:
         return first
 
     def check(self) -> None:
-        """Verify the laws. Raises AssertionError. O(beams)."""
+        """Verify the invariants. Raises AssertionError. O(beams)."""
         for group in self._all():
             carriers = {carrier.request_id for carrier in group.carriers}
             running = {member.request_id for member in group.members if member.status is RequestStatus.RUNNING}
@@ -182,7 +181,7 @@ class Groups:
 
 
 def _num_equal_tokens(one: Request, other: Request) -> int:
-    """Tokens before two beams of one search part."""
+    """Return how many tokens two beams have in common."""
     pairs = enumerate(zip(one.output_token_ids, other.output_token_ids, strict=False))
     shorter = min(len(one.output_token_ids), len(other.output_token_ids))
     return one.num_prompt_tokens + next((idx for idx, (a, b) in pairs if a != b), shorter)

@@ -1,3 +1,2 @@
-"""The seven seams of the scheduler and what ships for them. A policy is a small value, chosen by name, never a subclass of the
-scheduler.
-"""
+"""The scheduler's seven seams and what ships for them. A policy is a small value chosen by name, not a subclass of the
+scheduler."""

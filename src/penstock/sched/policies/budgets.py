@@ -1,4 +1,4 @@
-"""Budgets: how are a step's tokens split between decodes and prefills? Called by the scheduler once per step."""
+"""Budgets: how a step's tokens are split between decodes and prefills."""
 
 from __future__ import annotations
 
@@ -8,59 +8,55 @@ from operator import mul
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
 DECODES_TO_LEARN = 8
-"""One of so many steps without prefills that took as long as expected is learnt from: the others would tell nothing."""
+"""Learn from one in this many expected steps without prefills: the others tell nothing new."""
 HELD_PROBE_PERIOD = 16
-"""One of so many steps that are held to a time is made smaller, if they are alike: after a stall they may all be too long."""
+"""One in this many similar held steps is made smaller: after a stall they may all be too long."""
 HELD_PROBE_SHARE = 8
-"""The smaller step has one in so many of the tokens, so that most of it is the part that every step takes."""
+"""The smaller step has one in this many tokens, so most of its time is the fixed part."""
 HELD_PROBE_GROWTH = 2
-"""Where a step can't be smaller, as it has one text, the next one has so many times its tokens."""
+"""Where a step can't be smaller, as it has one text, the next one has this many times its tokens."""
 STEPS_TO_LEARN = 4
-"""The same of steps without decodes, which are held to a time: their shapes differ, and so each tells something."""
+"""The same for held steps without decodes, whose shapes differ, so each tells something."""
 PAIRS_SMOOTHING = 8
-"""A step counts one part in so many in the mean of its pairs."""
+"""A step counts for one part in this many in the mean of pairs."""
 QUANTILE_STEP = 0.02
-"""Step by which the excess is moved."""
+"""Step size of the excess."""
 FIRST_EXCESS = 1.1
 MAX_EXCESS = 1.5
-"""Beyond that it is not the chunks that make steps slow."""
+"""Beyond this it is not the chunks that make steps slow."""
 PROBE_PERIOD = 64
-"""One of so many equal chunks is made smaller: equal steps don't tell what a smaller chunk would save."""
+"""One in this many equal chunks is made smaller: equal steps do not tell what a smaller chunk would save."""
 STRAINED_PROBE_PERIOD = 4
-"""The same while the target can't be held: either smaller chunks save little, or the machine is too slow for the target."""
+"""The same while the target can't be met: either smaller chunks save little, or the machine is too slow."""
 PROBE_SHARE = 4
-"""The smaller chunk has one in so many of the tokens."""
+"""The smaller chunk has one in this many tokens."""
 
 NOISE = 0.1
-"""Standard deviation of a step's duration, as a share of the measured one, so that a stall teaches little."""
+"""Standard deviation of a step's duration, as a share of it, so that a stall teaches little."""
 DRIFT = 0.03
-"""Standard deviation of a coefficient's change from step to step, as a share of it."""
+"""Standard deviation of a coefficient's change per step, as a share of it."""
 MIN_DRIFT = 0.1
-"""The least drift, as a share of the first doubt: also of a coefficient that was found to be nothing."""
+"""Least drift, as a share of the first uncertainty, so that a coefficient of 0 can change too."""
 MAX_DOUBT = 0.5
-"""Standard deviation up to which drift makes a coefficient doubtful, as a share of it, or the first doubt if that is more."""
+"""Limit of a coefficient's uncertainty through drift, as a share of it (or the first uncertainty if larger)."""
 FIXED_SHARE = 0.25
 """Standard deviation of the fixed part, as a share of the first step's duration."""
 FIRST_TOKENS = 32
-"""A first step of fewer tokens is taken for one of so many: most of its time is that of any step."""
+"""A first step with fewer tokens counts as this many: most of its time is the fixed part."""
 FAR_CONTEXT = 1000
-"""Tokens before it that may make a prefill token cost twice as much, before anything is known."""
+"""Before anything is known: tokens of context that may double the cost of a prefill token."""
 MIN_PREFILL_NS = 1.0
-"""The least cost of a prefill token. Where steps with prefills are the shorter ones it would shrink until nothing is left to
-divide by."""
+"""Least cost of a prefill token, to divide by. It would shrink to 0 where steps with prefills are the shorter ones."""
 MAX_ERRORS = 3.0
 """The most that a step teaches, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeFirst(Budget):
-    """Every decode gets its token; prefill chunks take what is left (Sarathi-Serve, OSDI 2024).
-
-    The two settings mean what they mean in vLLM.
-    """
+    """Every decode gets its token, and prefill chunks take the rest (Sarathi-Serve, OSDI 2024). The settings are vLLM's."""
 
     long_prefill_token_threshold: int = 0
-    """A prefill that is further behind is long, and gets so many tokens in one step at most; 0: none is long."""
+    """A prefill further behind is long, and gets at most this many tokens in a step; 0: none is long."""
     max_long_partial_prefills: int = 0
     """Long prefills at the same time; 0: no limit."""
 
@@ -73,9 +69,9 @@ class DecodeFirst(Budget):
 
 @dataclass(frozen=True, slots=True)
 class WholePrompts(Budget):
-    """Every decode gets its token; prompts are computed whole, as many as the rest of the step has room for (Orca, OSDI 2022).
+    """Every decode gets its token. Prompts are computed whole, as many as fit the step (Orca, OSDI 2022).
 
-    A prompt for which no step is large enough is computed in chunks all the same.
+    A prompt larger than any step is still computed in chunks.
     """
 
     def limits(self, view: BudgetView) -> StepLimits:
@@ -84,32 +80,30 @@ class WholePrompts(Budget):
 
 @dataclass(slots=True)
 class StepCost:
-    """How long a step takes: a running fit of what was observed, in nanoseconds; all zero before the first step.
+    """A running estimate of step durations in nanoseconds; all zero before the first step.
 
-    duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
+        duration = fixed + decode * decodes + any * (1 if it has prefill tokens) + prefill * prefill tokens + attention * pairs
 
-    (pairs of a prefill token and one before it in its request) is fitted by a Kalman filter whose state are the five
-    coefficients. They drift (contexts grow, others use the machine), so each step adds a little doubt to them. A step's error
-    is divided among them by how doubtful each is. So a run of equal steps keeps the sum right and spoils no single coefficient,
-    as a plain fit over the last steps would. The fit decides nothing: the budget that steers by it owns it.
+    where pairs are (prefill token, earlier token of its request). A Kalman filter fits the five coefficients. They drift
+    (contexts grow, others use the machine), so each step adds some uncertainty, and a step's error is divided among them by
+    their uncertainty. So a run of equal steps keeps the sum right without spoiling a single coefficient, as a plain fit over
+    the last steps would.
     """
 
     fixed_ns: float = 0.0
     decode_ns: float = 0.0
     """Per row that decodes."""
     any_prefill_ns: float = 0.0
-    """Time that a step takes for having prefill tokens, however few.
-
-    Large where other programs use the cores: each operation on more than one row waits for a thread that does not run.
-    """
+    """Paid once if a step has prefill tokens. Large where other programs use the cores: each operation on more than one row
+    then waits for a thread that does not run."""
     prefill_ns: float = 0.0
-    """Per prefill token; `MIN_PREFILL_NS` at least after the first step."""
+    """Per prefill token; at least `MIN_PREFILL_NS` after the first step."""
     attention_ns: float = 0.0
-    """Per pair of a prefill token and one before it."""
+    """Per pair."""
     _doubt: list[list[float]] = field(default_factory=list)
     """Covariance of the five. [5, 5]"""
     _first_doubts_ns: tuple[float, ...] = ()
-    """Their standard deviations before the first step was learnt."""
+    """Their standard deviations before the first step."""
 
     @property
     def is_known(self) -> bool:
@@ -121,11 +115,11 @@ class StepCost:
         return self.least_ns(num_decodes) + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
 
     def least_ns(self, num_decodes: int) -> float:
-        """Time of a step with prefill tokens, without their own time."""
+        """Return the time of a step with prefill tokens, without their own time."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
     def token_ns(self, context_len: int) -> float:
-        """Time of one more prefill token with so many before it."""
+        """Return the time of another prefill token after `context_len` tokens."""
         return self.prefill_ns + self.attention_ns * context_len
 
     def learn(self, step: StepRecord) -> None:
@@ -149,7 +143,7 @@ class StepCost:
             is_learnt = True
             for idx, least in enumerate(least_ns):
                 if shape[idx] and values[idx] + spread[idx] * gain < least:
-                    # No time is below nothing. The others share the part of the error that this one can't take.
+                    # No time is below 0. The other coefficients share the rest of the error.
                     error += shape[idx] * (values[idx] - least)
                     values[idx], shape[idx], is_learnt = least, 0, False
         moved = [max(value + own * gain, least) for value, own, least in zip(values, spread, least_ns, strict=True)]
@@ -160,7 +154,7 @@ class StepCost:
         ]
 
     def _begin(self, step: StepRecord) -> None:
-        """All of the first step's time is that of its tokens, and everything is doubtful."""
+        """Start from the first step: all its time goes to its tokens, and everything is uncertain."""
         duration_ns = float(step.duration_ns)
         token_ns = duration_ns / max(FIRST_TOKENS, step.num_decodes + step.num_prefill_tokens)
         self.decode_ns = self.prefill_ns = token_ns
@@ -183,46 +177,45 @@ class StepCost:
 
 @dataclass(slots=True)
 class HoldLatency(Budget):
-    """Every decode gets its token; prefill chunks take the time that the latency between tokens leaves them.
+    """Every decode gets its token. Prefill chunks get the time that the latency between tokens leaves them.
 
-    While requests decode, the latency between their tokens is the duration of a step. It is fitted to the tokens of the
-    step (`StepCost`), and prefills get as many as keep the step within the target. The fit says how long a step takes in the
-    mean; by how much the slowest in a hundred exceed that is observed too, and the target of the mean is lower by as much.
-    Without decodes the whole step is the prefills'.
+    While requests decode, the latency between their tokens is a step's duration. `StepCost` predicts its mean, and prefills
+    get as many tokens as keep the step within the target. `excess` tracks how far the slowest 1 % exceed the prediction, and
+    lowers the target accordingly. Without decodes prefills get the whole step.
 
-    Where other models want the machine, a step takes no longer than it is told (`BudgetView.most_ns`), also without decodes.
+    If other models want the machine, no step takes longer than `BudgetView.most_ns`.
 
-    A chunk of a few tokens may take as long as one of a hundred, where other programs keep the cores busy. Chunks of one size
-    would hide that, so now and then one is smaller (`PROBE_PERIOD`). Where not even the smallest chunk keeps the target,
-    prefills get a share of the step's time (`min_prefill_share`), so no prompt starves.
+    Where other programs keep the cores busy, a few tokens may take as long as a hundred. Equal chunks would hide that, so
+    now and then one is smaller (`PROBE_PERIOD`). If even the smallest chunk misses the target, prefills get
+    `min_prefill_share` of the time, so no prompt starves.
     """
 
     slo_itl_ns: int = 0
-    """Latency between two tokens that 99 of 100 are to keep; 0: the larger of the next two."""
+    """Latency between tokens that 99 % must meet; 0: the larger of the next two."""
     fluent_itl_ns: int = 50_000_000
-    """20 tokens a second are faster than anybody reads. Smaller chunks would cost throughput, as each step has a fixed part."""
+    """20 tokens a second, faster than anybody reads. Smaller chunks cost throughput, as each step has a fixed part."""
     max_slowdown: float = 2.0
-    """Factor by which the tokens of prefills may slow a step."""
+    """Factor by which prefill tokens may slow a step."""
     min_prefill_share: float = 1 / 3
-    """Share of a step's time for the tokens of prefills where the target can't be held: they then take about three times as
-    long as in steps that are full of them. [0, 1)"""
+    """Share of a step's time for prefill tokens if the target can't be met. At this value prefills take about three times as
+    long as in full steps. [0, 1)"""
     min_chunk_tokens: int = 16
-    """For prefills in every step, whatever the latency."""
+    """Least prefill tokens per step, whatever the latency."""
     long_prefill_token_threshold: int = 0
-    """A prefill that is further behind is long: others pass it, but leave half of the prefills' tokens to it; 0: none is."""
+    """A prefill further behind is long: others pass it, but leave it half of the prefill tokens; 0: none is long."""
     max_long_partial_prefills: int = 1
     """Long prefills at the same time; 0: no limit."""
     cost: StepCost = field(default_factory=StepCost)
     excess: float = FIRST_EXCESS
-    """Duration over estimate that one in a hundred steps with decodes and prefills exceeds."""
+    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0
-    """Steps with decodes since the last in which prefills had at most half of the tokens that they might have had."""
+    """Steps with decodes since prefills last had at most half of their possible tokens."""
     _chunk_tokens: int = 0
-    """Tokens that prefills might have had in the last step with decodes, but for a probe."""
+    """Tokens that prefills could have had in the last step with decodes, ignoring probes."""
     _is_strained: bool = False
-    """Not even the smallest chunk keeps the target."""
+    """Even the smallest chunk misses the target."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
@@ -272,7 +265,7 @@ class HoldLatency(Budget):
         if not step.num_prefill_tokens and is_as_expected and self._num_seen % DECODES_TO_LEARN:
             return
         if self.cost.is_known and step.num_decodes and step.num_prefill_tokens:
-            # Stochastic approximation of a quantile (Robbins and Monro, 1951): in balance, one in a hundred is above.
+            # Stochastic approximation of a quantile (Robbins and Monro, 1951): in equilibrium 1 % is above.
             change = QUANTILE_STEP * (0.99 if step.duration_ns > self.excess * expected_ns else -0.01)
             self.excess = min(max(self.excess + change, 1.0), MAX_EXCESS)
         self.cost.learn(step)
@@ -280,31 +273,30 @@ class HoldLatency(Budget):
 
 @dataclass(slots=True)
 class HoldStep(Budget):
-    """Steps of prompts take about `step_ns`, for models whose requests are texts that are computed whole, in one step.
+    """Steps take about `step_ns`, for models that compute whole texts in one step.
 
-    A text that comes while a step runs waits for its end and for that of the next: short steps keep that short. A step that
-    takes many times its fixed part is as good for throughput as a longer one. No text waits for a step to be filled. One that
-    alone takes longer has a step of its own.
+    A text that arrives waits for the current step and is computed in the next, so short steps keep latency low. A step
+    several times its fixed part has almost the throughput of a longer one. No text waits for a step to fill. A text that
+    takes longer gets its own step.
 
-    The time of a step is fitted to its tokens (`StepCost`), and to the pairs of tokens within its texts, of which the next step
-    is taken to have as many for each token as those of late.
+    `StepCost` predicts the duration. The next step is assumed to have as many pairs per token as recent ones.
     """
 
     step_ns: int = 2_500_000
-    """Duration of a step, unless its fixed part asks for more."""
+    """Duration of a step, unless its fixed part requires more."""
     max_fixed_share: float = 0.3
-    """Share of a step's time for what every step takes, however few its tokens. (0, 1)"""
+    """Largest share of a step's time for its fixed part. (0, 1)"""
     first_step_tokens: int = 128
-    """Tokens of the first step, of which nothing is known."""
+    """Tokens of the first step, when nothing is known."""
     cost: StepCost = field(default_factory=StepCost)
     pairs_per_token: float = 0.0
-    """Pairs of tokens within a text, for each token: the mean of the last steps."""
+    """Running mean of (token, earlier token) pairs per token."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _held_tokens: int = 0
-    """Tokens of prompts that the last step might have had, but for a probe."""
+    """Tokens that the last step could have had, ignoring probes."""
     _num_equal: int = 0
-    """Steps since the last with at most half of the tokens that it might have had."""
+    """Steps since the last with at most half of its possible tokens."""
 
     def limits(self, view: BudgetView) -> StepLimits:
         if view.last_step is not None and view.last_step is not self._seen:
@@ -318,7 +310,7 @@ class HoldStep(Budget):
         if self._num_equal == HELD_PROBE_PERIOD - 1:
             num_prefill_tokens = max(1, num_prefill_tokens // HELD_PROBE_SHARE)
         elif self._num_equal >= HELD_PROBE_PERIOD and view.last_step is not None:
-            # The smaller step did not come about, since a text is never split: only a larger one tells what a token takes.
+            # The smaller step did not happen, since texts are never split. Only a larger one tells what a token takes.
             num_prefill_tokens = HELD_PROBE_GROWTH * max(num_prefill_tokens, view.last_step.num_prefill_tokens)
             num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
             self._num_equal = 0

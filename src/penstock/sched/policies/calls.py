@@ -1,11 +1,14 @@
-"""Turns between calls: a list of many texts holds up nobody who asks for one. Called by the waiting queue and the scheduler;
-knows of tokens, not of time.
+"""Fairness between calls: a list of many texts does not hold up someone who asks for one.
 
-A call is what one client asks for at once: its requests have the same `Request.parent_id`. The tenant that was given least is
-next, and of its requests the one that is due first: a new call's at once, each later one after the tokens of those before it.
-They are due by a virtual time, which passes by the tokens that the tenant is given, divided by its calls that wait (weighted
-fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989). So of n calls that wait each gets one in n tokens, and no stream of
-new calls keeps an old one waiting for ever. Tenants are due in the same way.
+A call is what one client asks for at once: requests with the same `Request.parent_id`. The tenant that was given least is
+next,
+and of its requests the one due first. A new call's first request is due at once, and each later one after the tokens of
+those
+before it. Due times are virtual: a tenant's clock advances by the tokens it is given, divided by its waiting calls (weighted
+fair
+queueing: Demers, Keshav and Shenker, SIGCOMM 1989). So each of n waiting calls gets one token in n, and no stream of new
+calls
+starves an old one. Tenants are due in the same way.
 
     tokens    0      24      48      72      96           all requests have 24 tokens
     list      a0     a1      a2      a3      a4  ...
@@ -21,38 +24,36 @@ from penstock.sched.policies.base import Order, OrderKey
 from penstock.types.request import Request
 
 _UNIT = 1_000_000
-"""Units of virtual time per token, so that a token divided by many calls is an integer."""
+"""Units of virtual time per token, so that shares of a token are integers."""
 MIN_IDLE_TO_SWEEP = 64
-"""Calls, or tenants, of which nothing waits, before any is forgotten."""
+"""Idle calls or tenants kept before any is forgotten."""
 
 
 @dataclass(slots=True)
 class Call:
-    """The requests of one call that wait, at one time or again."""
+    """The waiting requests of one call."""
 
     due: int
-    """When the next request to come is due, in its tenant's virtual time."""
+    """When the next request to arrive is due, in its tenant's virtual time."""
     num_waiting: int = 0
 
 
 @dataclass(slots=True)
 class Tenant:
-    """The calls of one tenant."""
-
     share: int
     due: int = 0
-    """When its next request is due, in the virtual time of all."""
+    """When its next request is due, in global virtual time."""
     now: int = 0
     """Virtual time of its calls."""
     num_waiting: int = 0
     """Requests."""
     num_calls: int = 0
-    """Calls of which requests wait."""
+    """Calls with waiting requests."""
     calls: dict[str, Call] = field(default_factory=dict)
-    """By id: those with requests that wait, and those that were given more than their part."""
+    """By id: calls with waiting requests, and calls that got more than their share."""
 
     def come(self, name: str, num_tokens: int) -> int:
-        """A request of a call begins to wait. Returns when it is due."""
+        """Add a waiting request of a call. Return when it is due."""
         call = self.calls.get(name)
         if call is None:
             call = self.calls[name] = Call(self.now)
@@ -64,43 +65,41 @@ class Tenant:
         return due
 
     def go(self, name: str) -> None:
-        """A request of a call waits no more."""
+        """Remove a waiting request of a call."""
         self.num_waiting -= 1
         call = self.calls[name]
         call.num_waiting -= 1
         if call.num_waiting:
             return
         self.num_calls -= 1
-        if not self.num_waiting:  # none is ahead of another any more
+        if not self.num_waiting:  # none is ahead of another now
             self.calls.clear()
         elif len(self.calls) > 2 * self.num_calls + MIN_IDLE_TO_SWEEP:
             self.calls = {name: call for name, call in self.calls.items() if call.num_waiting or call.due > self.now}
 
 
 class FairCalls(Order):
-    """The tenant that was given the fewest tokens first, and of it the call that was; what is given counts from when they come.
+    """The tenant, then its call, that was given the fewest prompt tokens since it arrived.
 
-    Tokens are those of prompts. A request of a new call waits for one request of each other call of its tenant at most, or for
-    as many as they lag behind it.
+    A request of a new call waits for at most one request of each other call of its tenant, or as many as they lag behind.
     """
 
     def __init__(self, *, shares: Mapping[str, int] | None = None) -> None:
-        """`shares`: tenant -> its share >= 1; others have 1."""
+        """`shares`: tenant -> share >= 1; others have 1."""
         self._shares = dict(shares or {})
         self._tenants: dict[str, Tenant] = {}
-        """Those with requests that wait, and those that were given more than their part."""
+        """Those with waiting requests, and those that got more than their share."""
         self._num_shares = 0
-        """Shares of the tenants whose requests wait."""
+        """Total shares of tenants with waiting requests, and below the number of those tenants."""
         self._num_tenants = 0
-        """Those tenants."""
         self._now = 0
         """Virtual time of the tenants."""
         self._due: dict[str, OrderKey] = {}
-        """Keys of requests that wait, by their ids."""
+        """Request id -> key, while it waits."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
-        return self._due.get(request.request_id, (0,))  # one that was preempted has had its turn
+        return self._due.get(request.request_id, (0,))  # a preempted request had its turn
 
     def lane(self, request: Request) -> str:
         return request.tenant

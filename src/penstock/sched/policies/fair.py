@@ -1,11 +1,14 @@
-"""Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588). Called by the
-waiting queue and the scheduler; knows of tokens, not of time.
+"""Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588).
 
-Each tenant has a counter: `input_weight` for each prompt token that is computed for it, `output_weight` for each token that it
-is given. The waiting tenant with the least counter is next, and its oldest request; likewise with the prompt tokens of a step,
-so that a tenant with many prompts in work does not keep others waiting for theirs. A tenant that comes back from idle is lifted
-to the least counter of those that wait (if none does, to that of the tenant that waited last), or a little above it if ever new
-tenants keep that from rising, less a credit of about one prompt, so that idling earns no more than that.
+Each tenant has a counter: `input_weight` per prompt token computed for it, `output_weight` per output token. The waiting
+tenant
+with the smallest counter is next, and its oldest request. A step's prompt tokens are shared in the same way. A tenant that
+returns
+from idle is lifted to the smallest counter among waiting tenants (if none waits, to that of the last one that did), less a
+credit
+of about one prompt: idling earns no more than that. Endless new tenants would keep that minimum low, so the level also rises
+with
+every token given.
 
     heavy  ####################|        light 3 was idle: it starts a little below light 1,
     light1 #########|                   not at what it had when it went
@@ -24,27 +27,27 @@ from penstock.types.plan import RowPlan
 from penstock.types.request import Request, RequestStatus
 
 _UNIT = 1_000_000
-"""Units of a counter per token and weight; divided by the tenant's share, so that counters are integers."""
+"""Counter units per weighted token. Divided by the tenant's share, so counters stay integers."""
 
 
 @dataclass(slots=True)
 class Account:
-    """The account of one tenant: tokens that it has been given, per unit of its share."""
+    """Tokens that a tenant was given, per unit of its share."""
 
     counter: int
     input_charge: int
     """Per token."""
     output_charge: int
     base: int = 0
-    """The value to which the counter would have been lifted, had it no credit."""
+    """The value that the counter would have been lifted to without credit."""
     num_waiting: int = 0
     """Requests that never ran."""
     waiting_since_ns: int = 0
-    """When the first of them came, or the one before it was admitted."""
+    """When the first of them arrived, or the tenant's last admission."""
     num_decoding: int = 0
-    """Requests that run and have computed all their tokens but one."""
+    """Requests that run and have computed all tokens but one."""
     turn: int = 0
-    """Among equal counters the least turn is next: 2 n after the n-th admission of all, if it was this tenant's."""
+    """Tie-breaker, smaller is first: 2 n after the n-th admission of all, if it was this tenant's."""
 
 
 def _admitted_ns(request: Request) -> int:
@@ -53,25 +56,23 @@ def _admitted_ns(request: Request) -> int:
 
 
 class FairShares(Order):
-    """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they ask for.
+    """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they request.
 
-    Given is counted in weighted tokens per share; U = max(input_weight * L, output_weight * M), with L the longest
-    prompt and M the tokens that the KV cache holds (the paper's section 4, for input_weight <= output_weight; no
-    work-conserving order without preemption is better than half of it); C is `max_credit_tokens`, which must be at most U
-    for this, and is 0 in the paper. So from one admission of a tenant that waits to its next, each other tenant is given at
-    most U + C more than it. An endless stream of new tenants, each of which comes as low as the least, would still starve it.
-    Therefore they come where all would stand had all been given the same, which rises with every token (the virtual time of
-    weighted fair queueing:
-    Demers, Keshav and Shenker, SIGCOMM 1989), though no further above the least than C; and those that come later than
-    `max_wait_ns` after its last admission are lifted to it and go after it. Within a tenant no request is overtaken.
+    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt
+    and M the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight; no work-conserving order
+    without preemption is better than half of it). C is `max_credit_tokens`, at most U, and 0 in the paper. So between two
+    admissions of a waiting tenant each other tenant is given at most U + C more.
 
-    The prompt tokens of a step go first to the requests whose tenants would stand lowest once the prompt is computed (as in
-    weighted fair queueing): short prompts do not wait behind long ones of others, and of two equals one is computed after the
-    other, not both at half the speed.
+    Endless new tenants, each starting at the minimum, could still starve one. So a new tenant starts where all would stand
+    with equal shares, a level that rises with every token (the virtual time of weighted fair queueing: Demers, Keshav and
+    Shenker, SIGCOMM 1989), at most C above the minimum. And a tenant that arrives more than `max_wait_ns` after another's
+    last admission starts behind it. Within a tenant no request is overtaken.
 
-    Tokens that are computed again after a preemption are not charged, nor those that the prefix cache holds. A row that turns
-    out to be void (`sched/flights.py`) is: one token of an answer that ends by a stop token or stop string, with two steps in
-    flight.
+    A step's prompt tokens go first to tenants that would stand lowest once the prompt is computed: short prompts do not wait
+    for long ones of others, and of two equal prompts one is computed first, instead of both at half the speed.
+
+    Recomputed and cached tokens are not charged. A void row (`sched/flights.py`) is: one token per answer that ends by a
+    stop token or stop string, with two steps in flight.
     """
 
     has_ranks: ClassVar[bool] = True
@@ -87,33 +88,32 @@ class FairShares(Order):
         max_wait_ns: int = 60_000_000_000,
         max_credit_tokens: int = 2048,
     ) -> None:
-        """`shares`: tenant -> its share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
+        """`shares`: tenant -> share >= 1; others have 1. `max_tenants`: accounts kept of tenants that do not wait.
 
-        `max_wait_ns`: after which a tenant that waits is not overtaken by any that comes, or comes back, later, nor a prompt in
-        work by any. `max_credit_tokens`: weighted tokens that a tenant which was given less may get before others when it
-        comes back.
+        `max_wait_ns`: a tenant that has waited this long is not overtaken by later arrivals, nor is a running prompt.
+        `max_credit_tokens`: weighted tokens that a returning tenant which was given less may get before others.
         """
         self._weights = (input_weight, output_weight)
         self._shares = dict(shares or {})
         self._max_tenants = max_tenants
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
-        """Accounts of tenants that wait."""
+        """Tenants that wait."""
         self._max_wait_ns = max_wait_ns
         self._max_credit = max_credit_tokens * _UNIT
         self._now_ns = 0
         """The latest arrival: there is no other clock here."""
         self._decoding: dict[str, Account] = {}
-        """By request id; a request stays with its account until it leaves."""
+        """By request id. A request stays with its account until it leaves."""
         self._serving: dict[str, Account] = {}
-        """Accounts of tenants that have such requests."""
+        """Tenants with decoding requests."""
         self._joined: set[str] = set()
-        """Requests that were admitted since the last step; what that computes of them is charged."""
+        """Requests admitted since the last step, whose first chunk is already charged."""
         self._num_admissions = 0
         self._level = 0
-        """Counter at which all tenants that wait or are served would stand, had each been given the same of late."""
+        """The counter of all busy tenants, had each been given the same recently."""
         self._last = Account(0, 0, 0)
-        """Account of the tenant that waited last."""
+        """The tenant that waited last."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -127,8 +127,8 @@ class FairShares(Order):
         return (account.counter, account.turn)
 
     def queued(self, request: Request) -> None:
-        """Lift the tenant if no request of it was waiting. One that was never heard of has no credit, or new names would be
-        worth something."""
+        """Lift the tenant if it had no waiting request. An unknown tenant gets no credit, or new names would be worth
+        something."""
         credit = self._max_credit if request.tenant in self._accounts else 0
         account = self._account(request.tenant)
         self._now_ns = max(self._now_ns, request.arrival_ns)
@@ -136,14 +136,13 @@ class FairShares(Order):
             account.base = max(account.counter, self._floor())
             account.counter = max(account.counter, self._floor(credit))
             account.waiting_since_ns = self._now_ns
-            # Where it is lifted to the aged, or without credit, it stands equal with a tenant that is being served: it goes
-            # first, but only once.
+            # Lifted without credit it ties with a tenant being served: it goes first, but only once.
             account.turn = max(account.turn, 2 * self._num_admissions - 1)
             self._waiting[request.tenant] = account
         account.num_waiting += 1
 
     def _floor(self, credit: int = 0) -> int:
-        """The counter to which a tenant is lifted. The credit of others gives it no more."""
+        """Return the counter to which a tenant is lifted. Other tenants' credit does not count."""
         if not self._waiting:
             return max(self._last.counter, self._last.base) - credit
         aged_ns = self._now_ns - self._max_wait_ns
@@ -159,9 +158,12 @@ class FairShares(Order):
             self._last = self._waiting.pop(request.tenant)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """Tenants take turns at preempted requests, and at the prompt tokens of a step. No request is put off for longer than
-        `max_wait_ns` while it runs. A preempted request is passed by tenants that were given less, until they have risen to its
-        tenant: that may hold many times the memory that there is, and would else have all of it."""
+        """Take turns at preempted requests and at a step's prompt tokens. No running request is put off longer than
+        `max_wait_ns`.
+
+        Tenants that were given less pass a preempted request until they catch up: its tenant may have used many times the
+        memory.
+        """
         if request.tenant == other.tenant:
             return False
         if other.status is RequestStatus.RUNNING and _admitted_ns(other) <= now_ns - self._max_wait_ns:
@@ -169,14 +171,14 @@ class FairShares(Order):
         return self._finish(request) < self._finish(other)
 
     def _finish(self, request: Request) -> OrderKey:
-        """Counter of its tenant once its prompt is computed, if nothing else is done for the tenant until then."""
+        """Return the tenant's counter once this prompt is computed."""
         account = self._account(request.tenant)
         num_charged = max(request.num_computed_tokens + request.num_inflight_tokens, request.max_computed_tokens)
         num_left = max(0, request.num_prompt_tokens - num_charged)
         return (account.counter + account.input_charge * num_left, account.turn)
 
     def admitted(self, request: Request) -> None:
-        """Charge its first chunk at once, so that the next admission of the same step sees it."""
+        """Charge the first chunk at once, so that the next admission of the step sees it."""
         account = self._account(request.tenant)
         self._num_admissions += 1
         account.turn = 2 * self._num_admissions
@@ -198,7 +200,7 @@ class FairShares(Order):
         last_step: StepRecord | None,
         num_decodes: int = 0,
     ) -> None:
-        """Charge the tokens that the step will bring. Requests that decode are counted, so their rows are no work."""
+        """Charge the step's tokens. Decodes are counted per tenant, so known ones cost no work per row."""
         del last_step
         if num_decodes:
             num_known = len(self._decoding)
@@ -208,7 +210,7 @@ class FairShares(Order):
                 account.counter += charge
                 charged += charge
             self._raise_level(charged)
-            if num_decodes > num_known:  # the last token of a prompt came alone
+            if num_decodes > num_known:  # a prompt's last token came alone
                 for row in rows[:num_decodes]:
                     if row.request_id not in self._decoding:
                         self._charge(row, requests[row.request_id])
@@ -229,7 +231,7 @@ class FairShares(Order):
                 account.num_decoding += 1
 
     def _charge_prompt(self, account: Account, request: Request, context_len: int, query_len: int) -> None:
-        """Tokens that were not computed before."""
+        """Charge prompt tokens that were not computed before."""
         start = max(context_len, request.max_computed_tokens)
         stop = min(context_len + query_len, request.num_prompt_tokens)
         charge = account.input_charge * max(0, stop - start)
@@ -240,7 +242,7 @@ class FairShares(Order):
         self._level += charge // (1 + len(self._waiting) + len(self._serving))
 
     def counter(self, tenant: str) -> float:
-        """Weighted tokens per share that a tenant stands at; tenants that are not known stand at 0."""
+        """Return the tenant's weighted tokens per share; 0 if unknown."""
         account = self._accounts.get(tenant)
         return 0.0 if account is None else account.counter / _UNIT
 
@@ -254,7 +256,7 @@ class FairShares(Order):
         return account
 
     def _forget_idle(self) -> None:
-        """Half of the accounts of tenants that do not wait, the least first: when they come back they are lifted anyway."""
+        """Forget half of the idle accounts, smallest counters first: they would be lifted anyway."""
         busy = self._waiting.keys() | self._serving.keys()
         idle = [(account.counter, tenant) for tenant, account in self._accounts.items() if tenant not in busy]
         for _, tenant in sorted(idle)[: -(self._max_tenants // 2) or None]:

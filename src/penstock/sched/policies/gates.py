@@ -1,4 +1,4 @@
-"""Gates: when may a batch start, or grow? Called by the scheduler at the beginning of each step."""
+"""Gates: when a batch may start or grow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Continuous(Gate):
 
 @dataclass(frozen=True, slots=True)
 class Static(Gate):
-    """`max_batch_size` requests start together, padded to the longest prompt; none joins until all have finished."""
+    """`max_batch_size` requests start together, padded to the longest prompt. None joins until all have finished."""
 
     max_batch_size: int = 0
     """0: as many as the executor has rows for."""
     max_queue_delay_ns: int = 2_000_000_000
-    """After it an incomplete batch starts; 0 never waits. There is no "for ever": the last requests would never be answered.
-    Long enough to fill a batch under any load worth batching, short beside the time that a batch takes."""
+    """An incomplete batch starts after this; 0 never waits. Long enough to fill a batch at any load worth batching, short
+    beside a batch's duration."""
 
     def max_running(self, capacity: Capacity) -> int:
         return _max_batch_size(self.max_batch_size, capacity)
@@ -47,10 +47,9 @@ class Static(Gate):
 
 @dataclass(frozen=True, slots=True)
 class Dynamic(Gate):
-    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`
-    (Triton Inference Server's dynamic batcher, whose names these are). Prompts of about one length travel together,
-    padded to the upper end of their bucket; none joins until all have finished.
-    """
+    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`,
+    as in Triton Inference Server's dynamic batcher. Prompts of similar length go together, padded to the upper end of their
+    bucket. None joins until all have finished."""
 
     max_batch_size: int = 0
     """0: as many as the executor has rows for."""
@@ -58,7 +57,8 @@ class Dynamic(Gate):
     """The largest that can be filled starts at once."""
     max_queue_delay_ns: int = 20_000_000
     length_buckets: tuple[int, ...] = (128, 512, 1024, 2048)
-    """Longest prompt of each, ascending. Longer ones have a bucket of their own and are padded to the longest of the batch."""
+    """Longest prompt of each bucket, ascending. Longer prompts share a last bucket and are padded to the longest of the
+    batch."""
 
     def __post_init__(self) -> None:
         if list(self.length_buckets) != sorted(set(self.length_buckets)):
@@ -84,13 +84,13 @@ class Dynamic(Gate):
         ready = [(bucket.oldest_ns, bucket.bucket, size) for bucket, size in zip(view.buckets, sizes, strict=True) if size]
         if not ready:
             return GateDecision(0, min(bucket.oldest_ns for bucket in view.buckets) + self.max_queue_delay_ns)
-        # The one that waits longest first, so that a bucket which is always full keeps no other waiting.
+        # The longest wait first, so that a bucket which is always full does not starve others.
         _, bucket, size = min(ready)
         pad_to = self.length_buckets[bucket] if bucket < len(self.length_buckets) else 0
         return GateDecision(size, bucket=bucket, is_batch=True, pad_to_tokens=pad_to)
 
     def _batch_size(self, bucket: BucketView, view: GateView) -> int:
-        """How many of a bucket may start now."""
+        """Return how many of a bucket may start now."""
         num_waiting = min(bucket.num_waiting, view.max_rows)
         if num_waiting == view.max_rows or view.now_ns >= bucket.oldest_ns + self.max_queue_delay_ns:
             return num_waiting
@@ -98,7 +98,7 @@ class Dynamic(Gate):
 
 
 def _max_batch_size(wanted: int, capacity: Capacity) -> int:
-    """Half of the executor's rows at most: in the step of its prompt, each request may have a row of padding beside its own."""
+    """At most half of the executor's rows: in its prompt's step each request may also have a padding row."""
     possible = min(capacity.max_rows // 2, capacity.max_step_tokens)
     if max(wanted, 1) > possible:
         rows, tokens = counted(capacity.max_rows, "row"), counted(capacity.max_step_tokens, "token")

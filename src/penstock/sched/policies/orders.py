@@ -1,8 +1,7 @@
-"""Orders: which request is next in the waiting queue? Called by the waiting queue, and by the scheduler where an order ranks.
+"""Orders: which waiting request is next.
 
-Requests of equal keys are served as they came. Every order ages, so that no request starves: each says by how much a request
-that came later may overtake. docs/orders.md explains them. Fair shares between tenants and between calls have files
-of their own (`fair`, `calls`).
+Equal keys are served in order of arrival. Every order ages, so that no request starves: each states how much later a request
+may come and still overtake. See docs/orders.md. Fair shares between tenants and calls are in `fair` and `calls`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from penstock.types.plan import RowPlan
 from penstock.types.request import Request
 
 _SMOOTHING = 8
-"""A step's duration counts one part in so many."""
+"""A step counts for one part in this many in the running means."""
 
 
 class FirstComeFirstServed(Order):
@@ -28,20 +27,19 @@ class FirstComeFirstServed(Order):
 
 
 def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
-    """Ageing for orders that prefer small requests: a size becomes a delay in [0, max_delay_ns), growing with the size.
+    """Return the delay in [0, max_delay_ns) that stands for a size; half of the range lies below `half_size_tokens`.
 
-    Half of the range lies below `half_size_tokens`. A larger request is treated as if it had come later, by less than
-    `max_delay_ns`. All waiting requests age at the same rate, so the key needs no growth, and none is overtaken by a request
-    that comes `max_delay_ns` after it.
+    Orders that prefer small requests treat a large one as if it had come later by this much. All requests age at the same
+    rate, so keys need not grow, and nothing that comes `max_delay_ns` after a request overtakes it.
     """
     return max_delay_ns * size_tokens // (size_tokens + half_size_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortestJobFirst(Order):
-    """Fewest predicted new tokens first; where nothing is predicted, `assumed_tokens` or the request's own limit if it is less.
+    """Fewest predicted new tokens first. Without a prediction, `assumed_tokens` or the request's limit if that is less.
 
-    A request is overtaken by none that comes `max_delay_ns` after it or later.
+    A request that comes `max_delay_ns` after another does not overtake it.
     """
 
     max_delay_ns: int = 300_000_000_000
@@ -58,9 +56,9 @@ class ShortestJobFirst(Order):
 
 @dataclass(frozen=True, slots=True)
 class ShortestPrefillFirst(Order):
-    """Fewest tokens to compute before the next token first: the prompt and, after a preemption, what was generated.
+    """Fewest tokens to compute before the next token first: the prompt and, after a preemption, the generated tokens.
 
-    A request is overtaken by none that comes `max_delay_ns` after it or later.
+    A request that comes `max_delay_ns` after another does not overtake it.
     """
 
     max_delay_ns: int = 60_000_000_000
@@ -75,9 +73,8 @@ class ShortestPrefillFirst(Order):
 class PriorityClasses(Order):
     """The lowest number first (as in vLLM), by arrival within a class.
 
-    Each step down counts as having come `class_delay_ns` later, so a request of class p is overtaken by one of class
-    q < p only if that comes less than (p - q) * `class_delay_ns` after it. Numbers beyond +-`max_class` count as
-    that, which bounds the wait for all.
+    A request of class q < p overtakes one of class p only if it comes less than (p - q) * `class_delay_ns` after it. Classes
+    beyond +-`max_class` count as that, so every wait is bounded.
     """
 
     reads_priority: ClassVar[bool] = True
@@ -86,7 +83,7 @@ class PriorityClasses(Order):
     class_delay_ns: int = 60_000_000_000
     max_class: int = 20
     is_preemptive: bool = True
-    """A waiting request pauses requests of lower classes that it may overtake, if it lacks a row or memory."""
+    """A waiting request pauses lower classes that it may overtake, if it lacks a row or memory."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
@@ -94,7 +91,7 @@ class PriorityClasses(Order):
         return (request.arrival_ns + rank * self.class_delay_ns,)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """A higher class does not wait for a lower one to be resumed or computed, unless that has aged past it."""
+        """A higher class does not wait for a lower one, unless that has aged past it."""
         return request.priority < other.priority and self.key(request, now_ns) < self.key(other, now_ns)
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
@@ -102,27 +99,26 @@ class PriorityClasses(Order):
 
 
 class EarliestDeadlineFirst(Order):
-    """By deadline. Without one, or with one further off, a request counts as due `max_slack_ns` after its arrival.
+    """By deadline. A request without one, or with one further off, counts as due `max_slack_ns` after its arrival.
 
-    A request is overtaken by none that comes `max_slack_ns` after it or later. The exception: one that will miss its deadline
-    even if it runs at once, by its prompt, its predicted output and the durations of recent steps, goes after all that can make
-    theirs. Without that, an overloaded server works on requests that are lost anyway, and misses the next deadline by it.
-    It ends at its deadline at the latest, so it does not starve either. Whether it will miss it is judged when it is its turn,
-    and not again while it waits.
+    A request that comes `max_slack_ns` after another does not overtake it, with one exception. A request that would miss its
+    deadline even if it ran at once, judged by its prompt, predicted output and recent steps, goes after all that can meet
+    theirs. Otherwise an overloaded server works on lost requests and misses the next deadline too. Such a request ends at
+    its deadline, so it does not starve. It is judged when its turn comes, and not again while it waits.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
-        """Duration of a step, smoothed, as all below."""
+        """Mean duration of a step."""
         self._decode_step_ns = 0
-        """Duration of a step without prompts."""
+        """Mean duration of a step without prompts."""
         self._prompt_ns = 0
-        """Time by which steps with prompts take longer."""
+        """Mean extra time of a step with prompts."""
         self._prompt_tokens = 0
-        """Prompt tokens in such steps."""
+        """Mean prompt tokens of such steps."""
         self._verdicts: dict[str, bool | None] = {}
-        """Request id -> is its deadline lost? Waiting requests alone; None: the queue has not asked for a place yet."""
+        """Waiting request -> whether its deadline is lost; None: not judged yet."""
 
     def key(self, request: Request, now_ns: int) -> OrderKey:
         due_ns, deadline_ns = request.arrival_ns + self._max_slack_ns, request.deadline_ns
@@ -134,9 +130,8 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """Steps get faster again, but keys may not shrink: a request that was judged lost stays so. So none is when it comes,
-        as it is asked again before it is served, and one slow step may be long past by then.
-        """
+        """A request judged lost stays lost, since keys may not shrink. The first call, on arrival, does not judge: the order
+        is asked again before service, and one slow step may be long past by then."""
         if request_id not in self._verdicts:
             return looks_lost  # preempted: its key is taken once
         verdict = self._verdicts[request_id]

@@ -1,8 +1,8 @@
-"""Predictors: how long will an output be? Called by the scheduler when a request is queued and when it has ended.
+"""Predictors of output lengths, asked when a request is queued and told when it ends.
 
-A tenant's requests of one kind are alike: one application summarises, another classifies. So `OnlinePredictor` has, for each
-tenant, a curve for each prompt length (in powers of two) and one for all; what is not known of a tenant is taken from all
-tenants together. It is deterministic, in bounded memory.
+A tenant's requests are alike: one application summarises, another classifies. So `OnlinePredictor` has a curve per tenant
+and prompt length (in powers of two) and one for all lengths, and falls back on all tenants together. It is deterministic and
+uses bounded memory.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from penstock.types.request import FinishReason, Request
 MAX_TOKENS = 1 << 20
 _BINS_PER_OCTAVE = 4
 BOUNDS = tuple(sorted({round(2 ** (step / _BINS_PER_OCTAVE)) for step in range(20 * _BINS_PER_OCTAVE + 1)}))
-"""Bin k holds the lengths in (BOUNDS[k - 1], BOUNDS[k]]; the first those up to BOUNDS[0] = 1."""
+"""Bin k holds lengths in (BOUNDS[k - 1], BOUNDS[k]]; the first holds those up to 1."""
 MAX_WEIGHT = 1024.0
-"""Observations at which all are halved, so that the last thousand or so count."""
+"""All counts are halved at this weight, so that about the last thousand outputs count."""
 ASSUMED_TOKENS = 256
-"""Worth of the tail beyond all observations before there is any: one end in so many tokens."""
+"""Before any observation: one end per this many tokens in the tail."""
 _STALE_SHARE = 16
-"""The curve is computed anew when one observation in so many is new."""
+"""The curve is recomputed when one in this many observations is new."""
 
 LOW_SHARE, HIGH_SHARE = 0.1, 0.9
 """Quantiles of a prediction's spread."""
 
 
 class NoPredictions(Predictor):
-    """Has no idea of any request."""
+    """Predicts nothing."""
 
     def predict(self, request: Request) -> Prediction | None:
         del request
@@ -40,18 +40,18 @@ class NoPredictions(Predictor):
 
 
 class LengthCurve:
-    """Share of the outputs that are longer than so many tokens, learned from those that ended.
+    """The share of outputs longer than a number of tokens, learned from those that ended.
 
-    An output that was cut short, by its own limit or by its client, tells only that it would have been at least so long.
-    Leaving such outputs out, or counting them as whole, makes the estimate too short, the more so the lower the limits are. So
-    this is a life table (the actuarial form of Kaplan and Meier's estimator, 1958): in each bin, of those that came so far,
-    which share ended here by itself? Those cut short in a bin count as having seen half of it.
+    An output cut short, by its limit or its client, tells only that it would have been at least that long. Ignoring such
+    outputs, or counting them as whole, makes the estimate too short. So this is a life table (the actuarial form of the
+    Kaplan-Meier estimator, 1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin
+    count as half of it.
 
         up to          4    5    6    7    8   10   11   13   16   19 ...     tokens; bins, four per octave
         ended here     0    0    2    1    0    3    5    2    1    0
         cut short      0    0    0    1    0    0    0    0    9    0
 
-    Observing is O(1); asking is O(log bins), and O(bins) once in a while.
+    Observing is O(1). Asking is O(log bins), and sometimes O(bins).
     """
 
     __slots__ = ("_cut", "_ended", "_means", "_num_tokens", "_num_unseen", "_shares", "_tail_rate", "weight")
@@ -60,20 +60,20 @@ class LengthCurve:
         self._ended = [0.0] * len(BOUNDS)
         self._cut = [0.0] * len(BOUNDS)
         self._num_tokens = 0.0
-        """Tokens in all observed outputs."""
+        """In all observed outputs."""
         self.weight = 0.0
-        """Observations, the older ones counting less."""
+        """Observations, older ones counting less."""
         self._num_unseen = 0
         """Observations since the curve was computed."""
         self._shares: list[float] = []
         """Share of outputs longer than BOUNDS[k], up to the longest observed."""
         self._means: list[float] = []
-        """Tokens that an output has on average within the first BOUNDS[k]."""
+        """Mean tokens of an output within the first BOUNDS[k]."""
         self._tail_rate = 0.0
         """Ends per token beyond the longest observed."""
 
     def observe(self, num_tokens: int, *, is_whole: bool) -> None:
-        """An output of `num_tokens` >= 1 that ended by itself, or was cut short there."""
+        """Add an output of `num_tokens` >= 1 that ended by itself or was cut short."""
         num_tokens = min(num_tokens, MAX_TOKENS)
         (self._ended if is_whole else self._cut)[bisect_left(BOUNDS, num_tokens)] += 1
         self._num_tokens += num_tokens
@@ -86,7 +86,7 @@ class LengthCurve:
             self.weight /= 2
 
     def mean(self, max_tokens: int) -> float:
-        """Expected length of an output that is cut at `max_tokens`. Raises IndexError if nothing was observed."""
+        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations."""
         self._refresh()
         idx = bisect_left(BOUNDS, min(max_tokens, MAX_TOKENS))
         if idx >= len(self._means):
@@ -97,9 +97,9 @@ class LengthCurve:
         return mean_before + (self._means[idx] - mean_before) * (max_tokens - before) / (bound - before)
 
     def quantile(self, share: float, max_tokens: int) -> int:
-        """The upper bound of the bin below which this share of the outputs ends, or `max_tokens` if that is less.
+        """Return the upper bound of the bin below which this share of outputs ends, at most `max_tokens`.
 
-        Raises IndexError if nothing was observed.
+        Raises IndexError without observations.
         """
         self._refresh()
         for idx, longer in enumerate(self._shares):
@@ -115,7 +115,7 @@ class LengthCurve:
         self._shares, self._means = [], []
         at_risk, longer, mean, before = self.weight, 1.0, 0.0, 0
         for bound, ended, cut in zip(BOUNDS, self._ended, self._cut, strict=True):
-            if at_risk < 0.25:  # no output came so far; less than one, since halves of halves remain
+            if at_risk < 0.25:  # no output came this far; less than one, since counts are halved
                 break
             left = longer * (1 - min(1.0, ended / (at_risk - cut / 2)))
             mean += (bound - before) * (longer + left) / 2
@@ -132,21 +132,20 @@ class Curves:
 
     total: LengthCurve = field(default_factory=LengthCurve)
     by_prompt: dict[int, LengthCurve] = field(default_factory=dict)
-    """Bits of the prompt's length -> curve; some twenty at most."""
+    """Bit length of the prompt's length -> curve; about twenty at most."""
 
 
 class OnlinePredictor(Predictor):
-    """The mean of what is known of the tenant's prompts of this length; else of all its prompts; else of all tenants."""
+    """Predicts from the tenant's prompts of this length, else all its prompts, else all tenants."""
 
     def __init__(self, *, min_observations: int = 16, max_tenants: int = 256) -> None:
-        """`min_observations`: a curve with fewer is not asked. `max_tenants`: the least recently seen are forgotten."""
+        """`min_observations`: curves with fewer are not used. `max_tenants`: the least recently seen are forgotten."""
         self._min_observations = min_observations
         self._max_tenants = max_tenants
         self._everyone = Curves()
         self._tenants: OrderedDict[str, Curves] = OrderedDict()
 
     def predict(self, request: Request) -> Prediction | None:
-        """None until `min_observations` outputs have ended."""
         limit = max(1, request.max_total_tokens - request.num_prompt_tokens)
         bits = request.num_prompt_tokens.bit_length()
         for curve in self._candidates(request.tenant, bits):
@@ -162,7 +161,7 @@ class OnlinePredictor(Predictor):
     def ended(self, request: Request) -> None:
         num_tokens = len(request.output_token_ids)
         if num_tokens == 0:
-            return  # refused, or gave up in the queue: that tells nothing
+            return  # refused, or gave up in the queue
         is_whole = request.finish_reason is FinishReason.STOP
         bits = request.num_prompt_tokens.bit_length()
         for curves in (self._everyone, self._touch(request.tenant)):

@@ -1,6 +1,4 @@
-"""Presets: named bundles of policies, and the way from names to values. Called by the composition root; knows every seam's
-table.
-"""
+"""Presets: named bundles of policies, and making policies from names."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from penstock.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One name per seam, and what else the system after which it is called does. All preempt by recomputing."""
+    """One policy name per seam, imitating the named system. All preempt by recomputing."""
 
     gate: str
     order: str
@@ -36,18 +34,19 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    # A batch is a rectangle that is allocated as a whole and lasts until its longest answer has ended: FasterTransformer, and
-    # `generate` of transformers. Prompts are computed in steps of the usual size, not in one.
+    # A batch is a rectangle that lasts until its longest answer ends: FasterTransformer, and `generate` of transformers.
+    # Prompts are computed in steps of the usual size.
     "static": Preset(gate="static", order="fcfs", budget="decode-first", reserve="no-evict", victim="latest"),
-    # Triton Inference Server's dynamic batcher (`preferred_batch_size`, `max_queue_delay_microseconds`) before such an engine.
+    # Triton Inference Server's dynamic batcher (`preferred_batch_size`, `max_queue_delay_microseconds`) in front of such an
+    # engine.
     "dynamic": Preset(gate="dynamic", order="fcfs", budget="decode-first", reserve="no-evict", victim="latest"),
     # Iteration-level scheduling; prompts whole; `max_tokens` reserved for each request (Yu et al., OSDI 2022).
     "orca": Preset(gate="continuous", order="fcfs", budget="whole-prompts", reserve="no-evict", victim="latest"),
     # vLLM 1 (v1/core/sched/scheduler.py): chunked prefill within max_num_batched_tokens; `scheduler_reserve_full_isl` and no
-    # watermark; the last of the running is preempted and goes back to the head of the queue.
+    # watermark; the last running request is preempted and goes to the head of the queue.
     "vllm": Preset(gate="continuous", order="fcfs", budget="decode-first", reserve="prompt", victim="latest"),
     # Sarathi-Serve (OSDI 2024; core/scheduler/sarathi_scheduler.py): decodes, then running prefills, then new ones, up to a
-    # fixed chunk size; a watermark of 1 %, as vLLM had it then.
+    # fixed chunk size; a watermark of 1 %, as in vLLM at the time.
     "sarathi": Preset(
         gate="continuous",
         order="fcfs",
@@ -56,8 +55,8 @@ PRESETS: Mapping[str, Preset] = {
         victim="latest",
         settings={"reserve": {"growth_tokens": 0}},
     ),
-    # SGLang (managers/schedule_policy.py, schedule_batch.py): room for a share of the tokens that are left (`new_token_ratio`),
-    # the request with least to lose is retracted. Its steps of prompts alone, before decodes, are not reproduced.
+    # SGLang (managers/schedule_policy.py, schedule_batch.py): room for a share of the tokens left (`new_token_ratio`); the
+    # request with least to lose is retracted. Its steps of prompts alone are not reproduced.
     "sglang": Preset(
         gate="continuous",
         order="fcfs",
@@ -66,7 +65,7 @@ PRESETS: Mapping[str, Preset] = {
         victim="least-computed",
         settings={"reserve": {"unknown_share": 0.7, "growth_tokens": 0}},
     ),
-    # What measures best: docs/budgets.md has the comparison.
+    # The best in our measurements: docs/budgets.md.
     "penstock": Preset(
         gate="continuous",
         order="fcfs",
@@ -75,14 +74,13 @@ PRESETS: Mapping[str, Preset] = {
         victim="cheapest",
         settings={"budget": {"long_prefill_token_threshold": 512}},
     ),
-    # For models that read texts and write none: docs/batching.md. A text needs its row and nothing else, so nothing is kept
-    # free for answers that grow.
+    # For models that only read texts: docs/batching.md. A text needs a row and nothing else, so no memory is kept for growth.
     "texts": Preset(gate="continuous", order="calls", budget="hold-step", reserve="chunk", victim="latest", predictor="none"),
 }
 
 USUAL_PRESET = "penstock"
 TEXTS_PRESET = "texts"
-"""The usual one of models that read texts and write none."""
+"""The default for models that only read texts."""
 
 TABLES: Mapping[str, Mapping[str, str]] = {
     "gate": GATES,
@@ -108,14 +106,14 @@ def make_policies(
     settings: Mapping[str, Mapping[str, object]] | None = None,
     arguments: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Policies:
-    """A preset's policies; each may be replaced by another name of its seam's table, by a class, or by a value.
+    """Return a preset's policies, with replacements by name, class or value.
 
-    A class is named as `package.module:Class`, or `./file.py:Class` for a file (`own`).
-    `settings`, by seam: fields of the policy that is chosen by name; None leaves one as it is.
-    `arguments`, by seam: the same, as a user has written them; they go before the settings.
+    A class is named `package.module:Class`, or `./file.py:Class` for a file (`own`). `settings`, by seam, are fields of a
+    policy chosen by name; None leaves a field as it is. `arguments`, by seam, are the same as written by a user, and
+    override settings.
 
-    Raises ConfigError, listing the valid names, for a name (of a preset, seam or policy) that is in no table, LacksSetting for
-    a setting that the policy hasn't, and OwnPolicyError for a class that can't be loaded or made.
+    Raises ConfigError, listing the valid names, for an unknown preset, seam or policy; LacksSetting for a setting that the
+    policy lacks; OwnPolicyError for a class that can't be loaded or made.
     """
     if preset not in PRESETS:
         raise _unknown("preset", preset, PRESETS)
@@ -152,10 +150,10 @@ def make_policies(
 
 
 class LacksSetting(ConfigError):
-    """The policy that was chosen for a seam has not the setting that was given."""
+    """The policy chosen for a seam does not have the given setting."""
 
     def __init__(self, seam: str, name: str, setting: str, *, seam_words: str = "", setting_words: str = "") -> None:
-        """`seam_words` and `setting_words`: names of the two where the setting was given."""
+        """`seam_words` and `setting_words`: their names where the setting was given."""
         self.seam, self.name, self.setting = seam, name, setting
         super().__init__(
             f"The {seam} {name!r} has no {setting_words or setting}.",

@@ -1,4 +1,4 @@
-"""Reserves: how much free memory must an admission find? Called by the scheduler for the request that is next."""
+"""Reserves: how much free memory an admission must find."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from penstock.types.request import Request
 
 
 class FirstChunk(Reserve):
-    """The blocks that the next step needs. A request that is admitted so may be preempted before its prompt is computed."""
+    """The blocks of the next step. A request so admitted may be preempted before its prompt is computed."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_chunk_blocks
 
 
 class WholePrompt(Reserve):
-    """The blocks of the tokens that the request has (vLLM's `scheduler_reserve_full_isl`)."""
+    """The blocks of the request's tokens (vLLM's `scheduler_reserve_full_isl`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_prompt_blocks
 
 
 class NoEvict(Reserve):
-    """The blocks with which the request and all running ones reach their limits: none is ever preempted, and memory lies idle
-    (Orca's reservation of `max_tokens`)."""
+    """The blocks with which all requests reach their limits: nothing is ever preempted, and memory lies idle (Orca's
+    reservation of `max_tokens`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_final_blocks + view.num_growth_blocks
@@ -33,13 +33,13 @@ class NoEvict(Reserve):
 
 @dataclass(frozen=True, slots=True)
 class PredictedOutput(Reserve):
-    """The blocks of the answers that the request and all running ones are expected to give. O(running)."""
+    """The blocks of the expected answers of this request and all running ones. O(running)."""
 
     unknown_share: float = 0.3
-    """Share of the tokens that are left to its limit, for a request whose length was not predicted. (SGLang's `new_token_ratio`
-    begins at 0.7 and falls to a seventh of that while no request is preempted.)"""
+    """Expected share of the remaining tokens for a request without a prediction. (SGLang's `new_token_ratio` starts at 0.7
+    and falls to a seventh of that while nothing is preempted.)"""
     growth_tokens: int = 32
-    """Expected at least: a reply that is longer than predicted is not about to end."""
+    """Least expected growth: a reply longer than predicted is not about to end."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         size = view.block_size
@@ -60,19 +60,19 @@ class PredictedOutput(Reserve):
 
 @dataclass(frozen=True, slots=True)
 class Watermark(Reserve):
-    """All the blocks that the request's tokens need, room for the running to grow, and a share of the pool.
+    """The blocks of the request's tokens, room for running requests to grow, and a share of the pool.
 
-    Without the room to grow, a full pool admits a request only to preempt it a few steps later, and computes it
-    again. With half of the memory, without room 1.19 positions are computed for each one needed, with 32 tokens 1.02,
-    in 3 % more steps (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20; independent of the machine).
+    Without room to grow, a full pool admits a request, preempts it a few steps later, and computes it again. With half of
+    the memory, 1.19 positions are computed per needed one without room and 1.02 with 32 tokens, in 3 % more steps
+    (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20; independent of the machine).
     """
 
     share: float = 0.01
     """Share of the pool, [0, 1)."""
     growth_tokens: int = 32
-    """For each running request, or less if all of them together can't grow by as much."""
+    """Per running request, or less if all of them together can't grow by as much."""
     swap_growth_tokens: int = 16
-    """The same, where a preempted request is brought back and not computed again: then an idle block costs more."""
+    """The same if a preempted request is loaded back instead of computed again, when idle blocks cost more."""
     is_whole_prompt: bool = True
     """False: only the first chunk's blocks."""
 

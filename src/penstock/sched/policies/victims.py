@@ -1,7 +1,6 @@
-"""Victims: which request is preempted when blocks are needed and none are free? Called by the scheduler. All of them swap where
-a tier below the pool makes that cheaper than to compute again.
+"""Victims: which request is preempted when blocks are needed and none are free. All swap if a tier makes that cheaper.
 
-Among equals the request that came last is taken, among those the one admitted last: the oldest get ahead.
+Among equals the latest arrival is taken, then the latest admission, so that the oldest make progress.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ class LowestPriority(Victim):
 
 
 class LeastComputed(Victim):
-    """The one that has come least far, so that the least work is lost."""
+    """The one that has computed least, so that the least work is lost."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: -request.num_computed_tokens)
 
 
 class Cheapest(Victim):
-    """The one whose loss takes the least time to make up for, among those that free enough blocks for now; if none does, among
-    all. Unlike `least-computed` it knows that blocks which others hold too are neither lost nor freed, and that a tier below
-    the pool keeps full blocks: only the tokens behind the last of them have to be computed again.
+    """The one that is fastest to restore, among those that free enough blocks; if none does, among all.
+
+    Unlike `least-computed` it ignores blocks shared with others, which are neither lost nor freed, and full blocks that a
+    tier keeps.
     """
 
     def choose(self, view: VictimView) -> Eviction:
@@ -49,7 +49,7 @@ class Cheapest(Victim):
 
 
 def _cost_ns(view: VictimView, request: Request) -> float:
-    """Time to bring it back to where it is."""
+    """Return the time to bring the request back to where it is."""
     num_lost, compute_ns = view.num_lost_tokens(request), view.prefill_ns_per_token or 1.0
     if view.method is PreemptMethod.RECOMPUTE:
         return num_lost * compute_ns
@@ -63,7 +63,7 @@ def _equal(request: Request) -> int:
 
 
 def _evict(view: VictimView, key: Callable[[Request], Any]) -> Eviction:
-    """The candidate with the largest key."""
+    """Preempt the candidate with the largest key."""
     _, victim = max(enumerate(view.candidates), key=lambda entry: (key(entry[1]), entry[1].arrival_ns, entry[0]))
     return Eviction(victim, view.method)
 
