@@ -1,4 +1,4 @@
-"""Shipped fakes and builders, for our tests and for those of users. Deterministic; no I/O."""
+"""Fakes and builders for tests, ours and users'. Deterministic; no I/O."""
 
 from penstock.testing.adapters import FakeAdapters, make_adapter
 from penstock.testing.builders import make_core, make_load, make_request, make_scheduler, make_text, sizes_of, text_capacity

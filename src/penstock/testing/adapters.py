@@ -1,4 +1,4 @@
-"""Fake adapters for the hash executor: references to them, and a source that brings them late, fails, and forgets."""
+"""Fake adapters for the hash executor, and a source that loads late, fails, and forgets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterState
 
 
 def make_adapter(number: int) -> AdapterRef:
-    """The adapter of this number, with a fingerprint of its own."""
+    """Return an adapter with a fingerprint of its own."""
     return AdapterRef(number, blake2b(b"adapter %d" % number, digest_size=16).digest())
 
 
 def at_once(job: Callable[[], None], is_urgent: bool) -> None:
-    """A worker that does its jobs when they come."""
+    """Run the job at once."""
     del is_urgent
     job()
 
 
 class FakeAdapters:
-    """An `AdapterSource` whose loads a worker does; `driver.LateWorker` does them some turns later."""
+    """An `AdapterSource` whose loads run on a worker; `driver.LateWorker` runs them some turns later."""
 
     def __init__(
         self,
@@ -33,8 +33,7 @@ class FakeAdapters:
         failing: Collection[int] = (),
         load_ns: int = 0,
     ) -> None:
-        """`num_pages` of an adapter by its number. `failing`: numbers of those that can't be loaded. `load_ns`: how long a load
-        is said to take."""
+        """`num_pages` by adapter number. `failing`: numbers that can't be loaded. `load_ns`: the claimed duration of a load."""
         self.num_loads = 0
         self.load_ns = load_ns
         self.failing = set(failing)
@@ -42,9 +41,9 @@ class FakeAdapters:
         self._num_pages = num_pages
         self._max_in_memory = max_in_memory
         self._wanted: dict[int, bool] = {}
-        """Number -> whether it is urgent, of those on their way."""
+        """Number -> whether it is urgent, for loads under way."""
         self._states: OrderedDict[int, AdapterState] = OrderedDict()
-        """The one that was asked for last is the last."""
+        """Most recently requested last."""
         self._wake: Callable[[], None] = lambda: None
 
     def want(self, ref: AdapterRef, *, is_urgent: bool = False) -> None:
@@ -60,7 +59,7 @@ class FakeAdapters:
         return self._states.get(number, AdapterState())
 
     def outlook(self, number: int) -> AdapterOutlook:
-        """The pages of all adapters are known."""
+        """Sizes are always known."""
         state, num_pages = self._states.get(number), self._num_pages(number)
         is_there = state is not None and state.packed is not None
         return AdapterOutlook(num_pages, num_pages, 0 if is_there else self.load_ns)
@@ -69,7 +68,7 @@ class FakeAdapters:
         self._wake = wake
 
     def forget_all(self) -> None:
-        """Nothing is in memory any more."""
+        """Drop everything from memory."""
         self._states.clear()
 
     def _load(self, ref: AdapterRef) -> None:

@@ -1,6 +1,4 @@
-"""Builders: make requests, loads, schedulers and cores with defaults that suit a test. Called by tests, ours and users'; decide
-nothing.
-"""
+"""Builders of requests, loads, schedulers and cores with defaults that suit tests."""
 
 from __future__ import annotations
 
@@ -40,10 +38,8 @@ def make_request(
     adapter: AdapterRef | None = None,
     **sampling_fields: Any,
 ) -> Request:
-    """A request; `prompt` is its tokens, or how many (then they are 1, 2, 3, ...). Other fields go to `SamplingParams`.
-
-    With a `matcher`, its answer follows a grammar.
-    """
+    """Return a request. `prompt` is its tokens, or their number (then 1, 2, 3, ...). Other fields go to `SamplingParams`.
+    With a `matcher`, its answer follows a grammar."""
     token_ids = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     base = sampling or SamplingParams(temperature=0.0)
     if matcher is not None:
@@ -66,12 +62,12 @@ def make_request(
 
 
 def make_text(request_id: str = "r0", prompt: Sequence[int] | int = 8, **fields: Any) -> Request:
-    """A request of a model that reads texts and writes none. Other fields as in `make_request`."""
+    """Return a request for a model that only reads texts. Fields as in `make_request`."""
     return make_request(request_id, prompt, max_tokens=1, **fields)
 
 
 def text_capacity(max_model_len: int = 64, *, max_rows: int = 8, max_step_tokens: int = 128) -> Capacity:
-    """The capacity of an executor that computes each text in one step: a block for each text, also of a step in flight."""
+    """Return the capacity of an executor that computes texts in one step, with blocks for a step in flight too."""
     return Capacity(2 * max_rows + 1, max_model_len, max_rows, max_step_tokens, max_model_len, is_one_pass=True)
 
 
@@ -83,7 +79,7 @@ def make_load(
     num_blocks_total: int = 100,
     num_blocks_free: int = 100,
 ) -> EngineLoad:
-    """The state that an engine reports; without arguments, that it is idle."""
+    """Return an engine's load; idle by default."""
     return EngineLoad(
         num_running=num_running,
         num_waiting=num_waiting,
@@ -94,7 +90,7 @@ def make_load(
 
 
 def sizes_of(capacity: Capacity) -> dict[str, int]:
-    """The five numbers of a capacity that an executor is made with. Whether it has state, its program says."""
+    """Return the five sizes that an executor is made with."""
     return {
         name: getattr(capacity, name) for name in ("num_blocks", "block_size", "max_rows", "max_step_tokens", "max_model_len")
     }
@@ -110,7 +106,7 @@ def make_scheduler(
     max_adapters: int = DEFAULT_MAX_ADAPTERS,
     **capacity_fields: Any,
 ) -> Scheduler:
-    """A scheduler with the default policies; other fields replace those of `capacity`."""
+    """Return a scheduler with the default policies; other fields replace those of `capacity`."""
     return Scheduler(
         replace(capacity, **capacity_fields),
         policies or make_policies(),
@@ -133,7 +129,7 @@ def make_core(
     max_adapters: int = DEFAULT_MAX_ADAPTERS,
     **capacity_fields: Any,
 ) -> EngineCore:
-    """A core over `make_scheduler`."""
+    """Return a core over `make_scheduler`."""
     scheduler = make_scheduler(
         capacity,
         policies,

@@ -1,4 +1,4 @@
-"""A synchronous driver for tests: runs a core over an executor under a virtual clock, until nothing is left to do."""
+"""A synchronous driver for tests: runs a core and an executor under a virtual clock until nothing is left to do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outcome:
 
 
 class LateWorker:
-    """A `Worker` that does its jobs later, urgent ones first: as many as `run` is told to, or each with a chance in `turn`."""
+    """A `Worker` that runs its jobs later, urgent ones first: when `run` is called, or in `turn` with a probability."""
 
     def __init__(self, promptness: float = 1.0, seed: int = 0) -> None:
         self._promptness = promptness
@@ -54,12 +54,12 @@ class LateWorker:
         return len(self._urgent) + len(self._jobs)
 
     def turn(self) -> None:
-        """A step goes by."""
+        """Pass one step."""
         while self.num_jobs and self._random.random() < self._promptness:
             self.run()
 
     def run(self, count: int = 1) -> None:
-        """Do the next `count` jobs, or as many as there are."""
+        """Run the next `count` jobs, or as many as there are."""
         for _ in range(min(count, self.num_jobs)):
             (self._urgent or self._jobs).popleft()()
 
@@ -73,14 +73,14 @@ class Driver:
     clock: VirtualClock = field(default_factory=VirtualClock)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
-    """Plans of all steps that were begun."""
+    """Plans of all steps begun."""
     transfers: Transfers | None = None
-    """Carries blocks to the tier below the pool and back; `worker` does its jobs while steps run."""
+    """Moves blocks to and from the tier; `worker` runs its jobs while steps run."""
     worker: LateWorker | None = None
     poll_aborts: Callable[[], Sequence[Command]] = tuple
-    """Asked for the aborts that come while a step runs."""
+    """Returns the aborts that arrive while a step runs."""
     was_idle: bool = True
-    """The last turn had no step to begin and none to finish."""
+    """The last turn neither began nor finished a step."""
     stepper: Stepper = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,9 +95,9 @@ class Driver:
         )
 
     def turn(self, *commands: Command) -> StepPlan | None:
-        """One turn; the clock moves on if a step was finished. Returns the plan that was made.
+        """Run one turn, advancing the clock if a step finished. Return the plan that was made.
 
-        Raises AssertionError if a request is heard of after its end.
+        Raises AssertionError if an ended request gets an event.
         """
         plan = None
         try:
@@ -139,11 +139,10 @@ def run_to_completion(
     after_turn: Callable[[Driver], None] | None = None,
     max_turns: int = 100_000,
 ) -> dict[str, Outcome]:
-    """Apply `commands`, then those of `later` at their turns (counted from 0), until every request has ended.
+    """Apply `commands`, then those of `later` at their turns (from 0), until every request has ended.
 
-    `after_turn` is called after each turn (for checks). If there is no step to run, the worker does its next job, or the
-    clock jumps to the core's next wake-up.
-    Raises AssertionError if requests are left after `max_turns`, or nothing could ever wake the core.
+    `after_turn` is called after each turn. If there is no step to run, the worker runs its next job, or the clock jumps to
+    the core's next wake-up. Raises AssertionError if requests are left after `max_turns`, or nothing could wake the core.
     """
     driver = Driver(core, executor, clock or VirtualClock(), transfers=transfers, worker=worker)
     script = {turn: list(batch) for turn, batch in (later or {}).items()}

@@ -1,23 +1,22 @@
-"""The hash executor: a fake device whose KV slots hold hashes, and which checks every plan against the contract.
+"""The hash executor: a fake device whose KV slots hold hashes, and which checks every plan. A plan that breaks a rule raises
+AssertionError, a token outside the vocabulary ValueError.
 
-Called through the `Executor` port by tests, and for an engine without a model. It never trusts the
-scheduler: a plan that breaks a rule raises AssertionError, a token outside the vocabulary ValueError.
+The hash model defines the right tokens without any weights. The "KV" of a position is a 64-bit hash of the previous
+position's
+value and the token, so it identifies the whole prefix. The next token is a function of the last value. Any wrong block,
+stale
+table, early re-use, lost or doubled token therefore changes everything generated after it.
 
-The hash model defines what "the right tokens" are without any weights. The "KV" of a position is a 64-bit hash of the one
-before it and of the token there, so it names the whole prefix. The next token is a function of the last position's value. Any
-wrong block, stale table, early re-use, lost or doubled token therefore changes everything that is generated after it.
-
-With a window (`Capacity.window`, at least 2), a row reads all values of the window and checks that each follows from the one
-before it. Blocks before the window may belong to others by then.
-
-With `Capacity.is_one_pass` there is no KV, and nothing is sampled: the answer to a text is a hash of all its tokens
-(`expected_state`), and it must be computed whole.
-
-An adapter is a number that takes the place of `ROOT`, and fills each of its pages with content that follows from it. A step
-that computes a row of an adapter reads all its pages: one that was given to others too early shows.
-
-`HashMatcher` is a made-up grammar: a hash of the tokens before says which may come next. A mask that is used one token too
-early or too late, or of another request, allows other tokens, so it changes the answer.
+- With a window (`Capacity.window`, at least 2), a row reads the whole window and checks that each value follows from the one
+  before. Blocks before the window may belong to others.
+- With `Capacity.is_one_pass` there is no KV. The answer to a text is a hash of its tokens (`expected_state`), computed
+  whole.
+- An adapter replaces `ROOT` and fills its pages with content derived from it. Each step of its rows reads all pages, so a
+  page
+  given away too early shows.
+- `HashMatcher` is a made-up grammar: a hash of the tokens so far says which may come next. A mask used one token too early
+  or
+  late, or for another request, changes the answer.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ROOT = 0x9E3779B97F4A7C15
 
 
 def mix(value: int, word: int) -> int:
-    """A 64-bit hash of two numbers, not symmetric. Finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    """Return a 64-bit hash of two numbers, not symmetric (finaliser of SplitMix64; Steele et al., OOPSLA 2014)."""
     z = (value * 0xD1342543DE82EF95 + word + ROOT) & MASK_64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -61,23 +60,23 @@ class HashAdapter:
         return self.num_pages * SLOT_BYTES
 
     def pages(self, num_slots: int) -> tuple[list[int], ...]:
-        """The contents of its blocks."""
+        """Return the contents of its blocks."""
         return tuple([mix(mix(self.root, idx), slot) for slot in range(num_slots)] for idx in range(self.num_pages))
 
 
 def root_of(adapter: AdapterRef | None) -> int:
-    """The value "before" position 0 of a request with an adapter, which follows from its fingerprint."""
+    """Return the value "before" position 0 of a request with this adapter."""
     return ROOT if adapter is None else mix(ROOT, int.from_bytes(adapter.fingerprint[:8], "little"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashModel:
-    """Samples from tokens [first_token_id, vocab_size); any token of the vocabulary may be in a prompt."""
+    """Samples from tokens [first_token_id, vocab_size); prompts may have any token of the vocabulary."""
 
     vocab_size: int = 1000
     first_token_id: int = 0
     eos_token_id: int | None = None
-    """Sampled with probability 1 / `eos_period`; None: only like any other token."""
+    """Sampled with probability 1 / `eos_period`; None: like any other token."""
     eos_period: int = 20
 
     def __post_init__(self) -> None:
@@ -85,9 +84,8 @@ class HashModel:
             raise ValueError(f"at least two tokens must be left of [{self.first_token_id}, {self.vocab_size})")
 
     def sample(self, value: int, sampling: SamplingParams, num_generated: int, mask: bytes | None = None) -> int:
-        """The token after a prefix of this value. Greedy rows ignore the seed; stop tokens wait for `min_tokens`, unless the
-        mask (`types.sampling`) allows no other.
-        """
+        """Return the token after a prefix of this value. Greedy rows ignore the seed. Stop tokens wait for `min_tokens`,
+        unless the mask (`types.sampling`) allows nothing else."""
         state = mix(value, sampling.seed if sampling.temperature > 0 else 0)
         banned = sampling.stop_token_ids if num_generated < sampling.min_tokens else ()
         if mask is not None:
@@ -106,14 +104,14 @@ class HashModel:
         return self.first_token_id + state % (self.vocab_size - self.first_token_id)
 
     def logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
-        """As if the sampled token had probability 1/2, the next one by id 1/4, and so on."""
+        """Pretend that the sampled token had probability 1/2, the next one by id 1/4, and so on."""
         span = self.vocab_size - self.first_token_id
         others = [self.first_token_id + (token_id - self.first_token_id + idx) % span for idx in range(min(num_top, span))]
         top = tuple((other, -0.6931471805599453 * (idx + 1)) for idx, other in enumerate(others))
         return TokenLogprobs(token_id, -0.6931471805599453, 1, top)
 
     def prompt_logprobs(self, value: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """The same for a token of a prompt after a prefix of this value; all of it depends on both."""
+        """Return made-up log-probabilities of a prompt token, derived from it and the prefix."""
         state = mix(value, token_id)
         top = tuple((self._draw(mix(value, idx)), -(idx + 1) / 4) for idx in range(num_top))
         return TokenLogprobs(token_id, -(state % 10_000) / 1000, 1 + state % 100, top)
@@ -121,7 +119,7 @@ class HashModel:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The tokens that a request must answer, whatever else is going on."""
+    """The tokens that a request must get, whatever else is going on."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -137,7 +135,7 @@ def expected_tokens(
     matcher: Matcher | None = None,
     adapter: AdapterRef | None = None,
 ) -> Expected:
-    """The oracle: the answer computed from the whole prefix, with no cache, no blocks and no steps. Uses up `matcher`."""
+    """The oracle: the answer computed from the whole prefix, without cache, blocks or steps. Uses up `matcher`."""
     value = root_of(adapter)
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
@@ -169,7 +167,7 @@ STATE_WIDTH = 4
 
 
 def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
-    """The oracle of texts: the answer that depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
+    """The oracle of texts: depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
     value = mix(ROOT, second_at)
     for token_id in token_ids:
         value = mix(value, token_id)
@@ -182,27 +180,25 @@ POISON = -1
 WRONG_GUESS = 1
 """Content of a position whose token was guessed wrong."""
 NULL_BLOCK = 0
-"""Holds nothing but what padding writes, which is noise to all others."""
+"""Only padding writes to it."""
 
 SLOT_BYTES = 8
-"""Bytes of a hash, in the content that `read_blocks` gives."""
+"""Bytes of a hash, as `read_blocks` returns it."""
 
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096, max_scored=100)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedAdapter:
-    """An adapter and its blocks."""
-
     root: int
     block_ids: tuple[int, ...]
     pages: tuple[list[int], ...]
-    """The content of each of its blocks."""
+    """The content of each block."""
 
 
 @dataclass(slots=True)
 class HashRow:
-    """The executor's notes on one request."""
+    """The executor's state of one request."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -216,9 +212,9 @@ class HashRow:
     num_scored: int = 0
     adapter: int = BASE
     placed: PlacedAdapter | None = None
-    """Its adapter as it was placed when the row was admitted."""
+    """Its adapter as placed when the row was admitted."""
     num_unread: int = 0
-    """The first blocks, which no further row reads, since they lie before the window: others may have them."""
+    """First blocks, before the window, which no further row reads. Others may have them."""
 
     @property
     def held(self) -> list[int]:
@@ -231,7 +227,7 @@ class HashStep:
 
     plan: StepPlan
     rows: list[HashRow]
-    """Those that it computes, which may be released before it does."""
+    """The rows that it computes; they may be released before that."""
     block_ids: frozenset[int]
     """Blocks of these rows."""
     awaits_masks: bool
@@ -239,15 +235,15 @@ class HashStep:
 
 
 class HashExecutor:
-    """Checks a step in `submit` and prepares its blocks; its own time is `step_ns` per step.
+    """Checks a step in `submit` and prepares its blocks. Each step takes `step_ns` of its own time.
 
-    With a depth of 1 it computes it there, too. With a depth of 2 it does so at any time until the step is collected, as `seed`
-    says, so that what the next one changes comes sometimes before it and sometimes after.
+    With a depth of 1 it computes the step there. With a depth of 2 it does so at a random time before the step is collected
+    (`seed`), so that later changes come sometimes before and sometimes after.
 
-    With `Capacity.has_state` a block tells only what is after the position of it that was computed last.
+    With `Capacity.has_state` a block is readable only at its last computed position.
 
-    A row that may sample several tokens gets some of them, as `seed` says, as if all but the last had been guessed
-    right. Wrong guesses are written behind them.
+    A row that may sample several tokens gets a random number of them, as if all but the last had been guessed right. Wrong
+    guesses are written behind them.
     """
 
     def __init__(
@@ -263,18 +259,18 @@ class HashExecutor:
         self.model = model or HashModel()
         self.num_steps = 0
         self.num_computed_tokens = 0
-        """Positions computed so far, recomputed ones and padding included."""
+        """Recomputed ones and padding included."""
         self.num_padding_tokens = 0
         self._capacity = capacity
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
         self._ends = [0] * capacity.num_blocks
-        """Number of positions of each block up to the one that was computed last."""
+        """Positions of each block up to the last computed one."""
         self._rows: dict[str, HashRow] = {}
         self._holders: Counter[int] = Counter()
-        """How many rows have the block in their table."""
+        """Block id -> rows that have it in their table."""
         self._written: set[int] = set()
-        """Blocks that were filled or overwritten since the last step; the rows that had them are released with the next."""
+        """Blocks filled or overwritten since the last step. Rows that had them must be released with the next."""
         self._adapters: dict[int, PlacedAdapter] = {}
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
         self._in_flight: deque[HashStep] = deque()
@@ -298,7 +294,7 @@ class HashExecutor:
 
     @property
     def adapters(self) -> Mapping[int, PlacedAdapter]:
-        """Those that are placed, by number."""
+        """Placed adapters by number."""
         return self._adapters
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
@@ -459,12 +455,12 @@ class HashExecutor:
         self._holders.subtract(self._rows.pop(request_id).held)
 
     def _num_unread(self, num_computed_tokens: int) -> int:
-        """Blocks that lie before the window of the next position."""
+        """Return the blocks that lie before the window of the next position."""
         window = self._capacity.window
         return max(0, num_computed_tokens - window + 1) // self._capacity.block_size if window else 0
 
     def _forget_unread(self, row: HashRow) -> None:
-        """Blocks that the row's next step does not read may be given to others. One in flight has noted those that it reads."""
+        """Let others have the blocks that the row's next step does not read. A step in flight has noted those that it reads."""
         num_unread = self._num_unread(row.num_computed_tokens)
         if num_unread > row.num_unread:
             self._holders.subtract(row.block_ids[row.num_unread : num_unread])
@@ -512,7 +508,7 @@ class HashExecutor:
             self._holders[block_id] += 1
 
     def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
-        """Blocks without content: nobody may hold them, and what they contained is gone."""
+        """Take blocks without content: nobody may hold them, and what they contained is lost."""
         self._hold(row, block_ids)
         size = self._capacity.block_size
         for block_id in block_ids:
@@ -521,7 +517,7 @@ class HashExecutor:
             self._slots[block_id * size : (block_id + 1) * size] = [POISON] * size
 
     def _advance(self, plan: RowPlan) -> HashRow:
-        """Count what a row computes, before it does."""
+        """Count what a row will compute."""
         row = self._rows[plan.request_id]
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
@@ -602,7 +598,7 @@ class HashExecutor:
         return tuple([self.model.prompt_logprobs(self._content(row, at), token_ids[at + 1], num_top) for at in positions])
 
     def _read_adapter(self, row: HashRow) -> int:
-        """The value before position 0, after a look at all pages of the row's adapter."""
+        """Return the value before position 0, after checking all pages of the row's adapter."""
         if row.placed is None:
             return ROOT
         size = self._capacity.block_size
@@ -612,11 +608,11 @@ class HashExecutor:
         return row.placed.root
 
     def _sample(self, row: HashRow, end: int, num_tokens: int, mask: bytes | None) -> tuple[int, ...]:
-        """The row's next tokens after `end` computed ones; all but the last are computed, too."""
+        """Sample the row's next tokens after `end` computed ones; all but the last are computed too."""
         for position in range(end, end + num_tokens):
             if position > end:
                 self._write(row, position - 1, mix(self._read(row, position - 2), row.token_ids[-1]))
-            # The value is read back through the table, so that a row that was written to later shows.
+            # Read back through the table, so that later writes to the row show.
             value = self._read(row, position - 1)
             row.token_ids.append(self.model.sample(value, row.sampling, position - row.num_prompt_tokens, mask))
         row.num_tokens += num_tokens - 1
@@ -633,7 +629,7 @@ class HashExecutor:
         self._ends[slot // self._capacity.block_size] = slot % self._capacity.block_size + 1
 
     def _read_window(self, row: HashRow, position: int) -> int:
-        """The value before a position, after a look at all in the window."""
+        """Return the value before a position, after checking the whole window."""
         first = max(0, position - self._capacity.window + 1) if self._capacity.window else position - 1
         value = self._content(row, first)
         for idx in range(first + 1, position):
@@ -647,7 +643,7 @@ class HashExecutor:
         return value
 
     def _read(self, row: HashRow, position: int) -> int:
-        """The content, and the state where blocks have one."""
+        """Return the block's content, plus its recurrent state if it has any."""
         block_id, offset = divmod(self._slot(row, position), self._capacity.block_size)
         if self._capacity.has_state and block_id != NULL_BLOCK:
             end = self._ends[block_id]
@@ -656,20 +652,21 @@ class HashExecutor:
 
 
 def _scored(plan: RowPlan, row: HashRow) -> range:
-    """Positions of the step that tell of the row's prompt."""
+    """Return the step's positions that score the row's prompt."""
     if row.sampling.prompt_logprobs is None or isinstance(plan.request_id, PaddingId):
         return range(0)
     return scored_positions(plan.context_len, plan.query_len, row.num_prompt_tokens, row.num_scored)
 
 
 SHARE = 3
-"""One in so many tokens is allowed."""
+"""One in this many tokens is allowed."""
 
 
 class HashMatcher:
-    """Allows a third of the vocabulary, and nothing but `end_token_id` after `max_tokens` tokens, if these are given.
+    """Allows a third of the vocabulary, and after `max_tokens` only `end_token_id`, if these are given.
 
-    With `num_forced` so many of 8 places, and the end, allow one token alone. `forced` tells so, but not always all at once.
+    With `num_forced`, that many of 8 places, and the end, allow one token only. `forced` returns them, but not always all at
+    once.
     """
 
     def __init__(
@@ -682,7 +679,7 @@ class HashMatcher:
         fails_after: int | None = None,
         num_forced: int = 0,
     ) -> None:
-        """It can't be followed further than `fails_after` tokens."""
+        """It fails after `fails_after` tokens."""
         self.token_ids: list[int] = []
         """Accepted so far."""
         self._vocab_size = vocab_size
@@ -715,7 +712,7 @@ class HashMatcher:
         return bits.to_bytes(-(-self._vocab_size // 32) * 4, "little")
 
     def allowed(self) -> list[int]:
-        """Token ids, ascending; at least one."""
+        """Return the allowed token ids, ascending; at least one."""
         return self._allowed(self._state, len(self.token_ids))
 
     def _allowed(self, state: int, num_tokens: int) -> list[int]:
