@@ -1,235 +1,222 @@
-"""Grammars in GBNF, llama.cpp's notation, and in the EBNF of xgrammar, which differs little: read, and written as the Lark of
-llguidance. Called by `text.grammar_source`.
+"""GBNF, llama.cpp's grammar notation, and the EBNF of xgrammar, which hardly differs, written as llguidance's Lark. Called by
+`text.grammar_source`.
 
-    root ::= item ("," item)*         # rules by `::=`; the first is `root`
+    root ::= item ("," item)*         # the first rule to apply is `root`
     item ::= [a-z]+ | "(" root ")"    # texts, classes, groups; * + ? {2} {2,} {2,5}
 
-Here an answer may be read in any way that the rules allow. In Lark a terminal takes the longest text it can, and there is
-no way back. So a rule becomes a terminal only where that makes no difference, which `text.lexemes` finds out; a grammar that
-never comes back to itself is one terminal as a whole. Others are followed character by character: the same answers, and masks
-that take longer.
+A GBNF rule may be read in any way. A terminal of Lark takes the longest text it can and gives nothing back:
+
+    rest ::= " " rest | "."       word ::= [a-z]+ " "?
+
+As a terminal, `word` would take the space that `rest` needs. So a rule becomes a terminal only where no answer is lost, and all
+others are followed character by character, which is as exact and makes slower masks. `_Writer` finds out which.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
-from penstock.text.lexemes import Node, safe
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_DEPTH = 60
 """Groups inside each other."""
 MAX_REPEATS = 100_000
-"""llama.cpp and xgrammar have bounds of their own; what such numbers cost is bounded when the grammar is followed."""
+"""llguidance's own limits bound what such a repetition costs."""
+MAX_CHECKS = 12
+"""Calls of llguidance to find terminals."""
+CHECK_FUEL = 100_000
+"""Limit of each call in llguidance's units; it takes up to 20 ms."""
+MAX_TERMINAL_DEPTH = 150
+"""Rules inside each other in one terminal: llguidance recurses for each."""
 
-_MAX_CODE = 0x10FFFF
-_RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*(?=\s*::=)")
-_NOTATION = re.compile(r"""(?m)^[ \t]*[A-Za-z_][A-Za-z0-9_.-]*[ \t]*::=""")
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_NOTATION = re.compile(rf"(?m)^[ \t]*{_NAME}[ \t]*::=")
 _TOKEN = re.compile(
-    r"""(?P<space>(?:\s|\#[^\n]*)+)
-      | (?P<name>[A-Za-z_][A-Za-z0-9_.-]*)
-      | (?P<is>::=)
+    rf"""(?P<space>(?:\s|\#[^\n]*)+)
+      | (?P<rule>{_NAME}\s*::=)
+      | (?P<name>{_NAME})
       | (?P<text>"(?:\\.|[^"\\\n])*")
       | (?P<class>\[(?:\\.|[^\]\\\n])*\])
-      | (?P<repeat>\{\s*[0-9]{1,9}\s*(?:,\s*(?:[0-9]{1,9}\s*)?)?\})
-      | (?P<sign>[()|*+?.])""",
+      | (?P<repeat>\{{\s*[0-9]{{1,9}}\s*(?:,\s*(?:[0-9]{{1,9}}\s*)?)?\}}|[*+?])
+      | (?P<sign>[()|.]|::=)""",
     re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _NAMED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "e": "\x1b"}
-_LITERAL = frozenset("\\\"'[]^-?*+.(){}|/$&~# ")
+_NAMED |= {character: character for character in "\\\"'[]^-?*+.(){}|/$&~# "}
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A part of a rule."""
+
+    kind: str
+    """char, text (a row of characters written as one), name, all, any, repeat."""
+    text: str = ""
+    """A character or a class as a regex, the text, the name of a rule, or the sign of a repetition."""
+    parts: tuple[_Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    at: int
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether a grammar's rules are written with `::=`, and not with `:` as in Lark."""
+    """Return whether rules are written with `::=`, and not with `:` as in Lark."""
     return _NOTATION.search(source) is not None
 
 
 def to_lark(source: str) -> str:
-    """In which `start` is the rule `root`. Raises `Rejected`, with the line and the column."""
-    rules = _Parser(source).rules()
-    return _Writer(rules).lark()
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group that is being read."""
-
-    at: int
-    """Where it began."""
-    ways: list[list[Node]]
+    """Return the Lark whose `start` is the rule `root`. Raises `Rejected` with a line and a column."""
+    return _Writer(_Parser(source).rules()).lark()
 
 
 class _Parser:
     def __init__(self, source: str) -> None:
         self._source = source
-        self._at = 0
+        self._tokens = self._all_tokens()
+        self._nth = 0
+        self._used: dict[str, int] = {}
+        """Where each name is used first."""
 
-    def rules(self) -> dict[str, Node]:
-        """By their names. Raises `Rejected`."""
-        found: dict[str, Node] = {}
-        used: dict[str, int] = {}
-        self._skip()
-        while self._at < len(self._source):
-            at = self._at
-            kind, name = self._next()
-            if kind != "name" or self._next()[0] != "is":
-                raise self._error(at, "A rule begins with its name and ::=", "Write: name ::= ...")
-            if name in found:
-                raise self._error(at, f"The rule {name} is there twice", "Put both together with |.")
-            found[name] = self._body(at, used)
-        if "root" not in found:
-            raise self._error(0, "There is no rule root, with which an answer begins", "Write: root ::= ...")
-        for name, at in used.items():
-            if name not in found:
-                raise self._error(at, f"There is no rule {name}", f"Write: {name} ::= ...")
-        return found
+    def rules(self) -> dict[str, _Node]:
+        rules: dict[str, _Node] = {}
+        while (token := self._next()).kind != "end":
+            if token.kind != "rule":
+                self._fail(token.at, "A rule begins with its name and ::=", "Write: name ::= ...")
+            name = token.text.removesuffix("::=").rstrip()
+            if name in rules:
+                self._fail(token.at, f"The rule {name} is there twice", "Put both together with |.")
+            rules[name] = self._choice(0)
+        if "root" not in rules:
+            self._fail(0, "There is no rule root, with which an answer begins", "Write: root ::= ...")
+        for name, at in self._used.items():
+            if name not in rules:
+                self._fail(at, f"There is no rule {name}", f"Write: {name} ::= ...")
+        return rules
 
-    def _body(self, at: int, used: dict[str, int]) -> Node:
-        groups = [_Group(at, [[]])]
-        while self._at < len(self._source) and not _RULE.match(self._source, self._at):
-            at = self._at
-            kind, text = self._next()
-            parts = groups[-1].ways[-1]
-            if kind == "name":
-                used.setdefault(text, at)
-                parts.append(Node("name", text))
-            elif kind == "text":
-                parts.append(self._text(at, text))
-            elif kind == "class":
-                parts.append(self._class(at, text))
-            elif kind == "repeat" or text in ("*", "+", "?"):
-                if not parts:
-                    raise self._error(at, f"Nothing stands before {text}", "Say what is repeated.")
-                if parts[-1].kind == "repeat":
-                    raise self._error(at, f"{text} repeats a repetition", "Put that in brackets.")
-                parts[-1] = Node("repeat", self._sign(at, text), (parts[-1],))
-            elif text == ".":
-                parts.append(Node("char", "(?s:.)", ranges=((0, _MAX_CODE),)))
-            elif text == "|":
-                groups[-1].ways.append([])
-            elif text == "(":
-                if len(groups) > MAX_DEPTH:
-                    raise self._error(at, f"More than {MAX_DEPTH} groups are inside each other", "Give some a rule.")
-                groups.append(_Group(at, [[]]))
-            elif text == ")" and len(groups) > 1:
-                node = _choice(groups.pop().ways)
-                groups[-1].ways[-1].append(Node("all", parts=(node,)) if node.kind == "repeat" else node)
+    def _choice(self, depth: int) -> _Node:
+        ways: list[list[_Node]] = [[]]
+        while self._tokens[self._nth].kind not in ("rule", "end"):
+            token = self._next()
+            if token.text == "|":
+                ways.append([])
+            elif token.text == ")" and depth:
+                self._nth -= 1
+                break
+            elif token.kind == "repeat":
+                ways[-1][-1:] = [self._repetition(token, ways[-1][-1:])]
             else:
-                raise self._error(at, f"{text} is not expected here", "Check the brackets and the ::= before it.")
-        if len(groups) > 1:
-            raise self._error(groups[-1].at, "A group has no end", "Write ) where it ends.")
-        return _choice(groups[0].ways)
+                ways[-1].append(self._part(token, depth))
+        nodes = [way[0] if len(way) == 1 else _Node("all", parts=tuple(way)) for way in ways]
+        return nodes[0] if len(nodes) == 1 else _Node("any", parts=tuple(nodes))
 
-    def _next(self) -> tuple[str, str]:
-        """The kind and the text of the next token; moves behind it and the white space that follows."""
-        at = self._at
-        found = _TOKEN.match(self._source, at)
-        if found is None or found.lastgroup is None:
-            if at >= len(self._source):
-                raise self._error(at, "The grammar ends within a rule", "Write what it is made of.")
-            raise self._error(at, _unknown(self._source[at : at + 2]), "Leave it out, or say the same otherwise.")
-        self._at = found.end()
-        self._skip()
-        return found.lastgroup, found[0]
+    def _part(self, token: _Token, depth: int) -> _Node:
+        if token.kind == "name":
+            self._used.setdefault(token.text, token.at)
+            return _Node("name", token.text)
+        if token.kind == "text":
+            text = "".join(character for character, _ in self._characters(token))
+            parts = tuple(_Node("char", _in_regex(character)) for character in text)
+            return parts[0] if len(parts) == 1 else _Node("text", text, parts)
+        if token.kind == "class":
+            return self._class(token)
+        if token.text == ".":
+            return _Node("char", "(?s:.)")
+        if token.text != "(":
+            self._fail(token.at, f"{token.text} is not expected here", "Check the brackets and the ::= before it.")
+        if depth == MAX_DEPTH:
+            self._fail(token.at, f"More than {MAX_DEPTH} groups are inside each other", "Give some a rule.")
+        node = self._choice(depth + 1)
+        if self._next().text != ")":
+            self._fail(token.at, "A group has no end", "Write ) where it ends.")
+        return _Node("all", parts=(node,))
 
-    def _skip(self) -> None:
-        found = _TOKEN.match(self._source, self._at)
-        if found is not None and found.lastgroup == "space":
-            self._at = found.end()
+    def _repetition(self, token: _Token, before: Sequence[_Node]) -> _Node:
+        sign = re.sub(r"\s", "", token.text)
+        if not before:
+            self._fail(token.at, f"Nothing stands before {sign}", "Say what is repeated.")
+        if before[0].kind == "repeat":
+            self._fail(token.at, f"{sign} repeats a repetition", "Put that in brackets.")
+        numbers = [int(number) for number in re.findall("[0-9]+", sign)]
+        if max(numbers, default=0) > MAX_REPEATS:
+            self._fail(token.at, f"{sign} repeats more than {MAX_REPEATS} times", "Ask for less.")
+        if numbers != sorted(numbers):
+            self._fail(token.at, f"{sign} has a minimum above its maximum", "Exchange them.")
+        return _Node("repeat", sign, tuple(before))
 
-    def _sign(self, at: int, text: str) -> str:
-        sign = re.sub(r"\s", "", text)
-        if not sign.startswith("{"):
-            return sign
-        numbers = [int(number) for number in sign[1:-1].split(",") if number]
-        if max(numbers) > MAX_REPEATS:
-            raise self._error(at, f"{sign} repeats more than {MAX_REPEATS} times", "Ask for less.")
-        if numbers[0] > numbers[-1]:
-            raise self._error(at, f"{sign} has a minimum above its maximum", "Exchange them.")
-        return sign
-
-    def _text(self, at: int, quoted: str) -> Node:
-        text = "".join(self._characters(at + 1, quoted[1:-1]))
-        parts = tuple(Node("char", _in_regex(one), ranges=((ord(one), ord(one)),)) for one in text)
-        return parts[0] if len(parts) == 1 else Node("text", text, parts)
-
-    def _class(self, at: int, bracketed: str) -> Node:
-        inner = bracketed[1:-1]
-        is_not = inner.startswith("^")
-        inner = inner[is_not:]
-        if not inner:
-            raise self._error(at, f"The class {bracketed} is empty", "Say which characters it has; . is any.")
-        characters = list(self._characters(at + 1 + is_not, inner, is_class=True))
-        ranges: list[tuple[int, int]] = []
+    def _class(self, token: _Token) -> _Node:
+        characters = list(self._characters(token))
+        sign = "^" if characters[:1] == [("^", False)] else ""
+        characters = characters[len(sign) :]
+        if not characters:
+            self._fail(token.at, f"The class {token.text} is empty", "Say which characters it has; . is any.")
+        written = ""
         nth = 0
         while nth < len(characters):
-            is_range = characters[nth + 1 : nth + 2] == ["-"] and nth + 2 < len(characters)
-            first, last = ord(characters[nth][-1]), ord(characters[nth + 2 if is_range else nth][-1])
+            is_range = characters[nth + 1 : nth + 2] == [("-", False)] and nth + 2 < len(characters)
+            first, last = characters[nth][0], characters[nth + 2 if is_range else nth][0]
             if first > last:
-                raise self._error(at, f"The class {bracketed[:40]} has a range that goes backwards", "Exchange its ends.")
-            ranges.append((first, last))
+                what = f"The class {token.text[:40]} has a range that goes backwards"
+                self._fail(token.at, what, "Exchange its ends.")
+            written += _in_regex(first) if first == last else f"{_in_regex(first)}-{_in_regex(last)}"
             nth += 3 if is_range else 1
-        ends = [(_in_regex(chr(first)), _in_regex(chr(last))) for first, last in ranges]
-        written = "".join(first if first == last else f"{first}-{last}" for first, last in ends)
-        return Node("char", f"[{'^' if is_not else ''}{written}]", ranges=_others(ranges) if is_not else tuple(ranges))
+        return _Node("char", f"[{sign}{written}]")
 
-    def _characters(self, at: int, text: str, *, is_class: bool = False) -> Iterator[str]:
-        """With `is_class`, one that was escaped comes behind a backslash, so that it begins no range."""
-        nth = 0
+    def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
+        """The characters between quotes or brackets, each with whether it was escaped."""
+        text = token.text[:-1]
+        nth = 1
         while nth < len(text):
             if text[nth] != "\\":
-                yield text[nth]
+                yield text[nth], False
                 nth += 1
                 continue
             found = _ESCAPE.match(text, nth)
             assert found is not None, "a text does not end in a backslash"
             number = found[1] or found[2] or found[3]
-            character = _NAMED.get(found[4]) or (found[4] if found[4] in _LITERAL else None) if number is None else None
-            if number is not None:
-                code = int(number, 16)
-                character = chr(code) if code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF else None
-            if character is None:
+            code = int(number, 16) if number else ord(_NAMED.get(found[4], "\ud800"))
+            if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
                 remedy = r"Use \n, \t, \r, \x41, \u0041 or \U00000041."
-                raise self._error(at + nth, f"The escape {found[0]} is not known", remedy)
-            yield f"\\{character}" if is_class else character
+                self._fail(token.at + nth, f"The escape {found[0]} is not known", remedy)
+            yield chr(code), True
             nth = found.end()
 
-    def _error(self, at: int, what: str, remedy: str) -> Rejected:
+    def _all_tokens(self) -> list[_Token]:
+        tokens: list[_Token] = []
+        at = 0
+        while at < len(self._source):
+            found = _TOKEN.match(self._source, at)
+            if found is None or found.lastgroup is None:
+                self._fail(at, _unknown(self._source[at]), "Leave it out, or say the same otherwise.")
+            if found.lastgroup != "space":
+                tokens.append(_Token(found.lastgroup, found[0], at))
+            at = found.end()
+        return [*tokens, _Token("end", "", at)]
+
+    def _next(self) -> _Token:
+        token = self._tokens[self._nth]
+        self._nth += token.kind != "end"
+        return token
+
+    def _fail(self, at: int, what: str, remedy: str) -> NoReturn:
         before = self._source[:at]
-        line, column = before.count("\n") + 1, at - before.rfind("\n")
-        return Rejected(
-            RejectReason.INVALID,
-            f"The grammar, read as GBNF, can't be followed: {what} (line {line}, column {column}). {remedy}",
-        )
+        place = f"line {before.count(chr(10)) + 1}, column {at - before.rfind(chr(10))}"
+        detail = f"The grammar, read as GBNF, can't be followed: {what} ({place}). {remedy}"
+        raise Rejected(RejectReason.INVALID, detail)
 
 
-def _unknown(text: str) -> str:
-    if text == "(=":
-        return "Look-ahead, (=...), is not supported"
-    if text[0] in '"[':
-        return f"A text or a class, begun by {text[0]}, has no end on its line"
-    if text[0] in "<!":
-        return "Special tokens can't be named"
-    return f"{text[0]} is not expected here"
-
-
-def _others(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """All characters but these."""
-    left: list[tuple[int, int]] = []
-    begin = 0
-    for first, last in sorted(ranges):
-        if begin < first:
-            left.append((begin, first - 1))
-        begin = max(begin, last + 1)
-    return (*left, (begin, _MAX_CODE)) if begin <= _MAX_CODE else tuple(left)
-
-
-def _choice(ways: list[list[Node]]) -> Node:
-    nodes = tuple(way[0] if len(way) == 1 else Node("all", parts=tuple(way)) for way in ways)
-    return nodes[0] if len(nodes) == 1 else Node("any", parts=nodes)
+def _unknown(character: str) -> str:
+    if character in '"[':
+        return f"A text or a class, begun by {character}, has no end on its line"
+    return "Special tokens can't be named" if character in "<!" else f"{character} is not expected here"
 
 
 def _in_regex(character: str) -> str:
@@ -239,25 +226,51 @@ def _in_regex(character: str) -> str:
     return f"\\x{{{ord(character):X}}}"
 
 
+class _TooLargeError(Exception):
+    """It is not known which terminals lose no answer. Without terminals none is lost."""
+
+
+_Part = tuple[str, str]
+"""Kind and text of what stands outside terminals: a char, a text or a name."""
+
+
 class _Writer:
-    def __init__(self, rules: dict[str, Node]) -> None:
+    """Writes rules as Lark, with those terminals that lose no answer.
+
+    Let a text of one terminal be the beginning of a longer text, of the same terminal or of another one. The longer terminal is
+    taken apart if the character with which it goes on may also come behind the shorter one. Terminals count as if each might
+    stand anywhere, so some are taken apart without need.
+    """
+
+    def __init__(self, rules: dict[str, _Node]) -> None:
         self._rules = rules
-        recurring = _recurring({name: set(names_of(node)) for name, node in rules.items()})
-        self._terminals, self._texts = safe(rules, rules.keys() - recurring)
         self._numbers = {name: nth for nth, name in enumerate(rules)}
+        depths = _depths({name: set(_names(node)) for name, node in rules.items()})
+        self._terminals = set(depths)
+        """Rules that are terminals; at first all that never come back to themselves."""
+        self._texts: set[str] = set()
+        """Texts that are terminals. Outside terminals, others are written character by character."""
+        self._bits: dict[str, int] = {}
+        """Characters and classes, as regexes, with a bit for each."""
+        if "root" not in self._terminals:  # else all is one terminal, and nothing comes behind it
+            self._texts = {text for node in rules.values() for text in _texts(node)}
+            try:
+                if max(depths.values(), default=0) > MAX_TERMINAL_DEPTH:
+                    raise _TooLargeError
+                self._take_apart()
+            except _TooLargeError:
+                self._terminals, self._texts = set(), set()
 
     def lark(self) -> str:
-        lines = [f"start: {self._name('root')}"]
-        lines += [
-            f"{self._name(name)}: {self._written(node, is_terminal=name in self._terminals)}"
-            for name, node in self._rules.items()
-        ]
-        return "\n".join(lines)
+        return "\n".join([f"start: {self._name('root')}", *map(self._line, self._rules)])
+
+    def _line(self, name: str) -> str:
+        return f"{self._name(name)}: {self._written(self._rules[name], is_terminal=name in self._terminals)}"
 
     def _name(self, name: str) -> str:
         return f"{'T' if name in self._terminals else 'r'}{self._numbers[name]}"
 
-    def _written(self, node: Node, *, is_terminal: bool, is_inside: bool = False) -> str:
+    def _written(self, node: _Node, *, is_terminal: bool, is_inside: bool = False) -> str:
         """`is_inside`: a choice or a row of parts needs brackets."""
         if node.kind == "char":
             return f"/{node.text}/"
@@ -271,26 +284,155 @@ class _Writer:
         joined = (" | " if node.kind == "any" else " ").join(parts)
         return f"({joined})" if is_inside and joined else joined or '""'
 
+    def _take_apart(self) -> None:
+        """Raises `_TooLargeError`."""
+        checker = _Checker()
+        begins = self._begins()
+        while True:
+            behind = self._behind(begins)
+            by_mask: dict[int, list[str]] = {}
+            for part, mask in behind.items():
+                if mask:
+                    by_mask.setdefault(mask, []).append(self._of_part(part))
+            shorter = [f"(({' | '.join(parts)}) & /(?s:.+)/) {self._of_mask(mask)}" for mask, parts in by_mask.items()]
+            if not shorter:
+                return
+            lines = [f"Z: ({' | '.join(shorter)}) /(?s:.*)/", *map(self._line, sorted(self._terminals))]
+            longer = [part for part in behind if part[0] != "char"]
+            found = checker.not_empty([f"{self._of_part(part)} & Z" for part in longer], lines)
+            if not found:
+                return
+            for kind, text in [longer[nth] for nth in found]:
+                (self._terminals if kind == "name" else self._texts).discard(text)
 
-def names_of(node: Node) -> Iterator[str]:
-    """The rules that it refers to."""
+    def _of_part(self, part: _Part) -> str:
+        kind, text = part
+        if kind == "name":
+            return self._name(text)
+        return f"/{text if kind == 'char' else ''.join(map(_in_regex, text))}/"
+
+    def _of_mask(self, mask: int) -> str:
+        return f"/({'|'.join(text for text, bit in self._bits.items() if mask & bit)})/"
+
+    def _begins(self) -> dict[str, tuple[bool, int]]:
+        """Whether each rule may be empty, and the characters that it may begin with."""
+        begins = dict.fromkeys(self._rules, (False, 0))
+        names, before = list(self._rules), None
+        while before != begins:
+            before = dict(begins)
+            names.reverse()  # from both ends in turn, even a long chain of rules is done in a few passes
+            for name in names:
+                begins[name] = self._begin(self._rules[name], begins)
+        return begins
+
+    def _begin(self, node: _Node, begins: dict[str, tuple[bool, int]]) -> tuple[bool, int]:
+        if node.kind == "char":
+            return False, self._bits.setdefault(node.text, 1 << len(self._bits))
+        if node.kind == "name":
+            return begins[node.text]
+        mask, may_miss = 0, node.kind != "any"
+        for part in node.parts:
+            part_may_miss, part_mask = self._begin(part, begins)
+            if node.kind == "any":
+                mask, may_miss = mask | part_mask, may_miss or part_may_miss
+            elif may_miss:
+                mask, may_miss = mask | part_mask, part_may_miss
+        return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
+
+    def _behind(self, begins: dict[str, tuple[bool, int]]) -> dict[_Part, int]:
+        """The characters that may come behind each terminal that stands outside others."""
+        behind: dict[_Part, int] = {}
+
+        def walk(node: _Node, mask: int) -> None:
+            if node.kind in ("char", "name") or node.text in self._texts:
+                behind[node.kind, node.text] = behind.get((node.kind, node.text), 0) | mask
+                return
+            if node.kind == "repeat" and not re.fullmatch(r"\?|\{([01],)?[01]\}", node.text):
+                mask |= self._begin(node, begins)[1]
+            for part in reversed(node.parts):
+                walk(part, mask)
+                if node.kind in ("all", "text"):
+                    may_miss, begin = self._begin(part, begins)
+                    mask = begin | (mask if may_miss else 0)
+
+        names, before = [name for name in self._rules if name not in self._terminals], None
+        while before != behind:
+            before = dict(behind)
+            names.reverse()
+            for name in names:
+                walk(self._rules[name], behind.get(("name", name), 0))
+        return {part: mask for part, mask in behind.items() if part[0] != "name" or part[1] in self._terminals}
+
+
+class _Checker:
+    """Asks llguidance which terminals reach further than others, with bytes as the vocabulary."""
+
+    bos_token_id = None
+    special_token_ids = ()
+    eos_token_id = 256
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+
+    def __init__(self) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self._bytes = LLTokenizer(TokenizerWrapper(self), slices=[])
+        self._num_left = MAX_CHECKS
+
+    def __call__(self, data: bytes) -> list[int]:
+        return list(data)
+
+    def not_empty(self, terminals: Sequence[str], lines: Sequence[str]) -> list[int]:
+        """The indices of those terminals that have any text. `lines` define what they are made of. Raises `_TooLargeError`.
+
+        Each terminal gets a byte in front. The first mask allows the bytes of those that have a text.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=CHECK_FUEL, step_lexer_fuel=CHECK_FUEL)
+        found: list[int] = []
+        for first in range(0, len(terminals), 127):
+            if not self._num_left:
+                raise _TooLargeError
+            self._num_left -= 1
+            ways = [f"/\\x{byte:02x}/ ({one})" for byte, one in enumerate(terminals[first : first + 127], 1)]
+            lark = "\n".join(["start: Y", f"Y: {' | '.join(ways)}", *lines])
+            matcher = LLMatcher(self._bytes, json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0, limits=limits)
+            mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+            if not matcher.is_error():
+                found += [first + byte - 1 for byte in range(1, 128) if mask[byte // 8] >> byte % 8 & 1]
+            elif not matcher.get_error().startswith("NoExtension"):
+                raise _TooLargeError
+        return found
+
+
+def _names(node: _Node) -> Iterator[str]:
+    """The rules that a part refers to."""
     if node.kind == "name":
         yield node.text
     for part in node.parts:
-        yield from names_of(part)
+        yield from _names(part)
 
 
-def _recurring(uses: dict[str, set[str]]) -> set[str]:
-    """The rules that lead to a rule which comes back to itself."""
+def _texts(node: _Node) -> Iterator[str]:
+    if node.kind == "text" and node.parts:
+        yield node.text
+    for part in node.parts:
+        yield from _texts(part)
+
+
+def _depths(uses: dict[str, set[str]]) -> dict[str, int]:
+    """The rules that lead to none which comes back to itself, with the number of rules inside each other."""
     waiting = {name: len(names) for name, names in uses.items()}
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, names in uses.items():
         for used in names:
             users[used].append(name)
-    plain = [name for name, number in waiting.items() if not number]
-    for name in plain:  # it grows meanwhile
+    depths = {name: 0 for name, number in waiting.items() if not number}
+    ready = list(depths)
+    for name in ready:  # it grows meanwhile
         for user in users[name]:
             waiting[user] -= 1
             if not waiting[user]:
-                plain.append(user)
-    return uses.keys() - set(plain)
+                depths[user] = 1 + max(depths[used] for used in uses[user])
+                ready.append(user)
+    return depths
