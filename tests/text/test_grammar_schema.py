@@ -41,6 +41,9 @@ def doubling(depth, part):
     return {"$defs": defs | {f"d{depth}": {}}, "$ref": "#/$defs/d0"}
 
 
+LARGE = doubling(60, lambda ref, name: {"$ref": ref, "required": [name]})
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -159,15 +162,23 @@ def test_what_is_not_supported_is_refused_where_a_reference_names_it(grammars, k
 @pytest.mark.parametrize(
     "value",
     [
-        {"$id": "https://e.org/a", "$ref": "https://e.org/a#/$defs/x", "required": ["b"], "$defs": {"x": {}}},
-        {"$ref": "#x", "required": ["b"], "$defs": {"x": {"$anchor": "x"}}},
+        {"$ref": "https://e.org/a#/$defs/x", "$defs": {"x": {"$id": "https://e.org/a"}}},
+        {"$ref": "#x", "$defs": {"x": {"$anchor": "x"}}},
+        {"$ref": "#/y/z", "y": {"$id": "https://e.org/x", "z": {"$ref": "#/y"}}},
         {"$ref": "#/$defs/x", "$defs": {"x": {"$id": "https://e.org/x", "$ref": "#/y", "required": ["b"], "y": {}}}},
     ],
-    ids=["by address", "by name", "in another"],
+    ids=["by address", "by name", "through another", "in another"],
 )
 def test_reference_whose_size_can_not_be_told_is_refused(grammars, value):
-    with pytest.raises(Rejected, match=r"place, such as|\$id inside"):
+    with pytest.raises(Rejected, match=r"place inside it|\$id inside"):
         compiled(grammars, value)
+
+
+def test_references_by_the_address_of_the_whole_count_like_others(grammars):
+    with pytest.raises(Rejected, match="recurs, or grows"):
+        compiled(grammars, LARGE | {"$id": "https://e.org/a#", "$ref": "https://e.org/a#/$defs/d0"})
+    value = {"$id": "https://e.org/a", "$ref": "https://e.org/a#/$defs/x", "$defs": {"x": {"const": 1}}}
+    assert takes(grammars, value, "1")
 
 
 @pytest.mark.parametrize(
@@ -329,5 +340,5 @@ def test_as_many_schemas_as_are_taken_are_taken():
 
 def test_item_of_thousands_of_digits_names_nothing():
     value = {"prefixItems": [{}], "allOf": [{"$ref": "#/prefixItems/" + "1" * 5_000}, {"type": "array"}]}
-    with pytest.raises(Rejected, match="if it is a place"):
+    with pytest.raises(Rejected, match="place inside it"):
         of_schema(json.dumps(value))

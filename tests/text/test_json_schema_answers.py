@@ -56,7 +56,7 @@ def test_random_answers_are_json(schema):
         ({"anyOf": [{"oneOf": [{}, {}]}, {"items": {"oneOf": [{}]}}]}, "It stands at #/anyOf/0 or #/anyOf/1/items.$"),
         ({"items": {"patternProperties": {"a": {}, "aa": {}}}}, "patternProperties, /a/ and /aa/, .*It stands at #/items.$"),
         ({"items": {"pattern": r"\cC"}}, "escape that is not known.*It stands at #/items.$"),
-        ({"items": {"$ref": "http://x.test/y.json#/z"}}, "leads out of the schema.*It stands at #/items.$"),
+        ({"items": {"$ref": "http://x.test/y.json#/z"}}, "nothing is fetched.*It stands at #/items.$"),
         ({"not": {}}, "say the same otherwise.$"),
         ({"properties": {"x" * 300: {"not": {}}}}, r"It stands at #/properties/x{187}\.\.\.\.$"),
     ],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.text import grammar_source, schema_places, tool_grammar
+from penstock.text import grammar_source, json_schema, tool_grammar
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
 
@@ -208,7 +208,7 @@ class Grammars:
             except Rejected as rejected:
                 if grammar.kind is not GrammarKind.JSON_SCHEMA:
                     raise
-                place = schema_places.found(grammar.source, rejected.detail)
+                place = json_schema.place_in(grammar.source, rejected.detail)
                 raise Rejected(RejectReason.INVALID, f"{rejected.detail}{place}") from rejected
         try:
             return self._of_lark(grammar, tool_grammar.of_tools(grammar.source, self._tokens.spell)[0])

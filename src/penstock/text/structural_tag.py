@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
-from penstock.text import grammar_source
+from penstock.text import json_schema
 from penstock.text.tool_grammar import escaped
 from penstock.types.errors import Rejected, RejectReason
 
@@ -131,7 +131,7 @@ class _Writer:
     num_regex_chars: int = 0
     lines: list[str] = field(default_factory=lambda: [""])
     """The first is the start."""
-    count: grammar_source.SchemaCount = field(default_factory=grammar_source.SchemaCount)
+    count: json_schema.SchemaCount = field(default_factory=json_schema.SchemaCount)
 
     # reading
 
@@ -309,7 +309,7 @@ class _Writer:
                 raise _refused(place, "is followed by a text that could be more of a number: let another character begin it")
         name = f"json{len(self.lines)}"
         try:
-            self.lines.append(f"{name}: %json {grammar_source.json_of(schema, self.count)}")
+            self.lines.append(f"{name}: %json {json_schema.json_of(schema, self.count)}")
         except Rejected as rejected:
             raise _refused(place, f"is refused. {rejected.detail.removesuffix('.')}") from rejected
         return name

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.text import grammar_source
+from penstock.text import json_schema
 from penstock.text.dialects import BY_NAME, SPELLED_PARTS, ToolFormat, Way
 from penstock.types.errors import Rejected, RejectReason
 
@@ -84,12 +84,12 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
         if has_trigger:
             lines.append(_of_trigger(f"head{nth}", way, spell))
         lines += _of_way(f"way{nth}", way, tools, spell, is_parallel=is_parallel, trigger=way.trigger if has_trigger else "")
-    count, are_followed = grammar_source.SchemaCount(), True
+    count, are_followed = json_schema.SchemaCount(), True
     for nth, tool in enumerate(tools):
         schema, is_followed = _arguments(tool, count, check)
         are_followed &= is_followed
         lines.append(f"args{nth}: %json {schema}")
-    lines.append(f"W: /{grammar_source.WHITESPACE}/")
+    lines.append(f"W: /{json_schema.WHITESPACE}/")
     return "\n".join(lines) + "\n", are_followed
 
 
@@ -137,19 +137,19 @@ def _flexible(text: str, spell: Callable[[str], str]) -> str:
     return " ".join("W?" if part.isspace() else spell(part) for part in parts if part)
 
 
-def _arguments(tool: Tool, count: grammar_source.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
+def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
     """The schema as it stands in Lark, and whether it is the tool's."""
     schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
     try:
         if not tool.is_strict:
             _close(schema)
         schema.setdefault("type", "object")
-        written = grammar_source.json_of(schema, count)
+        written = json_schema.json_of(schema, count)
         if check is not None:
             check(written)
     except Rejected as rejected:
         if check is not None and not tool.is_strict:
-            return grammar_source.json_of({"type": "object"}, count), False
+            return json_schema.json_of({"type": "object"}, count), False
         raise Rejected(RejectReason.INVALID, f"The tool {tool.name!r}: {rejected.detail}") from rejected
     return written, True
 

@@ -1,0 +1,455 @@
+"""Checks JSON schemas before llguidance compiles them, and takes out what asks for nothing. Called by `text.grammar_source`,
+`text.tool_grammar` and `text.structural_tag`.
+
+llguidance refuses most of what it does not support. This module has the rest: keywords and numbers that it would pass over or
+get wrong, schemas that would take it minutes or all memory, and keywords that it refuses although they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NoReturn, TypeAlias
+from urllib.parse import unquote
+
+from penstock.types.errors import Rejected, RejectReason
+
+WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
+"""Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
+_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": WHITESPACE,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+MAX_SCHEMAS = 2_000
+"""llguidance makes schemas anew in each place and for each choice of others that they are put together with, and looks at its
+limits afterwards: 3 KB of schema can take a minute, or all memory."""
+MAX_PATTERNS_TOGETHER = 6
+"""Patterns that one string has to match. Each may double time and memory: 20 take 4 s and 250 MB."""
+MAX_NAME_PATTERNS = 32
+"""Different `patternProperties`. llguidance compares each with each: 100 take 0.1 s, 1,000 take minutes."""
+MAX_MULTIPLES = 10_000
+"""A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
+MAX_INTEGER = 2**53
+"""Beyond it llguidance counts in floating point, and past 64 bits two negative bounds end the process."""
+LEAST_NUMBER = 1e-15
+"""Smaller bounds become regexes of hundreds of brackets."""
+_PATTERN_SCHEMAS = 5
+"""What a string with a pattern or a format counts as, since it is compiled by itself to see whether it is empty."""
+_MAX_COUNT = 2**32 - 1
+_MAX_INDEX_DIGITS = 9
+"""Digits of an item's index in a $ref. Python refuses to read numbers of thousands of digits."""
+_MAX_SHOWN_CHARS = 200
+_MAX_SHOWN_PLACES = 3
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_NO_STRINGS = ("integer", "number", "boolean", "null", "array", "object")
+_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_UNSUPPORTED = frozenset(
+    {
+        *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("$dynamicRef", "$recursiveRef", "x-guidance"),
+    }
+)
+"""llguidance passes some over if `$schema` names a draft that does not have them."""
+_ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
+        *("$schema", "$id", "$anchor", "contentMediaType", "contentEncoding", "$defs", "definitions"),
+        *("$ref", "allOf", "anyOf", "oneOf"),
+    }
+)
+"""Keywords that may stand beside a $ref. Either they ask for nothing, or their schemas count by themselves."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "exclusiveMinimum": (False,),
+    "exclusiveMaximum": (False,),
+}
+"""Values that ask for nothing. Some generators write them, and llguidance refuses them."""
+_SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml"})
+"""Keywords that ask for nothing. llguidance would put them together with a $ref beside them, which fails if that recurs."""
+
+_DAY = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMAT_PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[Tt]{_TIME}$"}
+"""RFC 3339 without leap seconds. llguidance would take 29 February in every year, and 60 seconds in every minute."""
+
+_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"The format (\S+) is not", ("format",)),
+    (r"of the patternProperties, /(.*)/ and /", ("patternProperties",)),
+    (r"Two schemas of a oneOf", ("oneOf",)),
+    (r"for '(\w+)', got", ()),
+    (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
+)
+"""Messages of llguidance, which name no place, and the keywords that they may be about: the quoted one if there are none here.
+Otherwise what is quoted is the keyword's value, or a name in it."""
+
+Place: TypeAlias = "tuple[Place, str] | None"
+"""The place around it, and a name or an index; None for the whole schema. A pair costs the same at every depth."""
+
+
+class SchemaCount:
+    """Counts the schemas that llguidance will make of one grammar."""
+
+    def __init__(self) -> None:
+        self._num_schemas = 0
+
+    def add(self, num_schemas: int) -> None:
+        """Raises `Rejected` beyond `MAX_SCHEMAS`."""
+        self.check(num_schemas)
+        self._num_schemas += num_schemas
+
+    def check(self, num_schemas: int) -> None:
+        """Raises `Rejected` if so many more are beyond `MAX_SCHEMAS`."""
+        if self._num_schemas + num_schemas > MAX_SCHEMAS:
+            what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
+            why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
+            _refuse(f"{what}, or {why}. Leave the $ref alone, use anyOf alone, and ask for less at once.")
+
+
+def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
+    """Return the JSON that stands behind `%json` in Lark. `count` has the schemas before it in the same grammar.
+
+    Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
+    """
+    root_id = schema.get("$id", schema.get("id"))
+    find = functools.cache(functools.partial(_find, schema, root_id.rstrip("#") if isinstance(root_id, str) else ""))
+    multiples: list[int] = []
+    name_patterns: set[str] = set()
+    for node, place in _nodes(schema, find):
+        _check_keywords(node, place, is_root=node is schema)
+        _check_numbers(node, place)
+        multiples.append(_significant(node.get("multipleOf")))
+        name_patterns |= _dict(node, "patternProperties").keys()
+    if len(name_patterns) > MAX_NAME_PATTERNS:
+        what = f"has {len(name_patterns)} different patterns in patternProperties, and at most {MAX_NAME_PATTERNS} are taken"
+        _refuse(f"{what}. Put some together as one pattern.")
+    does_merge = _count_all(schema, find, count)
+    if max(sum(multiples), math.prod(set(multiples) - {0}) if does_merge else 0) > MAX_MULTIPLES:
+        what = f"is followed while all multipleOf, each without its point and the zeros at its end, add up to {MAX_MULTIPLES}"
+        _refuse(f"{what}, or their product does where allOf, anyOf, oneOf or $ref put some together. Ask for rounder numbers.")
+    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def place_in(source: str, message: str) -> str:
+    """Return a sentence with the places that a message of llguidance may be about, or an empty text.
+
+    `source` is the JSON text of the schema. The places are JSON pointers (RFC 6901).
+    """
+    if within := re.search(r"while processing json-schema:///(#\S*)", message):
+        return _told([_place_of(within[1].rstrip(".;,"))])
+    for pattern, keywords in _HINTS:
+        if hint := re.search(pattern, message):
+            said = hint[1] if hint.re.groups else None
+            if not keywords:
+                keywords, said = (str(said),), None
+            nodes = ((node, place) for node, place in _walk(json.loads(source)) if isinstance(node, dict))
+            return _told(
+                [
+                    place
+                    for node, place in nodes
+                    if any(name in node and said in (None, node[name], *_dict(node, name)) for name in keywords)
+                ]
+            )
+    return ""
+
+
+def _nodes(schema: dict[str, Any], find: Callable[[str], Any]) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Every schema inside a schema, and itself, once. Takes neutral keywords out. What stands in const or enum is no schema."""
+    seen_ids: set[int] = set()
+    waiting: list[tuple[Any, Place]] = [(schema, None)]
+    while waiting:
+        node, place = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen_ids:
+            continue
+        seen_ids.add(id(node))
+        for name in list(node):
+            if name in _SAYS_NOTHING or any(
+                type(node[name]) is type(one) and node[name] == one for one in _NEUTRAL.get(name, ())
+            ):
+                del node[name]
+        yield node, place
+        _spell_format(node)
+        if "$ref" in node:
+            ref = node["$ref"]
+            target = find(ref) if isinstance(ref, str) else None
+            if not isinstance(target, dict | bool):
+                what = "takes a $ref to a place inside it that is there, such as #/$defs/x"
+                _refuse(f"{what}, not {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place)
+            waiting.append((target, _place_of(ref)))
+        waiting += [(node[name], (place, name)) for name in _OF_SCHEMA if name in node]
+        for name in _OF_LIST:
+            waiting += [(inside, ((place, name), str(nth))) for nth, inside in enumerate(_list(node, name))]
+        for name in _OF_NAMES:
+            waiting += [(inside, ((place, name), key)) for key, inside in _dict(node, name).items()]
+
+
+def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> None:
+    if unsupported := sorted(_UNSUPPORTED.intersection(node)):
+        _refuse(f"does not support {', '.join(unsupported)}. Leave it out, or say the same otherwise.", place)
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(node.get(name), bool):
+            _refuse(f"takes {name} as a number, not as true or false. Give the bound itself.", place)
+    if not is_root and _has_id(node):
+        _refuse("does not support $id inside it, only around all of it. Leave it out.", place)
+
+
+def _check_numbers(node: dict[str, Any], place: Place) -> None:
+    """Also writes whole counts such as 2.0 as integers, as llguidance wants them."""
+    for keyword in ("const", "enum"):
+        for value, inside in _walk(node.get(keyword), (place, keyword)):
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                what = f"takes integers up to 2^53 in const and enum, not {_shown(value)}"
+                _refuse(f"{what}. Ask for it as a string.", inside)
+    for name in _BOUNDS:
+        value = _number(node.get(name))
+        if name == "multipleOf" and value is not None and value <= 0:
+            _refuse(f"takes multipleOf above 0, not {_shown(value)}. Leave it out.", place)
+        if value is not None and (abs(value) > MAX_INTEGER or 0 < abs(value) < LEAST_NUMBER):
+            what = f"takes {name} of 0, or from {LEAST_NUMBER} to 2^53 on either side of it, not {_shown(value)}"
+            _refuse(f"{what}. Leave it out, or give one of fewer digits.", place)
+    for name in _COUNTS:
+        value = _number(node.get(name))
+        if value is not None and value > _MAX_COUNT:
+            _refuse(f"takes {name} of at most {_MAX_COUNT}, not {_shown(value)}. Leave it out.", place)
+        if isinstance(value, float) and value.is_integer():
+            node[name] = int(value)
+    if node.get("type") == "integer":
+        return
+    for name, ends, sign in (("exclusiveMinimum", _BOUNDS[1::2], 1), ("exclusiveMaximum", _BOUNDS[:3:2], -1)):
+        bound = _number(node.get(name))
+        for end_name in ends:
+            # llguidance takes the bound itself for allowed if it is a whole number and the end lies before the next one.
+            end = _number(node.get(end_name))
+            if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
+                inclusive = name.replace("exclusiveM", "m")
+                what = f"does not support {name} {bound} beside {end_name} {end}"
+                _refuse(f"{what}. Give {inclusive}, such as {bound + sign * 1e-6}.", place)
+
+
+def _significant(value: Any) -> int:
+    """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
+    number = _number(value)
+    if number is None:
+        return 0
+    digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
+    return int(digits[:10] or 0)
+
+
+def _number(value: Any) -> int | float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _shown(number: float) -> str:
+    return str(number)[:40]
+
+
+def _spell_format(node: dict[str, Any]) -> None:
+    pattern = _FORMAT_PATTERNS.get(node["format"]) if isinstance(node.get("format"), str) else None
+    if pattern is None:
+        return
+    del node["format"]
+    if "pattern" not in node:
+        node["pattern"] = pattern
+    elif isinstance(node.get("allOf", []), list):  # else llguidance refuses it
+        node["allOf"] = [*node.get("allOf", []), {"pattern": pattern}]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One choice of what holds in a place."""
+
+    waiting: Sequence[Any]
+    """Schemas that hold there and are not yet counted; at least one."""
+    num_said: int = 0
+    """Counted schemas that say something."""
+    num_patterns: int = 0
+    """Counted schemas that have a pattern or a format."""
+    with_places: tuple[dict[str, Any], ...] = ()
+    """Counted schemas that have schemas inside. Each way counts these anew."""
+
+    def options(self, options: Sequence[Any]) -> Iterator[_Way]:
+        """The ways that begin with one of these schemas; each is built when it is looked at."""
+        for option in options:
+            yield _Way((option, *self.waiting), self.num_said, self.num_patterns, self.with_places)
+
+
+def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
+    """Count every schema that llguidance makes, and return whether any are put together. Raises `Rejected`.
+
+    The target of a $ref counts once if the $ref is alone in its place. Schemas are built as they are counted, so that the bound
+    holds for the work of counting, too.
+    """
+    does_merge = False
+    named: set[str] = set()
+    way: _Way | None = _Way([schema])
+    stack: list[Iterator[_Way]] = []
+    while way is not None or stack:
+        if way is None:
+            way = next(stack[-1], None)
+            if way is None:
+                stack.pop()
+            continue
+        first, *waiting = way.waiting
+        node: dict[str, Any] = first if isinstance(first, dict) else {}
+        # A pattern or a format concerns strings alone, so the format int32 of an integer asks for nothing.
+        has_pattern = ("pattern" in node or "format" in node) and node.get("type") not in _NO_STRINGS
+        count.add(_PATTERN_SCHEMAS if has_pattern else 1)
+        if has_pattern and way.num_patterns >= MAX_PATTERNS_TOGETHER:
+            what = f"puts more than {MAX_PATTERNS_TOGETHER} patterns and formats together for one string"
+            _refuse(f"{what}. Say them as one pattern.")
+        all_of = _list(node, "allOf")
+        says_something = any(name not in _ANNOTATIONS for name in node)
+        num_parts = says_something + len(all_of) + sum(name in node for name in ("$ref", "anyOf", "oneOf"))
+        merges = way.num_said + len(waiting) + num_parts > 1
+        does_merge |= merges
+        waiting[:0] = all_of
+        if "$ref" in node and merges:
+            waiting.append(find(node["$ref"]))
+        elif "$ref" in node and node["$ref"] not in named:
+            named.add(node["$ref"])
+            stack.append(iter([_Way([find(node["$ref"])])]))
+        choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
+        waiting += [{"anyOf": options} for options in choices[1:]]
+        with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
+        way = _Way(waiting, way.num_said + says_something, way.num_patterns + has_pattern, with_places)
+        if choices:
+            stack.append(way.options(choices[0]))
+            way = None
+        elif not waiting:
+            count.check(sum(map(_num_parts, with_places)))
+            stack.append(_inside(with_places))
+            way = None
+    return does_merge
+
+
+def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
+    """The places in schemas that are put together, each with what they say of it."""
+    all_parts = [_parts(node) for node in together]
+    rests = [_rests(node) for node in together]
+    for key in dict.fromkeys(key for parts in all_parts for key in parts):
+        place = [
+            parts[key] if key in parts else {"anyOf": rest[key[0]]}
+            for parts, rest in zip(all_parts, rests, strict=True)
+            if key in parts or rest.get(key[0])
+        ]
+        yield _Way(place)
+
+
+def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
+    """The schemas inside one, by their places."""
+    parts: dict[tuple[str, Any], Any] = {("rest", name): node[name] for name in _OF_SCHEMA if isinstance(node.get(name), dict)}
+    for name in ("properties", "patternProperties"):
+        parts |= {("property", (name, key)): part for key, part in _dict(node, name).items()}
+    for name in ("prefixItems", "items"):
+        parts |= {("item", nth): part for nth, part in enumerate(_list(node, name))}
+    return parts
+
+
+def _num_parts(node: dict[str, Any]) -> int:
+    """The number of `_parts`, without a look at each."""
+    num_names = len(_dict(node, "properties")) + len(_dict(node, "patternProperties"))
+    num_items = max(len(_list(node, "prefixItems")), len(_list(node, "items")))
+    return sum(isinstance(node.get(name), dict) for name in _OF_SCHEMA) + num_names + num_items
+
+
+def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
+    """What a schema says of properties and items that only others name."""
+    properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
+    items = [node.get("items"), node.get("additionalItems")]
+    return {
+        "property": [one for one in properties if isinstance(one, dict) and one],
+        "item": [one for one in items if isinstance(one, dict) and one],
+    }
+
+
+def _find(schema: dict[str, Any], root_id: str, ref: str) -> Any:
+    """The schema that a $ref names by its place, or None."""
+    names = ref.removeprefix(root_id).split("/")
+    if names[0] != "#":
+        return None
+    node: Any = schema
+    for name in map(_unescaped, names[1:]):
+        if isinstance(node, list):
+            is_index = name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS and int(name) < len(node)
+            node = node[int(name)] if is_index else None
+        else:
+            node = node.get(name) if isinstance(node, dict) and (node is schema or not _has_id(node)) else None
+    return node
+
+
+def _has_id(node: dict[str, Any]) -> bool:
+    """Whether a $ref inside it may mean another place than outside."""
+    return isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)
+
+
+def _unescaped(name: str) -> str:
+    return unquote(name).replace("~1", "/").replace("~0", "~")
+
+
+def _list(node: dict[str, Any], name: str) -> list[Any]:
+    found = node.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
+    found = node.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
+    """A value and all that is inside it, in the order in which it is written."""
+    waiting = [(value, place)]
+    while waiting:
+        node, place = waiting.pop()
+        yield node, place
+        if isinstance(node, dict):
+            waiting += [(inside, (place, name)) for name, inside in reversed(node.items())]
+        elif isinstance(node, list):
+            waiting += [(inside, (place, str(nth))) for nth, inside in reversed(list(enumerate(node)))]
+
+
+def _place_of(ref: str) -> Place:
+    place: Place = None
+    for name in ref.split("/")[1:]:
+        place = (place, _unescaped(name))
+    return place
+
+
+def _told(places: Sequence[Place]) -> str:
+    """A sentence to append to a message; empty for the whole schema, and where the place is not known."""
+    shown = [_pointer(place) for place in places[:_MAX_SHOWN_PLACES]]
+    if shown in ([], ["#"]):
+        return ""
+    more = f" or {len(places) - len(shown)} more" if len(places) > len(shown) else ""
+    return f" It stands at {' or '.join(shown)}{more}."
+
+
+def _pointer(place: Place) -> str:
+    names: list[str] = []
+    while place is not None:
+        place, name = place
+        names.append(name.replace("~", "~0").replace("/", "~1"))
+    text = "/".join(["#", *reversed(names)])
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def _refuse(what: str, place: Place = None) -> NoReturn:
+    """`what` says what "a json_schema" does not do, and the remedy."""
+    raise Rejected(RejectReason.INVALID, f"A json_schema {what}{_told([place])}")
