@@ -517,7 +517,7 @@ def test_the_first_token_may_be_the_texts_answer():
 
 def test_a_program_reads_texts_or_a_cache_and_not_both():
     ops = (TextAttention("y", "q", "k", "v", 4, 2, 8, 0.5), Attention("y", "q", 0, 4, 2, 8, 0.5), States("y"))
-    with pytest.raises(ModelError, match="others the tokens of the step alone"):
+    with pytest.raises(ModelError, match="others only the tokens of the step"):
         Program(ops, (), 2, 2, HEAD_DIM, 11)
 
 

@@ -237,7 +237,7 @@ def test_of_a_model_of_text_and_pictures_the_text_part_is_served(prefix: str, tm
     write_encoded(directory / "model.safetensors", tensors)
     with caplog.at_level(logging.INFO, "penstock"):
         model = load_hf_directory(directory)
-    assert "answers are to text alone; left out: model.projector, visual.patch" in caplog.text
+    assert "only the text model is loaded; left out: model.projector, visual.patch" in caplog.text
     assert (model.spec.architecture, model.spec.tie_word_embeddings, model.eos_token_ids) == ("qwen3", False, (2, 0))
     assert {"embed", "output", "layers.1.q_norm", "layers.1.down"} < model.weights.keys()
 

@@ -78,7 +78,7 @@ ENTRY = text("t") + struct.pack("<IQQIQ", 2, 32, 2, 0, 0)
 
 CORRUPT = {
     "empty": (b"", "can't be opened"),
-    "magic": (b"GGML" + bytes(20), "no GGUF file"),
+    "magic": (b"GGML" + bytes(20), "not a GGUF file"),
     "old version": (gguf(version=1), "version 1 is not supported"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "tensor count": (gguf(num_tensors=1 << 60), "promises"),
@@ -94,7 +94,7 @@ CORRUPT = {
     "dimensions": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQQQ", 7, 1, 1, 1)), "7 dimensions"),
     "tensor type": (
         gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 32, 999, 0)),
-        "type number 999, which is no known",
+        "type number 999, which is not a known",
     ),
     "columns": (gguf(num_tensors=1, tensors=text("t") + struct.pack("<IQIQ", 1, 40, 2, 0)), "not a multiple of the 32"),
     "outside": (gguf(num_tensors=1, tensors=ENTRY), "but the file has only"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 
-from penstock.models import architectures, gguf_file
+from penstock.models import architectures, formats
 from penstock.models.checks import weight_shapes
 from penstock.models.gguf import load_gguf
 from penstock.models.gguf_file import open_gguf
@@ -147,13 +147,13 @@ def test_weights_that_grow_are_told_of(tmp_path, caplog, tiny):
             )
         )
     (warning,) = caplog.records
-    assert re.search(r"small\.gguf: 0 MiB of weights become 0 MiB in memory, where each has 4 bits", warning.getMessage())
+    assert re.search(r"small\.gguf: 0 MiB of weights take 0 MiB in memory, where each has 4, 8", warning.getMessage())
 
 
 def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
     path = tmp_path / "model.bin"
     path.write_bytes(bytes(1000))
-    with pytest.raises(ModelError, match=r"no GGUF file\. Penstock reads \.gguf files and Hugging Face directories"):
+    with pytest.raises(ModelError, match=r"not a GGUF file\. Penstock reads \.gguf files and Hugging Face directories"):
         load_gguf(path)
     path.write_bytes(tiny.read_bytes())
     assert load_gguf(path).name == "model"
@@ -163,13 +163,13 @@ def test_a_file_that_is_something_else_is_not_called_corrupt(tmp_path, tiny):
 def test_a_type_that_no_weight_has_is_refused_by_number(tiny, kind):
     block, num_bytes = GGML_QUANT_SIZES[kind]
     raw = np.zeros((2, num_bytes if block > 1 else 4 * num_bytes), np.uint8)
-    with pytest.raises(ModelError, match=rf"'extra' is of type number {kind.value}, which is no known type of weights"):
+    with pytest.raises(ModelError, match=rf"'extra' is of type number {kind.value}, which is not a known type of weights"):
         load_gguf(edit(tiny, lambda writer: writer.add_tensor("extra", raw, raw_dtype=kind)))
 
 
 def test_every_type_that_the_package_knows_is_read_or_no_type_of_weights():
     named = {kind.value: kind.name for kind in GGMLQuantizationType if kind.name not in ("Q8_1", "Q8_K", "F64")}
-    ours = {number: fmt.name for number, fmt in gguf_file.FORMATS.items()}
+    ours = {number: fmt.name for number, fmt in formats.GGML_TYPES.items()}
     assert ours == {number: name for number, name in named.items() if not re.fullmatch(r"I\d+", name)} | {42: "Q2_0"}
 
 
@@ -228,7 +228,7 @@ def test_an_id_of_minus_one_names_no_token(tmp_path, caplog, number):
     with caplog.at_level("INFO", "penstock"):
         model = load_gguf(write("tokenizer.ggml.bos_token_id"))
     assert (model.bos_token_id, model.tokenizer_source.bos_token_id) == (None, None)
-    assert f"tokenizer.ggml.bos_token_id is {number} and passed over" in caplog.text
+    assert f"tokenizer.ggml.bos_token_id is {number}, which means no token: ignored" in caplog.text
     assert load_gguf(write("tokenizer.ggml.eos_token_id")).eos_token_ids == (0, 2)
 
 
@@ -236,7 +236,7 @@ def test_a_padding_token_that_the_vocabulary_lacks_is_passed_over(tmp_path, capl
     with caplog.at_level("INFO", "penstock"):
         model = load_gguf(write_gguf(tmp_path / "m.gguf", TINY, extra={"tokenizer.ggml.padding_token_id": 264}))
     assert model.tokenizer_source.padding_token_id is None
-    assert "padding_token_id is 264 and passed over" in caplog.text
+    assert "padding_token_id is 264, which is not in the vocabulary: ignored" in caplog.text
 
 
 def test_end_of_turn_tokens_count_as_eos(tmp_path):

@@ -182,7 +182,7 @@ def test_the_log_says_which_ids_were_passed_over(tmp_path, caplog):
     with caplog.at_level("INFO", "penstock"):
         load_hf_directory(directory)
     assert "bos_token_id is [1, 0]; the first is taken" in caplog.text
-    assert "eos_token_id[1] is -1 and passed over" in caplog.text
+    assert "eos_token_id[1] is -1, which means no token: ignored" in caplog.text
 
 
 def write_tokenizer_files(directory: Path, config: object, special_map: object = None) -> None:

@@ -23,16 +23,19 @@ def test_frequencies_fall_geometrically_from_one():
 
 
 def test_linear_scaling_slows_every_pair():
-    assert rope.scale_linear((1.0, 0.5), 4.0) == (0.25, 0.125)
+    parameters = rope.RopeParameters(kind="linear", factor=4.0, theta=4.0, dim=4, trained_len=64)
+    assert rope.frequencies(parameters, 4, 64).inv_freq == (0.25, 0.125)
 
 
 def test_divisors_apply_pair_by_pair():
-    assert rope.divide((1.0, 0.5), (1.0, 8.0)) == (1.0, 0.0625)
+    parameters = rope.RopeParameters(theta=4.0, dim=4, trained_len=64, divisors=(1.0, 8.0))
+    assert rope.frequencies(parameters, 4, 64).inv_freq == (1.0, 0.0625)
 
 
 def test_divisors_must_match_the_pairs():
+    parameters = rope.RopeParameters(theta=4.0, dim=4, trained_len=64, divisors=(1.0,))
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        rope.divide((1.0, 0.5), (1.0,))
+        rope.frequencies(parameters, 4, 64)
 
 
 def llama3(freq: float, factor: float, low: float, high: float, context: int) -> float:
@@ -48,7 +51,8 @@ def llama3(freq: float, factor: float, low: float, high: float, context: int) ->
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones():
     freqs = rope.inverse_frequencies(128, 500000.0)
-    scaled = rope.scale_llama3(freqs, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    parameters = rope.RopeParameters(kind="llama3", theta=500000.0, dim=128, trained_len=131072, original_len=8192, factor=8.0)
+    scaled = rope.frequencies(parameters, 128, 131072).inv_freq
     assert scaled == pytest.approx([llama3(freq, 8.0, 1.0, 4.0, 8192) for freq in freqs])
     assert scaled[0] == freqs[0]
     assert scaled[-1] == freqs[-1] / 8.0
@@ -200,4 +204,5 @@ def test_long_and_short_factors_of_a_gguf_file(tmp_path: Path):
     plain = rope.inverse_frequencies(16, 10000.0)
     for served_len, factors in ((64, SHORT), (65, LONG), (None, LONG)):
         rotation = load_gguf(path, served_len=served_len).spec.layers[0].attention.rotation
-        assert rotation == Rotation(inv_freq=rope.divide(plain, factors), attention_factor=1.25)
+        divided = tuple(freq / factor for freq, factor in zip(plain, factors, strict=True))
+        assert rotation == Rotation(inv_freq=divided, attention_factor=1.25)

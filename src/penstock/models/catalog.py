@@ -174,7 +174,7 @@ class ModelSource:
     """Where a model's files are, or will be after a pull. At most one of `entry` and `hub` is set."""
 
     name: str
-    """What the server calls the model, unless a setting names it."""
+    """The name of the model in the API, unless a setting gives another."""
     kind: SourceKind
     path: Path
     entry: CatalogEntry | None = None

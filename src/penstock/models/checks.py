@@ -1,4 +1,4 @@
-"""The conditions that a model meets before any backend sees it. The loaders call these checks, which read no files."""
+"""Checks that every model passes before a backend sees it. The loaders call them."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ _LIMITS: Mapping[str, int] = {
     "intermediate_size": 1 << 22,
     "max_model_len": MAX_MODEL_LEN,
 }
-"""Far above every published model: larger numbers come from a corrupt file and would only exhaust memory."""
+"""Far above every published model. Larger numbers come from a corrupt file and would exhaust memory."""
 _MAX_FACTOR = 2.0**64
 _MAX_ROTARY = 2.0**20
-"""Far above every published model, too: beyond them float32 overflows, or falls to 0, and an angle has no digits left."""
+"""Far above every published model, too. Beyond them float32 overflows or underflows, and angles lose all digits."""
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """The JSON object of a model's file. Raises ValueError for anything else, and for text that no UTF-8 can hold."""
+    """Parse the JSON object of a model's file. Raises ValueError for anything else, and for text that is not valid UTF-8."""
     try:
         values = json.loads(text)
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
     if not isinstance(values, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair would fail later, where its text is printed
     return values
 
 
 def unsupported(path: Path, setting: str, supported: str) -> ModelError:
-    """For a setting that is right and that Penstock lacks. `setting` is the key and its value, `supported` what would do."""
+    """Return the error for a valid setting that Penstock lacks. `setting` is key and value, `supported` says what would do."""
     return ModelError(f"{path}: {setting}, which is not supported ({supported}).", remedy=_UNSUPPORTED)
 
 
 def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
-    """Sizes, by their field of a spec, lie in [1, limit]. Raises ModelError. Call it before building anything from them."""
+    """Raise ModelError unless each size is in [1, limit]. Call this before building anything from the sizes."""
     for name, value in sizes.items():
         if not 1 <= value <= _LIMITS[name]:
             raise ModelError(f"{path}: {name} is {value}, outside of 1 to {_LIMITS[name]}.", remedy=REFETCH)
@@ -79,7 +79,7 @@ def check_sizes(sizes: Mapping[str, int], path: Path) -> None:
 
 
 def check_spec(spec: ModelSpec, path: Path) -> None:
-    """Windows and reals of the spec are usable. Raises ModelError."""
+    """Raise ModelError unless the spec's windows and real numbers are usable."""
     if not 0.0 <= spec.norm_eps < 1.0:
         raise ModelError(f"{path}: the epsilon of the norms is {spec.norm_eps}, outside of [0, 1).", remedy=REFETCH)
     for window in {attention.window for attention in spec.attentions}:
@@ -89,26 +89,26 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
     factors = [spec.embed_scale, spec.residual_scale, spec.logit_scale, spec.logit_softcap]
     factors += [factor for attention in attentions for factor in (attention.scale or 0.0, attention.softcap)]
     if not all(factor == 0.0 or 1 / _MAX_FACTOR <= factor <= _MAX_FACTOR for factor in factors):
-        cause = "a factor or cap of embeddings, scores, layers or logits is below 0, beyond measure or no number"
+        cause = "a factor or cap of embeddings, scores, layers or logits is negative, too large or not a number"
         raise ModelError(f"{path}: {cause}.", remedy=REFETCH)
     rotations = {turn for attention in attentions if (turn := attention.rotation) is not None}
     numbers = [number for turn in rotations for number in (*turn.inv_freq, turn.attention_factor, turn.query_growth)]
     if not all(0.0 <= number <= _MAX_ROTARY for number in numbers):
-        raise ModelError(f"{path}: a rotary frequency or factor is below 0, too large or no number.", remedy=REFETCH)
+        raise ModelError(f"{path}: a rotary frequency or factor is negative, too large or not a number.", remedy=REFETCH)
 
 
 def rotation(parameters: RopeParameters, head_dim: int, served_len: int, path: Path) -> Rotation:
-    """The rotation of a layer's heads; the log says what was chosen. Raises ModelError for numbers that make none."""
+    """Return the rotation of a layer's heads. Raises ModelError if the numbers overflow."""
     if (words := choice_words(parameters, served_len)) is not None:
         _log.info("%s: %s", path, words)
     try:
         return frequencies(parameters, head_dim, served_len)
     except (ArithmeticError, ValueError) as error:
-        raise ModelError(f"{path}: the rotary parameters have numbers without measure: {error}.", remedy=REFETCH) from error
+        raise ModelError(f"{path}: the rotary parameters have impossible numbers: {error}.", remedy=REFETCH) from error
 
 
 def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -> LayerSpec:
-    """A layer with this rotation, and with the biases and sinks that a model has which has weights of these names."""
+    """Return a layer with this rotation, and with biases and sinks if `names`, of the weights, has them."""
     attention = replace(
         layer.attention,
         rotation=turn,
@@ -122,14 +122,14 @@ def with_facts(layer: LayerSpec, names: Container[str], turn: Rotation | None) -
 
 
 def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dict[str, int]:
-    """Those that name a token, by their names in the file: not None, nor -1, which is written for none.
+    """Return the ids that name a token, by their names in the file. None and -1 (4294967295 if unsigned) mean no token.
 
-    As an unsigned number of 32 bits, -1 is 4294967295. Raises ModelError for an id outside of the vocabulary.
+    Raises ModelError for an id outside of the vocabulary.
     """
     found: dict[str, int] = {}
     for name, token_id in ids.items():
         if token_id in (-1, 0xFFFFFFFF):
-            _log.info("%s: %s is %d and passed over: it stands for no token", path, name, token_id)
+            _log.info("%s: %s is %d, which means no token: ignored", path, name, token_id)
         elif token_id is not None:
             if not 0 <= token_id < vocab_size:
                 raise ModelError(f"{path}: {name} is {token_id}, outside of the vocabulary of {vocab_size}.", remedy=REFETCH)
@@ -138,7 +138,7 @@ def token_ids(ids: Mapping[str, int | None], vocab_size: int, path: Path) -> dic
 
 
 def weight_shapes(program: Program) -> dict[str, tuple[int, int]]:
-    """(num_rows, num_cols) of every weight that a program reads, by canonical name; vectors are [1, n]."""
+    """Return (num_rows, num_cols) of every weight that a program reads, by our name. Vectors are [1, n]."""
     width = dict(program.buffers)
     shapes: dict[str, tuple[int, int]] = {}
     for op in program.ops:
@@ -182,9 +182,9 @@ def _named(*names: str | None) -> list[str]:
 
 
 def check_weights(program: Program, shapes: Mapping[str, tuple[int, int]], path: Path) -> None:
-    """The weights, by canonical name, are those that the program reads: none missing, none left over, of the right shapes.
+    """Raise ModelError unless the weights are those that the program reads, with the same shapes.
 
-    A tensor that is left over means a variant of the architecture that we would compute wrongly. Raises ModelError.
+    A tensor that the program does not read means that the model is a variant that we would compute wrongly.
     """
     wanted = weight_shapes(program)
     missing = [name for name in wanted if name not in shapes]
@@ -201,7 +201,7 @@ def check_weights(program: Program, shapes: Mapping[str, tuple[int, int]], path:
 
 
 def check_memory(held: Mapping[str, int], max_bytes: int | None, path: Path, *, experts_on_disk: bool) -> None:
-    """Raises NotEnoughMemory if the weights would take more than `max_bytes` of memory. `held` has the bytes of each."""
+    """Raise NotEnoughMemory if the weights would take more than `max_bytes`. `held` has the bytes of each."""
     expert_bytes = sum(size for name, size in held.items() if is_of_experts(name))
     needed = sum(held.values()) - (expert_bytes if experts_on_disk else 0)
     if max_bytes is None or needed <= max_bytes:

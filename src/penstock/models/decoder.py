@@ -36,11 +36,11 @@ from penstock.types.errors import ModelError
 from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
 
 SAMPLED = "sampled_"
-"""Begins the names of buffers that have one row per sample."""
+"""Prefix of buffers that have one row per sample."""
 
 
 class Decoder:
-    """One program in the making. A weight is named as `LoadedModel.weights` has it; its shape follows from the buffers."""
+    """Builds one program. Weights have the names of `LoadedModel.weights`; their shapes follow from the buffers."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -49,13 +49,13 @@ class Decoder:
         self._of = ""
         kinds = [type(layer.mixer) for layer in spec.layers]
         self._indices = [0] * len(kinds)
-        """The number of layers before each that have a mixer of the same kind."""
+        """For each layer, the number of layers before it with the same kind of mixer."""
         for kind in set(kinds):
             for index, layer in enumerate(layer for layer, other in enumerate(kinds) if other is kind):
                 self._indices[layer] = index
 
     def _buffer(self, name: str, width: int) -> str:
-        """A buffer of this name, which has the width in it if another layer's has another one."""
+        """Return a buffer. If another layer's buffer of this name has another width, the width is added to the name."""
         name = self._of + name
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"
@@ -63,13 +63,13 @@ class Decoder:
         return name
 
     def embed(self) -> str:
-        """The residual stream `x` of the step's tokens. [num_tokens, hidden_size]"""
+        """Return the residual stream `x` of the step's tokens. [num_tokens, hidden_size]"""
         x = self._buffer("x", self._spec.hidden_size)
         self._ops.append(Embed(out=x, weight="embed", scale=self._spec.embed_scale))
         return x
 
     def add_positions(self, x: str) -> str:
-        """x += a learned row of each token's position. The weight is `positions`."""
+        """x += the learned row of each token's position. The weight is `positions`."""
         spec = self._spec
         self._ops.append(
             EmbedPositions(out=x, x=x, weight="positions", num_positions=spec.max_model_len, first=spec.first_position)
@@ -83,7 +83,7 @@ class Decoder:
         return x
 
     def norm(self, x: str, weight: str, out: str = "normed") -> str:
-        """The model's kind of norm of whole rows. The weight of a layer norm's bias is `{weight}_bias`. `out` may be x."""
+        """Norm whole rows, as the spec says. The bias of a layer norm is the weight `{weight}_bias`. `out` may be x."""
         if self._spec.norm == "rms":
             return self._rms_norm(x, weight, out)
         normed = self._buffer(out, self._widths[x])
@@ -92,7 +92,7 @@ class Decoder:
         return normed
 
     def _rms_norm(self, x: str, weight: str, out: str, *, group: int = 0) -> str:
-        """RMSNorm of whole rows, or per group of so many columns. `out` may be x."""
+        """RMSNorm of whole rows, or of each `group` columns. `out` may be x."""
         normed = self._buffer(out, self._widths[x])
         self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps, group=group))
         return normed
@@ -116,11 +116,12 @@ class Decoder:
         return to
 
     def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
-        """Attention of a layer before its output projection. [num_tokens, num_heads * head_dim]
+        """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
 
-        Weights are `layers.{i}.q`, `k`, `v` and, with `has_qkv_bias`, `q_bias`, `k_bias`, `v_bias`; with `has_sinks`, `sinks`.
-        With `qk_norms`, RMSNorms of q and k come before their rotation, over whole rows (OLMo 2) or per head (Qwen 3):
-        `layers.{i}.q_norm` and `k_norm`. With `num_distances`, the bias by distance is `distances`, one for all layers.
+        `qk_norms`: q and k are normed before their rotation, over whole rows (OLMo 2) or per head (Qwen 3).
+
+        Weights are `layers.{i}.` `q`, `k`, `v`, and where the spec has them `q_bias`, `k_bias`, `v_bias`, `sinks`, `q_norm`,
+        `k_norm`. The bias by distance is `distances`, one for all layers.
         """
         spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
         index = self._indices[layer]
@@ -143,7 +144,7 @@ class Decoder:
         if self._spec.ending is not None:
             self._ops.append(self._text_attention(spec, scale, out, q, k, v))
             return out
-        # A norm rescales a bias; a capped score sees what all keys share, and so does a sink beside the scores.
+        # `key_centre` is only right if the bias reaches the keys unscaled, and if scores depend on their differences alone.
         if spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks):
             write = KvWrite(index, k, v, f"{at}.k_bias", *angles)
         else:
@@ -165,11 +166,12 @@ class Decoder:
 
     @staticmethod
     def _text_attention(spec: AttentionSpec, scale: float, out: str, q: str, k: str, v: str) -> TextAttention:
-        """Raises ModelError for what attention within a text alone does not have."""
+        """Raise ModelError for sinks and caps, which attention within a text does not have."""
         if spec.softcap or spec.has_sinks:
             what = "a cap of its scores" if spec.softcap else "sinks"
             raise ModelError(
-                f"attention with {what} is not computed for texts.", remedy="Serve this model with --task generate."
+                f"attention with {what} is not supported for embeddings and scores.",
+                remedy="Serve this model with --task generate.",
             )
         return TextAttention(
             out=out,
@@ -187,9 +189,9 @@ class Decoder:
         )
 
     def short_conv(self, layer: int, x: str) -> str:
-        """The short convolution of a layer before its output projection. [num_tokens, hidden_size]
+        """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]
 
-        Weights are `layers.{i}.conv_in` and `conv` and, where the spec has biases, `conv_in_bias` and `conv_bias`.
+        Weights are `layers.{i}.` `conv_in`, `conv`, and where the spec has them `conv_in_bias`, `conv_bias`.
         """
         spec, at, width = self._spec.layers[layer].mixer, f"layers.{layer}", self._spec.hidden_size
         assert isinstance(spec, ShortConvSpec)
@@ -209,25 +211,21 @@ class Decoder:
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
-        """The layer's attention or short convolution, whichever it has, before its output projection."""
+        """Return the layer's attention or short convolution before its output projection."""
         if isinstance(self._spec.layers[layer].mixer, ShortConvSpec):
             return self.short_conv(layer, x)
         return self.attention(layer, x, qk_norms=qk_norms)
 
     def add_output(self, layer: int, to: str, mixed: str) -> str:
-        """to += the output projection of the layer's attention or convolution, before it.
-
-        Weights are `layers.{i}.o` and, with a bias, `o_bias`.
-        """
+        """to += the output projection of what `mix` returned. Weights are `layers.{i}.o` and `o_bias`."""
         mixer = self._spec.layers[layer].mixer
         has_bias = mixer.has_bias if isinstance(mixer, ShortConvSpec) else mixer.has_o_bias
         return self.add_linear(to, mixed, f"layers.{layer}.o", bias=f"layers.{layer}.o_bias" if has_bias else None)
 
     def gather_after_last(self, layer: int, *buffers: str) -> tuple[str, ...]:
-        """After the last layer's attention, the rows of the tokens that sample; after another layer's, the buffers as they are.
+        """After the last layer's attention, return only the rows that the answer is made of; after others, return all.
 
-        Nobody reads other tokens from there on: a prompt skips most of a layer. A text's answer may be made of its first token,
-        or of all.
+        So a prompt skips most of the last layer. Call this before the output projection of each layer.
         """
         pooling = "last" if self._spec.ending is None else self._spec.ending.pooling
         if layer < self._spec.num_layers - 1 or pooling in ("mean", "each"):
@@ -240,9 +238,9 @@ class Decoder:
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
-        """activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`: what a layer's down projection reads.
+        """Return activation(gate(x)) * up(x), or activation(up(x)) in a `PlainMlp`: the input of the down projection.
 
-        Weights are `layers.{i}.gate` and `up`, and `gate_bias` and `up_bias` if the MLP has biases.
+        Weights are `layers.{i}.` `gate`, `up`, and where the spec has them `gate_bias`, `up_bias`.
         """
         mlp, at = self._spec.layers[layer].mlp, f"layers.{layer}"
         assert not isinstance(mlp, ExpertsMlp)
@@ -259,10 +257,10 @@ class Decoder:
         return act
 
     def experts(self, layer: int, x: str) -> str:
-        """The sum of the experts of a layer whose MLP is an `ExpertsMlp`. [., hidden_size]
+        """Return the sum of the experts of a layer with an `ExpertsMlp`. [., hidden_size]
 
-        Weights are `layers.{i}.router`, `expert_gate`, `expert_up` and `expert_down`, and, where the spec has them, their
-        names with `_bias`, and `selection_bias`.
+        Weights are `layers.{i}.` `router`, `expert_gate`, `expert_up`, `expert_down`, and where the spec has them the same with
+        `_bias`, and `selection_bias`.
         """
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
@@ -292,7 +290,7 @@ class Decoder:
         return out
 
     def add_mlp(self, layer: int, to: str, x: str, *, has_down_bias: bool = False) -> str:
-        """to += the layer's MLP of x, whichever it is. `has_down_bias`: the last projection has a bias in any case."""
+        """to += the layer's MLP of x. `has_down_bias`: the last projection has a bias even if the others have none."""
         mlp = self._spec.layers[layer].mlp
         if isinstance(mlp, ExpertsMlp):
             return self.add(to, self.experts(layer, x))
@@ -300,7 +298,7 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """The program whose result is the answer to texts that end with the states x, or the logits of x.
+        """Return the program, whose result is the logits of x or what the spec's ending makes of x.
 
         Weights: `embed` or `output` for logits; `dense.{i}`, `dense.{i}_bias` and `dense.{i}_norm` for the ending's layers.
         """

@@ -1,7 +1,7 @@
-"""The formats in which weights lie in a file and what they mean. Used by loaders and backends; reads no files.
+"""The formats of weights in files, and how to decode them.
 
-The quantised ones are those of GGML (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is cut into
-blocks of 32 to 256 consecutive columns; within them, 32 columns share a scale (`GROUP_OF_16` has the other formats).
+The quantised ones are GGML's (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is divided into
+blocks of 32 to 256 consecutive columns. Within a block, 32 columns share a scale, or 16 in the formats of `GROUP_OF_16`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.models.codebooks import F32, I8, U8, Parts
 
 
 class WeightFormat(StrEnum):
-    """Formats that every backend must compute with; loaders convert all others to one of these."""
+    """Formats that every backend computes with. Loaders convert all others to one of these."""
 
     F32 = "f32"
-    """float32; norms and biases, and matrices if the file has them so."""
+    """float32: norms, biases, and matrices of some files."""
     F16 = "f16"
-    """IEEE half precision. A backend may round it, and a matrix in F32, to bf16."""
+    """IEEE half precision. A backend may round it to bf16, and also a matrix in F32."""
     BF16 = "bf16"
     """bfloat16, as uint16 bit patterns."""
     F8_E4M3 = "f8_e4m3"
@@ -97,56 +97,12 @@ class WeightFormat(StrEnum):
     for each of these 8 bytes, whose low nibbles are the first 8 columns."""
 
 
-BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
-    {
-        WeightFormat.Q4_0: (32, 18),
-        WeightFormat.Q4_1: (32, 20),
-        WeightFormat.Q5_0: (32, 22),
-        WeightFormat.Q5_1: (32, 24),
-        WeightFormat.Q8_0: (32, 34),
-        WeightFormat.Q2_K: (256, 84),
-        WeightFormat.Q3_K: (256, 110),
-        WeightFormat.Q4_K: (256, 144),
-        WeightFormat.Q5_K: (256, 176),
-        WeightFormat.Q6_K: (256, 210),
-        WeightFormat.IQ4_NL: (32, 18),
-        WeightFormat.IQ4_XS: (256, 136),
-        WeightFormat.Q1_0: (128, 18),
-        WeightFormat.Q2_0: (64, 18),
-        WeightFormat.TQ1_0: (256, 54),
-        WeightFormat.TQ2_0: (256, 66),
-        WeightFormat.IQ1_S: (256, 50),
-        WeightFormat.IQ1_M: (256, 56),
-        WeightFormat.IQ2_XXS: (256, 66),
-        WeightFormat.IQ2_XS: (256, 74),
-        WeightFormat.IQ2_S: (256, 82),
-        WeightFormat.IQ3_XXS: (256, 98),
-        WeightFormat.IQ3_S: (256, 110),
-        WeightFormat.MXFP4: (32, 17),
-        WeightFormat.NVFP4: (64, 36),
-    }
-)
-"""(columns, bytes) of one block of every quantised format."""
-
-GROUP_OF_16 = frozenset(
-    {
-        WeightFormat.Q2_K,
-        WeightFormat.Q3_K,
-        WeightFormat.Q6_K,
-        WeightFormat.IQ1_M,
-        WeightFormat.IQ2_XS,
-        WeightFormat.IQ2_S,
-        WeightFormat.NVFP4,
-    }
-)
-"""Formats of which 16 columns share a scale; of all other quantised ones 32 do, or several groups of 32 have equal ones."""
-
 E4M3_VALUES = tuple(
     (-1 if code & 128 else 1)
     * (math.nan if code & 127 == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 10))
     for code in range(256)
 )
-"""By code. There is no infinity, and the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+"""Values by code. There is no infinity, and the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -159,62 +115,34 @@ _HALF_UE4M3 = tuple(
 
 
 def block(fmt: WeightFormat) -> tuple[int, int]:
-    """(columns, bytes) of a block of any format; of floats, a block is one number."""
+    """Return (columns, bytes) of a block of any format. For floats a block is one number."""
     return BLOCKS.get(fmt) or (1, {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2))
 
 
 def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Bytes of a matrix of this format."""
+    """Return the bytes of a matrix of this format."""
     cols, num_bytes = block(fmt)
     return num_rows * (num_cols // cols) * num_bytes
 
 
 class Floats(StrEnum):
-    """The form in which a backend holds matrices that are floats in a file."""
+    """How a backend holds matrices that are floats in a file."""
 
     BF16 = "bf16"
-    """All are widened or rounded to it, as by the native backend."""
+    """All are widened or rounded to bf16. The native backend does this."""
     AS_STORED = "as stored"
-    """bf16; fp8 stays."""
+    """All but fp8 become bf16; fp8 stays."""
     FP8 = "fp8"
-    """fp8, but tables of embeddings and the matrix of logits, which are as stored."""
-
-
-FOUR_BITS = frozenset(
-    {
-        WeightFormat.Q1_0,
-        WeightFormat.Q2_0,
-        WeightFormat.TQ1_0,
-        WeightFormat.TQ2_0,
-        WeightFormat.Q4_0,
-        WeightFormat.Q4_1,
-        WeightFormat.Q4_K,
-    }
-)
-"""Formats whose integers every backend holds in 4 bits."""
-_OF_TABLES = frozenset(
-    {
-        WeightFormat.IQ1_S,
-        WeightFormat.IQ2_XXS,
-        WeightFormat.IQ3_XXS,
-        WeightFormat.IQ3_S,
-        WeightFormat.IQ4_NL,
-        WeightFormat.IQ4_XS,
-        WeightFormat.MXFP4,
-    }
-)
-"""Formats of sixteen numbers or fewer, of which the native backend holds codes of 4 bits."""
-_HELD_WITH_OFFSETS = (WeightFormat.Q4_1, WeightFormat.Q5_1, WeightFormat.Q4_K, WeightFormat.Q5_K)
-"""Formats whose groups of 32 have an offset there as well as a scale."""
+    """All become fp8, except embeddings and the matrix of logits, which are as stored."""
 
 
 def held_bytes(
     fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
 ) -> int:
-    """Bytes of it in the memory of the native backend, which packs 16 rows side by side; docs/kernels.md has the layout.
+    """Return the bytes of a matrix in memory. The native backend packs 16 rows side by side: docs/kernels.md has the layout.
 
-    One row of F32 is a vector, which stays as it is. With other `floats` than the native backend's, fp8 has a scale per row,
-    and one per group of 32 columns if the file's are of blocks.
+    One row of F32 is a vector, which stays as it is. Where fp8 stays fp8, it has a scale for each row, and also one for each
+    32 columns if the file has scales of blocks (`has_blocks`).
     """
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
@@ -223,14 +151,15 @@ def held_bytes(
         if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
             return rows * (num_cols + 4 + (_padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
         return rows * _padded(num_cols, 2) * 2
-    bits = 4 if fmt in FOUR_BITS or (fmt in _OF_TABLES and floats is Floats.BF16) else 8
+    kind = _QUANTISED[fmt]
+    bits = 4 if kind.has_table and floats is Floats.BF16 else kind.held_bits
     groups = num_cols // 32
-    offsets = rows * _padded(groups, 2) * 2 if fmt in _HELD_WITH_OFFSETS else 0
+    offsets = rows * _padded(groups, 2) * 2 if kind.has_held_offsets else 0
     return rows * num_cols * bits // 8 + rows * groups * 2 + offsets
 
 
 def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Beyond the file, of an embedding in the native backend of which only rows are read: fp8 is widened to float32."""
+    """Return the memory of an embedding whose rows the native backend looks up: none but for fp8, which becomes float32."""
     return stored_bytes(WeightFormat.F32, num_rows, num_cols) if fmt is WeightFormat.F8_E4M3 else 0
 
 
@@ -240,7 +169,7 @@ def _padded(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedIntegers:
-    """Rows of a quantised matrix in parts. A value is scale * integer (+ offset); consecutive columns share the latter two."""
+    """Rows of a quantised matrix: a value is scale * integer (+ offset). Groups of columns share scale and offset."""
 
     integers: I8
     """[num_rows, num_cols]"""
@@ -256,11 +185,11 @@ class GroupedIntegers:
 
 
 def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> GroupedIntegers:
-    """Raw rows of a quantised format, without any rounding. Raises KeyError for a format of floats."""
-    _, num_bytes = BLOCKS[fmt]
-    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, num_bytes)
+    """Decode raw rows of a quantised format without rounding. Raises KeyError for a format of floats."""
+    kind = _QUANTISED[fmt]
+    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1, kind.num_bytes)
     with np.errstate(all="ignore"):  # infinite scales of a corrupt file
-        integers, scales, offsets = _DECODERS[fmt](blocks)
+        integers, scales, offsets = kind.parts(blocks)
     rows = len(data)
     return GroupedIntegers(
         integers.reshape(rows, num_cols), scales.reshape(rows, -1), None if offsets is None else offsets.reshape(rows, -1)
@@ -268,7 +197,7 @@ def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int
 
 
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
-    """Values of raw rows, float32 [num_rows, num_cols]; of F8_E4M3 without their scale. `data` is as in `WeightTensor.data`."""
+    """Return the values of raw rows, float32 [num_rows, num_cols]. F8_E4M3 is not scaled. `data` is as `WeightTensor.data`."""
     if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
@@ -387,7 +316,7 @@ def _iq4_xs(blocks: U8) -> Parts:
 
 
 def _in_groups(scale: F32, num: int) -> F32:
-    """A block's scale as that of each of its groups of 32. [num_blocks, 1] -> [num_blocks, num]"""
+    """Repeat a block's scale for each of its groups of 32. [num_blocks, 1] -> [num_blocks, num]"""
     return np.repeat(scale, num, axis=1)
 
 
@@ -401,7 +330,7 @@ def _q2_0(blocks: U8) -> Parts:
 
 
 def _digits(packed: U8, num: int) -> U8:
-    """The first digits of base 3 of each byte, less the last digits. [num_blocks, n] -> [num_blocks, num * n]"""
+    """Return the first `num` digits of base 3 of each byte. [num_blocks, n] -> [num_blocks, num * n]"""
     rests = packed[:, None] * np.array([1, 3, 9, 27, 81], np.uint8)[:num, None]
     return (rests.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
 
@@ -428,31 +357,63 @@ def _nvfp4(blocks: U8) -> Parts:
     return np.array(E2M1_TWICE, np.int8)[_halves(blocks[:, 4:].reshape(-1, 4, 8))], scales, None
 
 
-_DECODERS: Mapping[WeightFormat, Callable[[U8], Parts]] = {
-    WeightFormat.Q4_0: _q4_0,
-    WeightFormat.Q4_1: _q4_1,
-    WeightFormat.Q5_0: _q5_0,
-    WeightFormat.Q5_1: _q5_1,
-    WeightFormat.Q8_0: _q8_0,
-    WeightFormat.Q2_K: _q2_k,
-    WeightFormat.Q3_K: _q3_k,
-    WeightFormat.Q4_K: _q4_k,
-    WeightFormat.Q5_K: _q5_k,
-    WeightFormat.Q6_K: _q6_k,
-    WeightFormat.IQ4_NL: _iq4_nl,
-    WeightFormat.IQ4_XS: _iq4_xs,
-    WeightFormat.Q1_0: _q1_0,
-    WeightFormat.Q2_0: _q2_0,
-    WeightFormat.TQ1_0: _tq1_0,
-    WeightFormat.TQ2_0: _tq2_0,
-    WeightFormat.IQ1_S: codebooks.iq1_s,
-    WeightFormat.IQ1_M: codebooks.iq1_m,
-    WeightFormat.IQ2_XXS: codebooks.iq2_xxs,
-    WeightFormat.IQ2_XS: codebooks.iq2_xs,
-    WeightFormat.IQ2_S: codebooks.iq2_s,
-    WeightFormat.IQ3_XXS: codebooks.iq3_xxs,
-    WeightFormat.IQ3_S: codebooks.iq3_s,
-    WeightFormat.MXFP4: _mxfp4,
-    WeightFormat.NVFP4: _nvfp4,
+@dataclass(frozen=True, slots=True)
+class _Quantised:
+    """The layout of a quantised format, and how the native backend holds it."""
+
+    ggml: int
+    """GGML's number of the type: `ggml_type` in ggml.h."""
+    cols: int
+    num_bytes: int
+    """Bytes of a block of `cols` columns."""
+    parts: Callable[[U8], Parts]
+    """Blocks [num_blocks, num_bytes] -> their parts."""
+    held_bits: int = 8
+    """Bits of an integer in memory."""
+    has_table: bool = False
+    """Codes of a table of at most 16 numbers. Backends that hold floats as bf16 hold codes, the others `held_bits`."""
+    has_held_offsets: bool = False
+    """Groups of 32 have an offset in memory as well as a scale."""
+    group: int = 32
+    """Columns that share a scale. In some formats of 32, several groups have equal scales."""
+
+
+_QUANTISED: Mapping[WeightFormat, _Quantised] = {
+    WeightFormat.Q4_0: _Quantised(2, 32, 18, _q4_0, held_bits=4),
+    WeightFormat.Q4_1: _Quantised(3, 32, 20, _q4_1, held_bits=4, has_held_offsets=True),
+    WeightFormat.Q5_0: _Quantised(6, 32, 22, _q5_0),
+    WeightFormat.Q5_1: _Quantised(7, 32, 24, _q5_1, has_held_offsets=True),
+    WeightFormat.Q8_0: _Quantised(8, 32, 34, _q8_0),
+    WeightFormat.Q2_K: _Quantised(10, 256, 84, _q2_k, group=16),
+    WeightFormat.Q3_K: _Quantised(11, 256, 110, _q3_k, group=16),
+    WeightFormat.Q4_K: _Quantised(12, 256, 144, _q4_k, held_bits=4, has_held_offsets=True),
+    WeightFormat.Q5_K: _Quantised(13, 256, 176, _q5_k, has_held_offsets=True),
+    WeightFormat.Q6_K: _Quantised(14, 256, 210, _q6_k, group=16),
+    WeightFormat.IQ4_NL: _Quantised(20, 32, 18, _iq4_nl, has_table=True),
+    WeightFormat.IQ4_XS: _Quantised(23, 256, 136, _iq4_xs, has_table=True),
+    WeightFormat.Q1_0: _Quantised(41, 128, 18, _q1_0, held_bits=4),
+    WeightFormat.Q2_0: _Quantised(42, 64, 18, _q2_0, held_bits=4),
+    WeightFormat.TQ1_0: _Quantised(34, 256, 54, _tq1_0, held_bits=4),
+    WeightFormat.TQ2_0: _Quantised(35, 256, 66, _tq2_0, held_bits=4),
+    WeightFormat.IQ1_S: _Quantised(19, 256, 50, codebooks.iq1_s, has_table=True),
+    WeightFormat.IQ1_M: _Quantised(29, 256, 56, codebooks.iq1_m, group=16),
+    WeightFormat.IQ2_XXS: _Quantised(16, 256, 66, codebooks.iq2_xxs, has_table=True),
+    WeightFormat.IQ2_XS: _Quantised(17, 256, 74, codebooks.iq2_xs, group=16),
+    WeightFormat.IQ2_S: _Quantised(22, 256, 82, codebooks.iq2_s, group=16),
+    WeightFormat.IQ3_XXS: _Quantised(18, 256, 98, codebooks.iq3_xxs, has_table=True),
+    WeightFormat.IQ3_S: _Quantised(21, 256, 110, codebooks.iq3_s, has_table=True),
+    WeightFormat.MXFP4: _Quantised(39, 32, 17, _mxfp4, has_table=True),
+    WeightFormat.NVFP4: _Quantised(40, 64, 36, _nvfp4, group=16),
 }
-"""Blocks [num_blocks, bytes] -> their parts."""
+BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
+    {fmt: (kind.cols, kind.num_bytes) for fmt, kind in _QUANTISED.items()}
+)
+"""(columns, bytes) of one block of every quantised format."""
+GROUP_OF_16 = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.group == 16)
+"""Formats in which 16 columns share a scale; in all other quantised ones 32 do."""
+FOUR_BITS = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.held_bits == 4)
+"""Formats whose integers every backend holds in 4 bits."""
+GGML_TYPES: Mapping[int, WeightFormat] = MappingProxyType(
+    {0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16} | {kind.ggml: fmt for fmt, kind in _QUANTISED.items()}
+)
+"""GGML's numbers of the types that weights have. The other types are not of weights, or no longer in use."""

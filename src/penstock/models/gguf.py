@@ -1,7 +1,7 @@
-"""Loads a GGUF file as a `LoadedModel`: the settings and the tokenizer in its metadata, and the names of its tensors.
+"""Loads a GGUF file as a `LoadedModel`: its settings, its tokenizer and its weights.
 
-`models.load` calls it. Bytes are parsed by `gguf_file`, and tensors become weights in `gguf_tensors`.
-Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+`gguf_file` parses the bytes, and `gguf_tensors` makes weights of tensors. Names of metadata keys and tensors:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_eq
 from penstock.types.vocab import GgufVocab
 
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
-"""The number of a layer, and the end of a tensor's name, which `Architecture.gguf_layer` has."""
+"""Matches the number of a layer and the end of a tensor's name."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
@@ -48,7 +48,7 @@ _PRE_WITH_BOS = frozenset(
         "chameleon",
     }
 )
-"""Pre-tokenisers whose models begin a text with the bos token, if the file does not say."""
+"""Pre-tokenisers whose models begin a text with the bos token, unless the file says otherwise."""
 _ENDS = frozenset(
     {
         "<|im_end|>",
@@ -71,13 +71,13 @@ _ENDS = frozenset(
         "</s>",
     }
 )
-"""Tokens that end a turn or a document, whatever the file calls its `eos`: of chat models, many files name one of them only.
+"""Tokens that end a turn or a document. Many files of chat models name only one of them as `eos`.
 
-As in llama.cpp (`special_eog_ids` in `llama-vocab.cpp`), without those that end a part of an answer: calls of tools and files
-of a repository.
+Source: `special_eog_ids` in `llama-vocab.cpp` of llama.cpp, without tokens that end only a part of an answer, such as a tool
+call.
 """
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
-"""Tokens of gpt-oss and of Solar, beside which `<|end|>` ends a message, and not the reply."""
+"""In vocabularies with all tokens of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -95,19 +95,15 @@ def load_gguf(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """The model of a GGUF file, or of a split one by its first file; matrices stay memory-mapped.
+    """Return the model of a GGUF file, or of a split one by its first file. Matrices stay memory-mapped.
 
-    `name` defaults to the file's stem, and `served_len`, the tokens of the longest text, to the model's. `task` and `pooling`
-    are those of `endings.choose_ending`.
-
-    Raises ModelError for a file that is unreadable, corrupt, unsupported, or whose weights
-    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read. So does what
-    `check_vocab` raises.
-    With `experts_on_disk`, the weights of experts take no memory.
+    `name` defaults to the file's stem. `load.LoadOptions` describes the other options. Raises ModelError for a file that is
+    unreadable, corrupt or unsupported, whose vocabulary `check_vocab` refuses, or whose weights would take more than
+    `max_weight_bytes`, all before any weight is read.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
-    architecture = _find_architecture(file)
+    architecture_name, architecture = _find_architecture(file)
     head = architecture.gguf_head(file)
     ending = _choose_ending(file, architecture, head, task, pooling)
     top = endings.top_names(architecture.gguf_top, head, ending)
@@ -115,7 +111,9 @@ def load_gguf(
     stored = {name: entry for name, entry in file.tensors.items() if name not in (*_OF_ROPE, *unread)}
     pieces = find_pieces(stored, top=top, block=BLOCK, layer=architecture.gguf_layer)
     entries = {name: stored[found[0].tensor] for name, found in pieces.items()}
-    spec = endings.with_ending(architecture.of_gguf(file, _read_spec(file, entries, served_len)), ending)
+    spec = endings.with_ending(
+        architecture.of_gguf(file, _read_spec(file, architecture_name, architecture, entries, served_len)), ending
+    )
     checks.check_spec(spec, path)
     program = architecture.describe(spec)
     shapes = {name: matrix_shape(entry) for name, entry in stored.items()}
@@ -164,15 +162,15 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """The ending that `endings.choose_ending` chooses by what the file says of pooling, and of the labels of a head.
+    """Choose the ending by the file's pooling and the labels of its head.
 
-    The file has no word on the length of embeddings: they are divided by it, as by llama.cpp's server.
+    The file does not say whether embeddings are normalised. They are, as in llama.cpp's server.
     """
     key = file.architecture
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
         raise checks.unsupported(file.path, f"{key}.pooling_type is {kind}", f"{', '.join(map(str, _POOLINGS))} are")
-    if kind == 0 and not architecture.is_encoder:  # a decoder that pools nothing writes text
+    if kind == 0 and not architecture.is_encoder:  # a decoder without pooling writes text
         kind = None
     labels: tuple[str, ...] = ()
     if head is not None:
@@ -194,56 +192,56 @@ def _choose_ending(
 
 
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:
-    """The bytes that each weight takes in memory, by name, if floats are held as `floats` says."""
+    """Return the memory that each weight takes."""
     held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
     if not is_tied:
-        held["embed"] = 0  # its rows are read in the file
+        held["embed"] = 0  # rows are read from the file
     return held
 
 
 def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
     num_stored, num_held = sum(entry.num_bytes for entry in entries.values()), sum(held.values())
     if num_held > _NOTABLE_GROWTH * num_stored:
-        words = "%s: %d MiB of weights become %d MiB in memory, where each has 4 bits, 8 or 16: docs/kernels.md has the types"
+        words = "%s: %d MiB of weights take %d MiB in memory, where each has 4, 8 or 16 bits: see docs/kernels.md"
         _log.warning(words, path.name, num_stored >> 20, num_held >> 20)
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """A file that does not even claim to be a GGUF is another thing, not a damaged one."""
+    """Raise ModelError for a file of another format, which is not a damaged GGUF file."""
     if path.suffix == ".gguf" or not path.is_file():
         return
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             remedy = "Penstock reads .gguf files and Hugging Face directories (config.json, safetensors, tokenizer.json)."
-            raise ModelError(f"{path}: this is no GGUF file.", remedy=remedy)
+            raise ModelError(f"{path}: this is not a GGUF file.", remedy=remedy)
 
 
-def _find_architecture(file: GgufFile) -> Architecture:
+def _find_architecture(file: GgufFile) -> tuple[str, Architecture]:
     if file.get("general.type", str) == "adapter":
         raise ModelError(
             f"{file.path}: this is an adapter (LoRA), not a model.",
             remedy="Serve its model, and name the adapter beside it: --lora-modules NAME=PATH; or --merge-lora PATH.",
         )
     name = architectures.our_name(file.architecture, architectures.GGUF_NAMES, file.path)
-    return architectures.find(name)
+    return name, architectures.find(name)
 
 
-def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: int | None) -> ModelSpec:
-    """Reads the keys that most models share into layers that are all alike. `Architecture.of_gguf` applies the others."""
+def _read_spec(
+    file: GgufFile, name: str, architecture: Architecture, entries: Mapping[str, TensorEntry], served_len: int | None
+) -> ModelSpec:
+    """Read the keys that most models share. All layers are alike; `Architecture.of_gguf` applies the other keys."""
     key = file.architecture
     if "embed" not in entries:
         raise file.error("the tensor token_embd.weight is missing")
-    is_encoder = architectures.find(architectures.GGUF_NAMES[key]).is_encoder
-    if file.get(f"{key}.attention.causal", bool) is False and not is_encoder:
+    if file.get(f"{key}.attention.causal", bool) is False and not architecture.is_encoder:
         raise checks.unsupported(file.path, f"{key}.attention.causal is false", "models that generate text are")
     sizes = _read_sizes(file, key, matrix_shape(entries["embed"])[0])
     checks.check_sizes(sizes, file.path)
-    architecture = architectures.GGUF_NAMES[key]
-    parameters = _read_rope(file, key, sizes, architectures.find(architecture))
+    parameters = _read_rope(file, key, sizes, architecture)
     served_len = served_len or sizes["max_model_len"]
     rotation = checks.rotation(parameters, sizes["head_dim"], served_len, file.path)
     return spec_of_equal_layers(
-        architecture=architecture,
+        architecture=name,
         rope_inv_freq=(),
         has_qkv_bias="layers.0.q_bias" in entries,
         norm_eps=file.get(f"{key}.attention.layer_norm_epsilon", float)
@@ -254,7 +252,7 @@ def _read_spec(file: GgufFile, entries: Mapping[str, TensorEntry], served_len: i
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
-    """By their names in the specs."""
+    """Return the sizes by their names in the specs."""
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
@@ -274,7 +272,7 @@ def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
 
 
 def _num_kv_heads(file: GgufFile, key: str) -> int | None:
-    """The number, or of a list with one for each layer that of all layers that have any. Raises ModelError if they differ."""
+    """Return the number. In a list for each layer, zeros are skipped. Raises ModelError if the others differ."""
     if not isinstance(file.metadata.get(key), list):
         return file.get(key, int)
     counts = set(file.get_list(key, int)) - {0}
@@ -304,7 +302,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
             raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {factor}", "only 1 is")
     factor_key = f"{key}.rope.scaling.factor"
     if factor_key not in file.metadata:
-        factor_key = f"{key}.rope.scale_linear"  # its name before 2023-11; as in llama.cpp, the new one wins
+        factor_key = f"{key}.rope.scale_linear"  # the name before 2023-11; as in llama.cpp, the new one wins
     kind, factor = _ROPE_KINDS[scaling], _positive(file, factor_key)
     long, short = (file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short"))
     if long is not None and short is not None:  # as in llama.cpp, whatever the type says
@@ -340,7 +338,7 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
 
 
 def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
-    """A factor. Converters also write 0 for none."""
+    """Return a factor. Converters also write 0 if it is unset."""
     value = file.get(key, float) or default
     if not math.isfinite(value) or value <= 0.0:
         raise file.error(f"{key} is {value}, not a positive number")
@@ -357,8 +355,8 @@ def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[f
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
-    """The vocabulary; defaults for absent keys are llama.cpp's. Raises ModelError if its parts contradict each other, or ask
-    for what Penstock does not do."""
+    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError if its parts contradict each other or are not
+    supported."""
     model = file.require("tokenizer.ggml.model", str)
     pre = file.get("tokenizer.ggml.pre", str) or ""
     tokens = file.get_list("tokenizer.ggml.tokens", str)
@@ -394,20 +392,20 @@ def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
 
 
 def read_chat_templates(file: GgufFile) -> dict[str, str]:
-    """The templates by name; the one without a name is `default`."""
+    """Return the templates by name. The one without a name is `default`."""
     prefix = "tokenizer.chat_template"
     keys = [key for key in file.metadata if key == prefix or key.startswith(f"{prefix}.")]
     return {key.removeprefix(prefix).removeprefix(".") or "default": file.require(key, str) for key in keys}
 
 
 def _read_generation(file: GgufFile) -> Generation | None:
-    """The keys that say how answers are sampled, if there are any."""
+    """Return the keys of sampling, if there are any."""
     keys = [key for key in file.metadata if key.startswith("general.sampling.") or key == "tokenizer.ggml.suppress_tokens"]
     return Generation(file.path, {key: file.metadata[key] for key in keys}) if keys else None
 
 
 def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
-    """Tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens that are known to."""
+    """Return the tokens that end a reply: the file's `eos`, `eot` and `eom`, then added tokens with a known text."""
     named = [] if vocab.eos_token_id is None else [vocab.eos_token_id]
     named += _ids(file, len(vocab.tokens), "eot", "eom").values()
     by_text = [
@@ -421,7 +419,7 @@ def read_eos_ids(file: GgufFile, vocab: GgufVocab) -> tuple[int, ...]:
 
 
 def _refuse_unsupported(file: GgufFile, model: str) -> None:
-    """Keys that change which tokens a text has."""
+    """Raise ModelError for settings of tokenization that would give other tokens."""
     num = len(file.get_list(_CHARSMAP, int))
     if num and model != "t5":
         raise checks.unsupported(file.path, f"{_CHARSMAP} has {num} entries", "only an empty one is, but for the model 't5'")
@@ -431,17 +429,17 @@ def _refuse_unsupported(file: GgufFile, model: str) -> None:
 
 
 def _ids(file: GgufFile, num_tokens: int, *names: str) -> dict[str, int]:
-    """Token ids of the metadata by name, without those that are absent or name no token."""
+    """Return token ids of the metadata by name, without missing ones."""
     ids = {f"tokenizer.ggml.{name}_token_id": file.get(f"tokenizer.ggml.{name}_token_id", int) for name in names}
     found = checks.token_ids(ids, num_tokens, file.path)
     return {name: found[key] for name, key in zip(names, ids, strict=True) if key in found}
 
 
 def _padding_id(file: GgufFile, num_tokens: int) -> int | None:
-    """Nothing is padded here, so one that fine-tuning added, and the converter left out, is no reason to refuse a file."""
+    """Return the id, or None if it is out of range, as in some fine-tuned models. We pad nothing, so that does no harm."""
     value = file.get("tokenizer.ggml.padding_token_id", int)
     if value is not None and not 0 <= value < num_tokens:
-        _log.info("%s: tokenizer.ggml.padding_token_id is %d and passed over: it is not in the vocabulary", file.path, value)
+        _log.info("%s: tokenizer.ggml.padding_token_id is %d, which is not in the vocabulary: ignored", file.path, value)
         return None
     return value
 

@@ -1,12 +1,11 @@
-"""The GGUF container: metadata and a directory of tensors, memory-mapped. Called by `models.gguf`; gives no meaning to either.
+"""The GGUF container: memory-mapped metadata and tensors, without their meaning.
 
-A model may be split into several files. The first has its metadata, each says its number and how many there are, and where they
-lie their names say, never their content.
+A model may be split into several files. The first has the metadata; each has its number and their count. Where the files are
+follows only from their names.
 
-The `gguf` package's own reader needs over a second for a vocabulary of 49,152 entries, since it makes NumPy arrays
-of each length and each string; this one needs some 0.05 s. Every count and length is checked against the bytes
-that are left before anything is read or allocated, so a corrupt file ends in a ModelError. Read are versions 2 and
-3, little-endian. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Every count and length is checked against the bytes that are left before anything is read or allocated, so a corrupt file ends
+in a ModelError. Versions 2 and 3, little-endian, are read. The reader of the `gguf` package needs a second for a vocabulary of
+49,152 entries, this one 0.05 s. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -23,41 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.catalog import split_files
-from penstock.models.formats import WeightFormat, block
+from penstock.models.formats import GGML_TYPES, WeightFormat, block
 from penstock.types.errors import ModelError
-
-FORMATS: Mapping[int, WeightFormat] = {
-    0: WeightFormat.F32,
-    1: WeightFormat.F16,
-    2: WeightFormat.Q4_0,
-    3: WeightFormat.Q4_1,
-    6: WeightFormat.Q5_0,
-    7: WeightFormat.Q5_1,
-    8: WeightFormat.Q8_0,
-    10: WeightFormat.Q2_K,
-    11: WeightFormat.Q3_K,
-    12: WeightFormat.Q4_K,
-    13: WeightFormat.Q5_K,
-    14: WeightFormat.Q6_K,
-    16: WeightFormat.IQ2_XXS,
-    17: WeightFormat.IQ2_XS,
-    18: WeightFormat.IQ3_XXS,
-    19: WeightFormat.IQ1_S,
-    20: WeightFormat.IQ4_NL,
-    21: WeightFormat.IQ3_S,
-    22: WeightFormat.IQ2_S,
-    23: WeightFormat.IQ4_XS,
-    29: WeightFormat.IQ1_M,
-    30: WeightFormat.BF16,
-    34: WeightFormat.TQ1_0,
-    35: WeightFormat.TQ2_0,
-    39: WeightFormat.MXFP4,
-    40: WeightFormat.NVFP4,
-    41: WeightFormat.Q1_0,
-    42: WeightFormat.Q2_0,
-}
-"""GGML's numbers of the types that weights have (`ggml_type` in ggml.h). Its others are integers, doubles, types that exist
-while a model computes, and layouts for one processor, which llama.cpp has given up."""
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS: Mapping[int, struct.Struct] = {
@@ -74,21 +40,16 @@ _MAX_NESTING = 2
 T = TypeVar("T")
 
 
-class MalformedError(Exception):
-    """An error in the bytes, in words; becomes a ModelError that names the file."""
-
-    remedy = "The file may be truncated or corrupt: fetch it again and compare checksums."
+_UNSUPPORTED = "Use another file of this model, or convert it again with the present tools of llama.cpp."
 
 
-class UnsupportedError(MalformedError):
-    """Bytes that can be right and are not understood: fetching them again would not help."""
-
-    remedy = "Use another file of this model, or convert it again with the present tools of llama.cpp."
+def _malformed(path: Path, cause: str) -> ModelError:
+    return ModelError(f"{path}: {cause}.", remedy="The file may be truncated or corrupt: fetch it again and compare checksums.")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies. `shape` is row-major: its last number counts what is contiguous."""
+    """The place of a tensor. `shape` is row-major: the last axis is contiguous."""
 
     name: str
     format: WeightFormat
@@ -97,14 +58,14 @@ class TensorEntry:
     """Bytes from the start of the file; a multiple of 8."""
     num_bytes: int
     part: int = 0
-    """Number of its file, from 0; of a model that is split, one of several."""
+    """Number of its file in a split model, from 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """A parsed header and the mapped bytes behind it. The mapping lives as long as an array made from it.
+    """A parsed header and the mapped bytes. The mapping lives as long as an array made from it.
 
-    A split model has the metadata of its first file and the tensors of all.
+    For a split model: the metadata of the first file and the tensors of all.
     """
 
     path: Path
@@ -118,7 +79,7 @@ class GgufFile:
         return sum(part.nbytes for part in self._parts)
 
     def tensor_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The tensor's bytes, uint8 [num_bytes], not copied."""
+        """Return the tensor's bytes, uint8 [num_bytes], not copied."""
         return self._parts[entry.part][entry.offset : entry.offset + entry.num_bytes]
 
     @property
@@ -127,7 +88,7 @@ class GgufFile:
         return self.require("general.architecture", str)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """A metadata value of a type, or `default` if the key is absent. Raises ModelError if it is of another type."""
+        """Return a metadata value, or `default` if the key is missing. Raises ModelError if it has another type."""
         value = self.metadata.get(key)
         if value is None:
             return default
@@ -138,22 +99,22 @@ class GgufFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """A metadata value that must be there. Raises ModelError."""
+        """Return a metadata value. Raises ModelError if it is missing."""
         value = self.get(key, kind)
         if value is None:
             raise self.error(f"the metadata has no {key}")
         return value
 
     def get_list(self, key: str, kind: type[T]) -> list[T]:
-        """A metadata array, empty if absent. Raises ModelError if it, or its items, are of another type."""
+        """Return a metadata array, empty if missing. Raises ModelError if it, or its items, have another type."""
         values = self.get(key, list) or []
         if values and type(values[0]) is not kind:
             raise self.error(f"{key} is an array of {type(values[0]).__name__}, not of {kind.__name__}")
         return values
 
     def error(self, cause: str) -> ModelError:
-        """A ModelError that names this file."""
-        return ModelError(f"{self.path}: {cause}.", remedy=MalformedError.remedy)
+        """Return a ModelError that names this file."""
+        return _malformed(self.path, cause)
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -173,14 +134,6 @@ def open_gguf(path: Path) -> GgufFile:
             "or merge them with `llama-gguf-split --merge`.",
         )
     return _joined([first, *(_open_part(file) for file in files[1:])])
-
-
-def parse_gguf(path: Path, data: bytes) -> GgufFile:
-    """A file that was read into memory and is not mapped, so that it may change or go. Raises ModelError."""
-    try:
-        return _parse(path, data)
-    except MalformedError as error:
-        raise ModelError(f"{path}: {error}.", remedy=error.remedy) from error
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
@@ -208,84 +161,70 @@ def _open_part(path: Path) -> GgufFile:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: can't be opened: {error}.", remedy="Check the file and its permissions.") from error
-    try:
-        parsed = _parse(path, data)
-    except MalformedError as error:
-        raise ModelError(f"{path}: {error}.", remedy=error.remedy) from error
-    data.madvise(mmap.MADV_DONTNEED)  # the header's pages, which nobody reads again
+    parsed = parse_gguf(path, data)
+    data.madvise(mmap.MADV_DONTNEED)  # the pages of the header are not read again
     return parsed
 
 
-def _parse(path: Path, data: mmap.mmap | bytes) -> GgufFile:
+def parse_gguf(path: Path, data: mmap.mmap | bytes) -> GgufFile:
+    """Parse a file that is mapped, or that was read into memory because it may change or vanish. Raises ModelError."""
     if data[:4] != b"GGUF":
-        raise MalformedError("this is no GGUF file (its first bytes are not 'GGUF')")
-    cursor = _Cursor(data, 4)
+        raise _malformed(path, "this is not a GGUF file (its first bytes are not 'GGUF')")
+    cursor = _Cursor(path, data, 4)
     version = cursor.u32()
     if version & 0xFFFF == 0:
-        raise UnsupportedError("this GGUF file is big-endian, which is not supported")
+        raise ModelError(f"{path}: this GGUF file is big-endian, which is not supported.", remedy=_UNSUPPORTED)
     if version not in (2, 3):
-        raise UnsupportedError(f"GGUF version {version} is not supported (2 and 3 are)")
+        raise ModelError(f"{path}: GGUF version {version} is not supported (2 and 3 are).", remedy=_UNSUPPORTED)
     num_tensors = cursor.count("tensors", _MAX_TENSORS, min_bytes=24)
     num_metadata = cursor.count("metadata entries", _MAX_METADATA, min_bytes=13)
     metadata: dict[str, Any] = {}
     for _ in range(num_metadata):
         key = cursor.string()
         if key in metadata:
-            raise MalformedError(f"the metadata has {key!r} twice")
+            raise _malformed(path, f"the metadata has {key!r} twice")
         metadata[key] = cursor.value(cursor.u32())
-    entries = [_read_entry(cursor) for _ in range(num_tensors)]
-    tensors = _place(entries, cursor.position, _alignment(metadata), len(data))
+    entries = [_read_entry(path, cursor) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
+        raise _malformed(path, f"general.alignment is {alignment!r}, not a power of two from 8")
+    start = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, TensorEntry] = {}
+    for entry in entries:
+        if entry.name in tensors:
+            raise _malformed(path, f"the tensor {entry.name!r} is there twice")
+        if entry.offset % alignment:
+            raise _malformed(path, f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
+        end = start + entry.offset + entry.num_bytes
+        if end > len(data):
+            raise _malformed(path, f"the tensor {entry.name!r} ends at byte {end}, but the file has only {len(data)}")
+        tensors[entry.name] = replace(entry, offset=start + entry.offset)
     return GgufFile(path, metadata, tensors, (np.frombuffer(data, dtype=np.uint8),))
 
 
-def _alignment(metadata: Mapping[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1) or alignment > 1 << 20:
-        raise MalformedError(f"general.alignment is {alignment!r}, not a power of two from 8")
-    return alignment
-
-
-def _read_entry(cursor: _Cursor) -> TensorEntry:
-    """An entry whose offset is still relative to the data section."""
+def _read_entry(path: Path, cursor: _Cursor) -> TensorEntry:
+    """Read an entry whose offset is still relative to the data section."""
     name = cursor.string()
     num_dims = cursor.u32()
     if not 1 <= num_dims <= 4:
-        raise MalformedError(f"the tensor {name!r} has {num_dims} dimensions")
+        raise _malformed(path, f"the tensor {name!r} has {num_dims} dimensions")
     shape = tuple(reversed([cursor.u64() for _ in range(num_dims)]))
-    fmt = _format(cursor.u32(), name)
+    fmt = GGML_TYPES.get(type_id := cursor.u32())
+    if fmt is None:
+        cause = f"the tensor {name!r} is of type number {type_id}, which is not a known type of weights"
+        raise ModelError(f"{path}: {cause}.", remedy=_UNSUPPORTED)
     block_cols, block_bytes = block(fmt)
     if shape[-1] % block_cols:
-        raise MalformedError(f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type")
+        cause = f"the tensor {name!r} has {shape[-1]} columns, not a multiple of the {block_cols} of its type"
+        raise _malformed(path, cause)
     return TensorEntry(name, fmt, shape, cursor.u64(), math.prod(shape) // block_cols * block_bytes)
 
 
-def _format(type_id: int, name: str) -> WeightFormat:
-    if type_id not in FORMATS:
-        raise UnsupportedError(f"the tensor {name!r} is of type number {type_id}, which is no known type of weights")
-    return FORMATS[type_id]
-
-
-def _place(entries: list[TensorEntry], header_end: int, alignment: int, file_bytes: int) -> dict[str, TensorEntry]:
-    """Entries by name with offsets from the start of the file, all inside of it."""
-    start = -(-header_end // alignment) * alignment
-    placed: dict[str, TensorEntry] = {}
-    for entry in entries:
-        if entry.name in placed:
-            raise MalformedError(f"the tensor {entry.name!r} is there twice")
-        if entry.offset % alignment:
-            raise MalformedError(f"the tensor {entry.name!r} is not aligned to {alignment} bytes")
-        offset = start + entry.offset
-        if offset + entry.num_bytes > file_bytes:
-            end = offset + entry.num_bytes
-            raise MalformedError(f"the tensor {entry.name!r} ends at byte {end}, but the file has only {file_bytes}")
-        placed[entry.name] = TensorEntry(entry.name, entry.format, entry.shape, offset, entry.num_bytes)
-    return placed
-
-
 class _Cursor:
-    """Reads values in order from the mapped file; never past its end."""
+    """Reads values in order, never past the end of the data. Raises ModelError."""
 
-    def __init__(self, data: mmap.mmap | bytes, position: int) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes, position: int) -> None:
+        self._path = path
         self._data = data
         self._end = len(data)
         self.position = position
@@ -297,17 +236,17 @@ class _Cursor:
         return int(self._scalar(_U64))
 
     def count(self, what: str, limit: int, *, min_bytes: int) -> int:
-        """How many items follow, each of at least `min_bytes`."""
+        """Read how many items follow, each of at least `min_bytes`."""
         count = self.u64()
         if count > limit or count * min_bytes > self._end - self.position:
-            raise MalformedError(f"the header promises {count} {what}, more than the file can hold")
+            raise _malformed(self._path, f"the header promises {count} {what}, more than the file can hold")
         return count
 
     def string(self) -> str:
         return self.strings(1)[0]
 
     def strings(self, num: int) -> list[str]:
-        """One loop without calls of our own: this is where the time of a vocabulary goes."""
+        """Read many strings in one loop without calls of our own: most of the time of a vocabulary is spent here."""
         data, end, position = self._data, self._end, self.position
         unpack = _U64.unpack_from
         out: list[str] = []
@@ -316,17 +255,17 @@ class _Cursor:
                 begin = position + 8
                 position = begin + unpack(data, position)[0]
                 if position > end:
-                    raise MalformedError(f"a string at byte {begin} reaches beyond the end of the file")
+                    raise _malformed(self._path, f"a string at byte {begin} reaches beyond the end of the file")
                 out.append(data[begin:position].decode())
         except struct.error as error:
-            raise MalformedError("the file ends in the middle of its header") from error
+            raise _malformed(self._path, "the file ends in the middle of its header") from error
         except UnicodeDecodeError as error:
-            raise MalformedError(f"the string at byte {begin} is not UTF-8") from error
+            raise _malformed(self._path, f"the string at byte {begin} is not UTF-8") from error
         self.position = position
         return out
 
     def value(self, type_id: int, nesting: int = 0) -> Any:
-        """A metadata value: bool, int, float, str or a list of one of these (or of lists)."""
+        """Read a metadata value: bool, int, float, str, or a list of one of these or of lists."""
         if type_id == _STRING:
             return self.string()
         if type_id == _ARRAY:
@@ -334,19 +273,19 @@ class _Cursor:
         if type_id == _BOOL:
             return bool(self._scalar(_SCALARS[0]))
         if type_id not in _SCALARS:
-            raise MalformedError(f"a metadata value is of the unknown type {type_id}")
+            raise _malformed(self._path, f"a metadata value is of the unknown type {type_id}")
         return self._scalar(_SCALARS[type_id])
 
     def _array(self, nesting: int) -> list[Any]:
         if nesting >= _MAX_NESTING:
-            raise MalformedError("metadata arrays are nested too deeply")
+            raise _malformed(self._path, "metadata arrays are nested too deeply")
         item_type = self.u32()
         if item_type == _STRING:
             return self.strings(self.count("strings", _MAX_ITEMS, min_bytes=8))
         if item_type == _ARRAY:
             return [self._array(nesting + 1) for _ in range(self.count("arrays", _MAX_ITEMS, min_bytes=12))]
         if item_type != _BOOL and item_type not in _SCALARS:
-            raise MalformedError(f"a metadata array is of the unknown type {item_type}")
+            raise _malformed(self._path, f"a metadata array is of the unknown type {item_type}")
         packer = _SCALARS[0 if item_type == _BOOL else item_type]
         num = self.count("numbers", _MAX_ITEMS, min_bytes=packer.size)
         values = struct.unpack_from(f"<{num}{packer.format[-1]}", self._data, self.position)
@@ -355,7 +294,7 @@ class _Cursor:
 
     def _scalar(self, packer: struct.Struct) -> Any:
         if self.position + packer.size > self._end:
-            raise MalformedError("the file ends in the middle of its header")
+            raise _malformed(self._path, "the file ends in the middle of its header")
         value = packer.unpack_from(self._data, self.position)[0]
         self.position += packer.size
         return value

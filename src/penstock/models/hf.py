@@ -1,18 +1,18 @@
-"""Loads a Hugging Face directory as a `LoadedModel`. Called by `models.load`; q and k rows are in our rope layout already."""
+"""Loads a Hugging Face directory as a `LoadedModel`. The rows of q and k get our rope layout."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models import architectures, checks, endings, hf_quantised, rope
-from penstock.models.architectures import Architecture
+from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Piece, Sizes, find_pieces, put_together, shape_of, without_middle
 from penstock.models.formats import Floats, WeightFormat, held_bytes, held_table_bytes, stored_bytes
 from penstock.models.hf_config import (
@@ -30,16 +30,53 @@ from penstock.models.hf_text import find_tokenizer, read_chat_templates, read_en
 from penstock.models.mxfp4 import Mxfp4Cube
 from penstock.models.packed_integers import PackedIntegers
 from penstock.models.safetensors_file import FLOAT8, StoredTensor, open_safetensors
-from penstock.models.sentence import read_scores, read_sentence_files
+from penstock.models.sentence import SentenceFiles, read_scores, read_sentence_files
 from penstock.models.weights import BlockScales, Generation, LoadedModel, WeightTensor, held_floats, row_slices
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import ModelSpec, Pooling
+from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
-"""Tensors of the text model, in a model that has others beside it."""
+"""Tensors of the text model inside a model that has others, too."""
 _DERIVED = "rotary_emb.inv_freq"
-"""Old checkpoints carry what config.json already says."""
+"""In old checkpoints; config.json says the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A directory by its JSON files."""
+
+    config: JsonFile
+    """The text model's part of config.json, with the keys that its architecture adds."""
+    is_wrapped: bool
+    """The text model is a part of another one, such as one for pictures."""
+    name: str
+    """Our name of the architecture."""
+    architecture: Architecture
+    head: Head | None
+    files: SentenceFiles
+    ending: TextEnding | None
+
+    def spec(self, names: Container[str], served_len: int | None) -> ModelSpec:
+        """Return the spec. `names` are our names of the weights. Raises ModelError."""
+        partial = self.architecture.has_partial_rope
+        spec = read_spec(self.config, self.name, names, has_partial_rope=partial, served_len=served_len)
+        spec = endings.with_ending(self.architecture.of_hf(self.config, spec), self.ending)
+        checks.check_spec(spec, self.config.path)
+        return spec
+
+
+def _describe(path: Path, task: str, pooling: Pooling | None) -> _Described:
+    whole = read_json(path / "config.json")
+    config = text_part(whole)
+    hf_class = ", ".join(map(str, config.require("architectures", list))) or "none"
+    name = architectures.our_name(hf_class, architectures.HF_CLASSES, config.path)
+    architecture = architectures.find(name)
+    config = JsonFile(config.path, architecture.hf_values(config.values))
+    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
+    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
+    is_wrapped = "text_config" in whole.values or "vision_config" in whole.values
+    return _Described(config, is_wrapped, name, architecture, head, files, ending)
 
 
 def load_hf_directory(
@@ -53,49 +90,36 @@ def load_hf_directory(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """The model of a directory with config.json, safetensors and tokenizer.json; weights in bf16 and fp8 stay memory-mapped.
+    """Return the model of a directory with config.json, safetensors and a tokenizer. Weights stay memory-mapped.
 
-    `name` defaults to the directory's, and `served_len`, the tokens of the longest text, to the model's. `task` and `pooling`
-    are those of `endings.choose_ending`.
-
-    Raises ModelError if a file is missing, corrupt or unsupported, or if the weights
-    would take more than `max_weight_bytes` in a backend that holds `floats`, all before any weight is read.
-    With `experts_on_disk`, the weights of experts take no memory.
+    `name` defaults to the directory's. `load.LoadOptions` describes the other options. Raises ModelError if a file is missing,
+    corrupt or unsupported, or if the weights would take more than `max_weight_bytes`, all before any weight is read.
     """
     _refuse_adapter(path)
-    whole = read_json(path / "config.json")
-    config = text_part(whole)
-    hf_class, architecture_name = _class_and_architecture(config)
-    architecture = architectures.find(architecture_name)
-    config = JsonFile(config.path, architecture.hf_values(config.values))
-    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
+    described = _describe(path, task, pooling)
+    config, architecture, head = described.config, described.architecture, described.head
+    files, ending = described.files, described.ending
     quantisation = read_quantisation(config, read_json(path / "quantize_config.json", is_optional=True))
     opened = hf_quantised.put_together(quantisation, open_weights(path))
     top = endings.top_names(architecture.hf_top, head, ending)
     stored_names = {name: None for name in opened.tensors if not name.endswith(_DERIVED)}
     tensors = _renamed(endings.hf_names(architecture, stored_names, top, ending), opened.tensors, path)
-    if "text_config" in whole.values or "vision_config" in whole.values:
+    if described.is_wrapped:
         tensors = _text_tensors(tensors, path)
     if ending is not None and not head:
         top |= endings.dense_names(files)
-        tensors |= {
-            f"{dense.folder}/{key}": tensor
-            for dense in files.dense
-            for key, tensor in open_safetensors(path / dense.folder / "model.safetensors").items()
-        }
+        for dense in files.dense:
+            opened_dense = open_safetensors(path / dense.folder / "model.safetensors")
+            tensors |= {f"{dense.folder}/{key}": tensor for key, tensor in opened_dense.items()}
     scales = {name_in_tables(architecture, name): scale for name, scale in opened.scales.items()}
     pieces = pieces_of(architecture, tensors, top)
-    has_partial_rope = architecture.has_partial_rope
-    read = read_spec(config, architecture_name, pieces, has_partial_rope=has_partial_rope, served_len=served_len)
-    spec = endings.with_ending(architecture.of_hf(config, read), ending)
-    checks.check_spec(spec, path / "config.json")
+    spec = described.spec(pieces, served_len)
     if spec.tie_word_embeddings and {"output", "embed"} <= pieces.keys():
         spec = replace(spec, tie_word_embeddings=_is_copy(*(tensors[pieces[key][0].tensor] for key in ("output", "embed"))))
         if spec.tie_word_embeddings:
             del pieces["output"]
         else:
-            _log.warning("%s: tie_word_embeddings is true, but the output's weights are others: they are used", path.name)
+            _log.warning("%s: tie_word_embeddings is true, but the output has weights of its own, which are used", path.name)
     program = architecture.describe(spec)
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     sizes = Sizes(stored, checks.weight_shapes(program), program.num_kv_heads)
@@ -110,78 +134,57 @@ def load_hf_directory(
     if not spec.tie_word_embeddings:
         held["embed"] = _looked_up_bytes(first["embed"], floats)
     checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
-    tokenizer = find_tokenizer(path)
-    bos_token_id = read_bos_id(config, spec.vocab_size)
     generation = read_json(path / "generation_config.json", is_optional=True)
-    eos_token_ids = read_eos_ids(config, generation, spec.vocab_size)
-    special_tokens, chat_templates = read_special_tokens(path), read_chat_templates(path)
-    scores = read_scores(config, endings.usual_scores(spec)) if head else endings.usual_scores(spec)
     notes = hf_quantised.conversion_notes(tensors.values())
     for note in notes:
         _log.info("%s: %s", path.name, note)
+
+    def weight(key: str, found: list[Piece]) -> WeightTensor:
+        if found[0].layout is not None:
+            return put_together(
+                key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
+            )
+        order = rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None
+        return _weight(key, first[key], scales.get(found[0].tensor), architecture.hf_norm_offset, order)
+
     return LoadedModel(
         name=name or path.resolve().name,
         spec=spec,
-        weights=endings.weights_with_made(
-            architecture,
-            spec,
-            {
-                key: _weight(
-                    key,
-                    first[key],
-                    scales.get(found[0].tensor),
-                    architecture.hf_norm_offset,
-                    rope.half_split_rows(key, spec) if architecture.is_interleaved_in_hf else None,
-                )
-                if found[0].layout is None
-                else put_together(
-                    key, found, sizes, lambda piece: _matrices(piece, tensors[piece.tensor], scales.get(piece.tensor))
-                )
-                for key, found in pieces.items()
-            },
-        ),
-        tokenizer_source=tokenizer,
-        chat_templates=chat_templates,
-        bos_token_id=bos_token_id,
-        eos_token_ids=eos_token_ids,
+        tokenizer_source=find_tokenizer(path),
+        chat_templates=read_chat_templates(path),
+        bos_token_id=read_bos_id(config, spec.vocab_size),
+        eos_token_ids=read_eos_ids(config, generation, spec.vocab_size),
         path=path,
-        special_tokens=special_tokens,
+        special_tokens=read_special_tokens(path),
         ends=read_ends(path),
         generation=Generation(generation.path, generation.values) if generation.values else None,
         encoder=endings.encoder_info(
             spec,
-            scores,
+            read_scores(config, endings.usual_scores(spec)) if head else endings.usual_scores(spec),
             max_tokens=files.max_tokens,
             prompts=files.prompts,
             default_prompt=files.default_prompt,
             has_modules=files.pooling is not None,
         ),
         notes=notes,
+        weights=endings.weights_with_made(architecture, spec, {key: weight(key, found) for key, found in pieces.items()}),
     )
 
 
 def read_hf_spec(path: Path, *, task: str = "auto", pooling: Pooling | None = None) -> ModelSpec:
-    """The description of a directory with a config.json; weights need not be there. Raises ModelError.
+    """Return the spec of a directory with a config.json, without its weights. Raises ModelError.
 
-    The biases are those that its settings tell of; Qwen 2 has some without a setting.
+    Biases are those that the settings name, and those that Qwen 2 has without a setting.
     """
-    config = text_part(read_json(path / "config.json"))
-    hf_class, architecture_name = _class_and_architecture(config)
-    architecture = architectures.find(architecture_name)
-    config = JsonFile(config.path, architecture.hf_values(config.values))
-    files, head = read_sentence_files(path), architecture.hf_head(hf_class, config)
-    ending = endings.choose_hf_ending(architecture, hf_class, head, config, files, task=task, pooling=pooling)
-    names = {"output", *told_biases(config, architecture_name)}
-    if architecture_name == "qwen2":
+    described = _describe(path, task, pooling)
+    names = {"output", *told_biases(described.config, described.name)}
+    if described.name == "qwen2":
         names.add("layers.0.q_bias")
-    spec = read_spec(config, architecture_name, names, has_partial_rope=architecture.has_partial_rope)
-    spec = endings.with_ending(architecture.of_hf(config, spec), ending)
-    checks.check_spec(spec, path / "config.json")
-    return spec
+    return described.spec(names, None)
 
 
 def _is_copy(output: Stored, embed: Stored) -> bool:
-    """Whether the output's weights are those of the embeddings. Packed ones are said to be, as nothing tells."""
+    """Return whether the output's weights equal the embeddings. Packed ones are assumed to."""
     if not (isinstance(output, StoredTensor) and isinstance(embed, StoredTensor)):
         return True
     if len(embed.shape) != 2 or (output.dtype, output.shape) != (embed.dtype, embed.shape):
@@ -191,7 +194,7 @@ def _is_copy(output: Stored, embed: Stored) -> bool:
 
 
 def _refuse_adapter(path: Path) -> None:
-    """A folder of PEFT has the difference to another model, and seldom that model's config.json."""
+    """Raise ModelError for a folder of PEFT, which has only the difference from a model."""
     file = path / "adapter_config.json"
     if not file.is_file() or any(path.glob("model*.safetensors")):
         return
@@ -202,25 +205,19 @@ def _refuse_adapter(path: Path) -> None:
     )
 
 
-def _class_and_architecture(config: JsonFile) -> tuple[str, str]:
-    """The class in config.json, and our name of its architecture."""
-    hf_class = ", ".join(map(str, config.require("architectures", list))) or "none"
-    return hf_class, architectures.our_name(hf_class, architectures.HF_CLASSES, config.path)
-
-
 def name_in_tables(architecture: Architecture, name: str) -> str:
-    """The name that the architecture's tables have for a directory's tensor, also of a model of more than text."""
+    """Return the name that the architecture's tables have for a directory's tensor, also in a model of more than text."""
     return _text_name(architecture.hf_name(name) or name)
 
 
 def pieces_of(architecture: Architecture, names: Iterable[str], top: Mapping[str, str]) -> dict[str, list[Piece]]:
-    """The pieces of each of our weights, of tensors that are named as in the tables. `top` are those outside of layers."""
+    """Return the pieces of each of our weights. `names` are those of the tables; `top` are those outside of layers."""
     block = re.compile(re.escape(architecture.hf_layers) + r"(\d{1,6})\.(.+)")
     return find_pieces(names, top=top, block=block, layer=architecture.hf_layer)
 
 
 def _text_name(name: str) -> str:
-    """The name that a tensor would have in a model of text alone."""
+    """Return the name that a tensor would have in a model of text alone."""
     found = _TEXT.fullmatch(name)
     if found is None:
         return name
@@ -228,19 +225,19 @@ def _text_name(name: str) -> str:
 
 
 def _text_tensors(tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Tensors of the text model; the log names the others, which are left out."""
+    """Return the tensors of the text model. The log names the others."""
     has_prefix = any(_TEXT.fullmatch(name) for name in tensors)
     of_text = {name for name in tensors if _TEXT.fullmatch(name) or name.startswith("lm_head.")}
     if not has_prefix:
         of_text |= {name for name in tensors if name.startswith("model.")}
     others = {".".join(name.split(".")[:2]) for name in tensors.keys() - of_text}
     if others:
-        _log.info("%s: answers are to text alone; left out: %s", path.name, ", ".join(sorted(others)[:8]))
+        _log.info("%s: only the text model is loaded; left out: %s", path.name, ", ".join(sorted(others)[:8]))
     return _renamed([(_text_name(name), name) for name in tensors if name in of_text], tensors, path)
 
 
 def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], path: Path) -> dict[str, Stored]:
-    """Tensors by new names, from pairs of new and old ones. Raises ModelError if two get the same name: one would be lost."""
+    """Return the tensors by new names, given pairs of new and old ones. Raises ModelError if two get the same name."""
     old_names: dict[str, str] = {}
     for new, old in names:
         if new in old_names:
@@ -253,7 +250,7 @@ def _renamed(names: Sequence[tuple[str, str]], tensors: Mapping[str, Stored], pa
 
 
 def open_weights(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a directory by name, of all its shards. Raises ModelError."""
+    """Return the tensors of all shards of a directory by name. Raises ModelError."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return open_safetensors(_single_file(path))
@@ -266,7 +263,7 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shards(index: JsonFile) -> dict[str, str]:
-    """File by tensor; names that lead out of the directory are refused."""
+    """Return the file of each tensor. Raises ModelError for a name that leads out of the directory."""
     files = index.require("weight_map", dict)
     for file in files.values():
         if type(file) is not str or Path(file).name != file:
@@ -283,7 +280,7 @@ def _single_file(path: Path) -> Path:
 
 
 def _format(tensor: Stored) -> WeightFormat:
-    """The format of a matrix, as far as its bytes in memory depend on it."""
+    """Return the format that decides how much memory a matrix takes."""
     if isinstance(tensor, PackedIntegers):
         return tensor.format
     if isinstance(tensor, Mxfp4Cube):
@@ -298,7 +295,7 @@ def _held_bytes(tensor: Stored, shape: tuple[int, int], scales: BlockScales | No
 
 
 def _looked_up_bytes(table: Stored, floats: Floats) -> int:
-    """Bytes of a matrix of which only rows are read: in the file, unless they are made of what the file has, or widened."""
+    """Return the memory of a table whose rows are looked up: none, unless its rows are unpacked or widened."""
     if isinstance(table, PackedIntegers):
         return stored_bytes(table.format, *table.shape)
     num_rows, num_cols = table.shape
@@ -306,7 +303,7 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
 
 
 def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
-    """The tensor that a piece is of, with outputs as rows: a matrix, or one for each expert. Raises ModelError."""
+    """Return a piece's tensor with outputs as rows: one matrix, or one for each expert. Raises ModelError."""
     if isinstance(tensor, Mxfp4Cube):
         return tensor.matrices()
     is_transposed = piece.layout is not None and piece.layout.is_transposed
@@ -328,8 +325,8 @@ def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Seque
 def _weight(
     name: str, tensor: Stored, scales: BlockScales | None, norm_offset: float = 0.0, order: NDArray[np.intp] | None = None
 ) -> WeightTensor:
-    """The weight called `name`, whose row (or number, of a vector) i is the tensor's `order[i]`; None: i."""
-    assert not isinstance(tensor, Mxfp4Cube)  # its names are those of `Parts` alone
+    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor."""
+    assert not isinstance(tensor, Mxfp4Cube)  # its names are always in `Parts`
     num_rows, num_cols = (1, *without_middle(tensor.shape))[-2:]
     if isinstance(tensor, PackedIntegers):
         return WeightTensor(name, num_rows, num_cols, tensor.format, tensor, order=order, column_order=tensor.column_order)

@@ -1,10 +1,11 @@
-"""Files of a model, or of an adapter, that are present: load them in any format, and tell them from another's."""
+"""Loads the files of a model or of an adapter, whatever their format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from penstock.models.adapter import AdapterFactors
 from penstock.models.adapter_files import AdapterFiles
@@ -18,25 +19,36 @@ from penstock.types.model_spec import ModelSpec, Pooling
 from penstock.types.vocab import GgufVocab
 
 
+class LoadOptions(TypedDict, total=False):
+    """Options of every loader."""
+
+    max_weight_bytes: int | None
+    """Largest size of the weights in memory. None: unlimited."""
+    floats: Floats
+    """How the backend holds floats."""
+    served_len: int | None
+    """Tokens of the longest text. None: all positions of the model."""
+    experts_on_disk: bool
+    """The weights of a mixture's experts take no memory."""
+    task: str
+    pooling: Pooling | None
+    """`task` and `pooling` are those of `endings.choose_ending`."""
+
+
 def load_model(
     source: ModelSource,
     *,
-    max_weight_bytes: int | None = None,
-    floats: Floats = Floats.BF16,
     check_vocab: Callable[[GgufVocab], None] | None = None,
     generation: str = "none",
-    served_len: int | None = None,
-    experts_on_disk: bool = False,
-    task: str = "auto",
-    pooling: Pooling | None = None,
+    **options: Unpack[LoadOptions],
 ) -> LoadedModel:
-    """The model of a source that is present, called `source.name`, for texts of up to `served_len` tokens (None: the model's).
+    """Return the model of a source that is present, called `source.name`.
 
-    Raises ModelError if its files are missing, corrupt or unsupported, or if its weights would take more than
-    `max_weight_bytes` of memory, in a backend that holds `floats` (checked before any weight is read). So is a GGUF file's
-    vocabulary, by `check_vocab`: this layer knows no tokenizers. `generation` is the setting `generation_config`.
-    With `experts_on_disk`, the weights of a mixture's experts take no memory. `task` and `pooling` are those of
-    `endings.choose_ending`.
+    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use: this package knows no tokenizers.
+    `generation` is the setting `generation_config`.
+
+    Raises ModelError if files are missing, corrupt or unsupported, or if the weights would take more than `max_weight_bytes`.
+    All of this is checked before any weight is read.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -44,39 +56,20 @@ def load_model(
     if source.kind is SourceKind.DIRECTORY:
         from penstock.models.hf import load_hf_directory
 
-        model = load_hf_directory(
-            source.path,
-            name=source.name,
-            max_weight_bytes=max_weight_bytes,
-            floats=floats,
-            served_len=served_len,
-            experts_on_disk=experts_on_disk,
-            task=task,
-            pooling=pooling,
-        )
+        model = load_hf_directory(source.path, name=source.name, **options)
     else:
         from penstock.models.gguf import load_gguf
 
-        model = load_gguf(
-            source.path,
-            name=source.name,
-            max_weight_bytes=max_weight_bytes,
-            floats=floats,
-            check_vocab=check_vocab,
-            served_len=served_len,
-            experts_on_disk=experts_on_disk,
-            task=task,
-            pooling=pooling,
-        )
+        model = load_gguf(source.path, name=source.name, check_vocab=check_vocab, **options)
     return obeying(model, generation)
 
 
 def load_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """The factors of the adapter in a folder of PEFT or in a GGUF file, for a model of this spec and program.
+    """Return the factors of the adapter in a folder of PEFT or in a GGUF file, for a model of this spec and program.
 
-    `files` bounds the reading. Raises ModelError for whatever is wrong with its files, or is not computed.
+    `files` limits the reading. Raises ModelError for damaged files and for what is not computed.
     """
     if path.suffix == ".gguf":
         from penstock.models.gguf_adapter import read_gguf_adapter
@@ -92,9 +85,10 @@ SAMPLE_BYTES = 1 << 16
 
 
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
-    """32 bytes of a file, of all files of a split one, or of those directly in a folder. Raises OSError if they can't be read.
+    """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
 
-    `has_times`: with the times of their last change, which tell a change that no sample hits, and differ between copies.
+    The hash covers names, sizes and samples. `has_times`: it also covers the times of the last change. These show changes
+    that no sample hits, but differ between copies.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

@@ -1,13 +1,11 @@
-"""The language in which architectures are described: a flat list of operations on named buffers.
+"""Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them.
 
-A model's description emits a `Program`; backends run it. Nothing here computes. All buffers hold
-float32 [num_tokens, width] unless said otherwise, num_tokens being those of the step; what `GatherRows`, `FirstRows` or
-`MeanRows` writes has one row for each row of the step that samples, and so has what is computed from it. Operations run in
-order; those before the first of these three are on tokens, and those after it on samples. The last one is the program's
-ending: what the step is computed for.
+All buffers are float32 [num_tokens, width] unless said otherwise. `GatherRows`, `FirstRows` and `MeanRows` write one row for
+each row of the step that samples; whatever is computed from their results has as many. Operations run in order, and the last
+one is the ending: what the step is computed for.
 
-There are two kinds of programs. Those with `KvWrite` and `Attention` compute a row in any number of steps, and know what came
-before from the KV cache. Those with `TextAttention` compute a whole text in one step, and leave nothing behind.
+Programs with `KvWrite` and `Attention` compute a row in any number of steps, and read what came before from the KV cache.
+Programs with `TextAttention` compute a whole text in one step and keep nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class Embed:
 class EmbedPositions:
     """out[t] = x[t] + weight[first + position of t]. `out` may be `x`.
 
-    weight is [first + num_positions, width of x] at the least.
+    weight is at least [first + num_positions, width of x].
     """
 
     out: str
@@ -46,7 +44,7 @@ class EmbedPositions:
 class EmbedTypes:
     """out[t] = x[t] + weight[1 if t is a token of a pair's second text, else 0]. `out` may be `x`.
 
-    weight is [number of types, width of x]. With one type all tokens have it.
+    weight is [num_types, width of x]. If there is only one type, all tokens have it.
     """
 
     out: str
@@ -92,8 +90,8 @@ class Linear:
 class Rope:
     """Rotate each head of x in place by its position: pairs (i, i + n/2) of the first n = 2 * len(inv_freq) columns.
 
-    angle = position * inv_freq[i]; cos and sin are multiplied by `attention_factor`, and the columns that do not turn are not.
-    Then the whole of x is multiplied by 1 + growth * ln(1 + position // growth_len).
+    angle = position * inv_freq[i]. cos and sin are multiplied by `attention_factor`; columns that do not turn stay as they are.
+    Then all of x is multiplied by 1 + growth * ln(1 + position // growth_len).
     Source: RoFormer, arXiv 2104.09864, in the half-split layout of Hugging Face checkpoints.
     """
 
@@ -110,14 +108,14 @@ class Rope:
 class KvWrite:
     """Store k and v [num_tokens, num_kv_heads * head_dim] of a layer at each token's slot, rounded to the cache's type.
 
-    The part that the bias adds to every key may be taken off before (`models.rope` has the reason).
+    A backend may subtract `rope.key_centre` from the keys first.
     """
 
     layer: int
     k: str
     v: str
     bias: str | None = None
-    """Weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
+    """Name of the weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
     inv_freq: tuple[float, ...] = ()
     """Frequencies of that rotation, as in `Rope`."""
     attention_factor: float = 1.0
@@ -139,20 +137,20 @@ class Attention:
     scale: float
     mask: Mask = "causal"
     window: int = 0
-    """Attend to the last `window` positions only, the query's own included; 0 is all."""
+    """Attend to the last `window` positions, including the query's own; 0: to all."""
     softcap: float = 0.0
     """If > 0, scores become softcap * tanh(scores / softcap) before the mask."""
     sinks: str | None = None
-    """Weight with a score of each head, [num_heads]: exp(score) is one more term of the softmax's sum, and has no value.
+    """Weight with a score for each head, [num_heads]: exp(score) is added to the softmax's sum.
     Source: gpt-oss, arXiv 2508.10925."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextAttention:
-    """out = softmax(scale * q k^T + bias by distance + mask) v, where k and v are those of the row's own tokens.
+    """out = softmax(scale * q k^T + bias by distance + mask) v over the row's own tokens.
 
     q and out are [num_tokens, num_heads * head_dim], k and v [num_tokens, num_kv_heads * head_dim]; query head h reads KV head
-    h // (num_heads // num_kv_heads). The row's text must be computed in one step, from its first token on.
+    h // (num_heads // num_kv_heads). The whole text must be in one step.
     """
 
     out: str
@@ -165,31 +163,31 @@ class TextAttention:
     scale: float
     mask: Mask = "all"
     window: int = 0
-    """Token i sees token j only if abs(i - j) < window; 0 is all. The mask `causal` hides what comes behind i, too."""
+    """Token i sees token j only if abs(i - j) < window; 0: all. The mask `causal` also hides the tokens after i."""
     distances: str | None = None
-    """Weight of what is added to the score of query i and key j in head h: column D + min(max(j - i, -D), D) of row h, where D
-    is `num_distances`. [num_heads, 2 D + 1]"""
+    """Weight of the bias by distance. To the score of query i and key j in head h, it adds column D + min(max(j - i, -D), D)
+    of row h, where D is `num_distances`. [num_heads, 2 D + 1]"""
     num_distances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated causal convolution along a row, each column by itself. x is [num_tokens, 3 * width of out]: b, c, u side by side.
+    """A gated causal convolution along a row, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
-    v = b * u, rounded to bf16, and 0 before the row's first position. out[t] = c[t] * s[t], where s[t] is the sum over i of
+    v = b * u, rounded to bf16, and 0 before the first position. out[t] = c[t] * s[t], where s[t] is the sum over i of
     weight[:, i] * v[t - kernel + 1 + i] (+ bias). weight is [width of out, kernel].
 
-    v of the last `kernel` - 1 positions is the layer's recurrent state, which KV blocks hold (`Program.state`).
+    KV blocks store v of the last `kernel` - 1 positions, the layer's recurrent state (`Program.state`).
     Source: transformers' modeling_lfm2.py, which in bf16 rounds v as well.
     """
 
     out: str
     x: str
     layer: int
-    """Its index among the program's operations with a state."""
+    """Index among the program's operations with a state."""
     weight: str
     kernel: int
-    """Number of positions that a token reads, its own included; at least 2."""
+    """Number of positions that a token reads, including its own; at least 2."""
     bias: str | None = None
 
 
@@ -197,10 +195,11 @@ class ShortConv:
 class GatedActivation:
     """out = activation(gate) * up.
 
-    `silu` is x * sigmoid(x). `gelu` is x * Phi(x), Phi being the normal distribution's function; `gelu_tanh` is its tanh form,
-    arXiv 1606.08415, and `gelu_quick` is x * sigmoid(1.702 x). `relu` is max(x, 0), and `relu2` is the square of that.
-    `tanh` is the hyperbolic tangent. `swiglu_clamped` is (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up cut
-    to [-7, 7].
+    - `silu`: x * sigmoid(x)
+    - `gelu`: x * Phi(x), Phi being the normal distribution's function; `gelu_tanh`: its tanh form, arXiv 1606.08415
+    - `gelu_quick`: x * sigmoid(1.702 x)
+    - `relu`: max(x, 0); `relu2`: the square of that; `tanh`
+    - `swiglu_clamped`: (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up clipped to [-7, 7]
     """
 
     out: str
@@ -211,14 +210,15 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """out = the sum over the experts e that are chosen for a token of p_e * down_e(activation(gate_e(x)) * up_e(x)).
+    """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
     Each expert's score is `scoring` of x @ router.T (+ router_bias): softmax over all experts, or sigmoid. The
-    `num_experts_per_token` with the largest score (+ selection_bias) are chosen, of equal ones the first. p is the score of a
-    chosen one without the selection bias: divided by the sum over the chosen ones if `is_renormalised`, times `share_factor`.
-    The matrices of all experts lie in one, one below the other: gate and up are
-    [num_experts * intermediate_size, width of x], down is [num_experts * width of out, intermediate_size]. Biases, which all
-    three have or none, are [num_experts, outputs]; the router's are [num_experts].
+    `num_experts_per_token` experts with the largest score (+ selection_bias) are chosen; ties go to the first. p is the score
+    without the selection bias, divided by the sum over the chosen experts if `is_renormalised`, times `share_factor`.
+
+    The matrices of all experts are stacked: gate and up are [num_experts * intermediate_size, width of x], down is
+    [num_experts * width of out, intermediate_size]. Either all three have biases, [num_experts, outputs], or none; the router's
+    biases are [num_experts].
     Sources: Mixtral of Experts, arXiv 2401.04088; OLMoE, arXiv 2409.02060; DeepSeek-V3, arXiv 2412.19437.
     """
 
@@ -244,7 +244,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """out = activation(x), without a gate. `GatedActivation` has the formulas."""
+    """out = activation(x). `GatedActivation` has the formulas."""
 
     out: str
     x: str
@@ -263,7 +263,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class GatherRows:
-    """out = the last token's row of x for each row of the step that samples. [num_samples, width]"""
+    """out = the last token's x for each row of the step that samples. [num_samples, width]"""
 
     out: str
     x: str
@@ -271,9 +271,9 @@ class GatherRows:
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """out = the first token's row of x for each row of the step that samples. [num_samples, width]
+    """out = the first token's x for each row of the step that samples. [num_samples, width]
 
-    The row's text must be computed in one step, from its first token on.
+    The whole text must be in one step.
     """
 
     out: str
@@ -284,7 +284,7 @@ class FirstRows:
 class MeanRows:
     """out = the mean of x over a row's tokens, for each row of the step that samples. [num_samples, width]
 
-    The row's text must be computed in one step, from its first token on.
+    The whole text must be in one step.
     """
 
     out: str
@@ -301,7 +301,7 @@ class Softcap:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. The last operation but for `Softcap` of it."""
+    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. Only a `Softcap` of the result may follow."""
 
     out: str
     x: str
@@ -313,7 +313,7 @@ class Logits:
 class States:
     """An ending: x itself, float32 [num_samples, width]: hidden states of texts, or the scores of a classification head.
 
-    If x has a row for each token, so has the result. With `is_normalised` each row is divided by its Euclidean length.
+    The result has a row for each token if x has. `is_normalised`: each row is divided by its Euclidean length.
     """
 
     x: str
@@ -346,9 +346,10 @@ Op = (
 
 
 def features(op: Op) -> Iterator[str]:
-    """Names of what a backend must know to compute an operation: its own, each field that is not as by default, its activation.
+    """Yield what a backend must support to compute an operation: its name, its activation, and each field with an unusual
+    value.
 
-    No backend knows the name of a new field yet: each refuses the operation, and does not compute it without the field.
+    A backend refuses an operation with a feature that it does not list, so a new field is never silently ignored.
     """
     name = type(op).__name__
     yield name
@@ -364,36 +365,36 @@ def features(op: Op) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The recurrent state that a KV block holds, behind its last computed position: [num_layers, num_columns, width], bf16.
+    """The recurrent state that a KV block stores after its last computed position: [num_layers, num_columns, width], bf16.
 
-    The column of position p is at p modulo the block's size modulo `num_columns`.
+    The column of position p is p modulo the block's size modulo `num_columns`.
     """
 
     num_layers: int
     num_columns: int
-    """Last computed positions of which there is a column."""
+    """Number of last positions that have a column."""
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The computation of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
+    """The operations of one step of a model. Raises ModelError if layers differ in the shape of their keys and values."""
 
     ops: tuple[Op, ...]
     buffers: tuple[tuple[str, int], ...]
     """(name, width) of every buffer, in order of first use."""
     num_layers: int
-    """Layers with keys and values, whose indices `KvWrite` and `Attention` have."""
+    """Number of layers with keys and values. `KvWrite` and `Attention` have their indices."""
     num_kv_heads: int
-    """The number in every layer: the KV cache of each backend has one shape for all."""
+    """The same in every layer: a KV cache has one shape for all."""
     head_dim: int
     vocab_size: int
 
     def __post_init__(self) -> None:
         if self.is_one_pass and any(isinstance(op, KvWrite | Attention | ShortConv) for op in self.ops):
             raise ModelError(
-                "some layers read the KV cache and others the tokens of the step alone.",
-                remedy="Mend the architecture's description.",
+                "some layers read the KV cache and others only the tokens of the step.",
+                remedy="Correct the architecture's description.",
             )
         for op in self.ops:
             if isinstance(op, Attention) and (op.num_kv_heads, op.head_dim) != (self.num_kv_heads, self.head_dim):
@@ -405,12 +406,12 @@ class Program:
 
     @property
     def is_one_pass(self) -> bool:
-        """Each text is computed in one step, and nothing of it is kept."""
+        """Whether each text is computed in one step and nothing is kept."""
         return any(isinstance(op, TextAttention) for op in self.ops)
 
     @property
     def state(self) -> StateShape | None:
-        """None for programs without recurrent state, which most are."""
+        """The shape of the recurrent state, or None for most programs."""
         convs = [op for op in self.ops if isinstance(op, ShortConv)]
         if not convs:
             return None
@@ -419,22 +420,24 @@ class Program:
 
     @property
     def ending(self) -> Logits | States:
-        """The operation that the step is computed for. Raises ModelError for a program that has none, or two."""
+        """The operation that the step is computed for. Raises ModelError unless there is exactly one."""
         endings = [op for op in self.ops if isinstance(op, Logits | States)]
         if len(endings) != 1:
-            raise ModelError(f"the program has {len(endings)} endings, not one.", remedy="Mend the architecture's description.")
+            raise ModelError(
+                f"the program has {len(endings)} endings, not one.", remedy="Correct the architecture's description."
+            )
         return endings[0]
 
     @property
     def window(self) -> int:
-        """The last positions that a token sees in any layer, its own included; 0: there is a layer in which it sees all.
+        """The number of last positions that a token can see, including its own; 0: all.
 
-        It is 2 at least, and no less than the positions from whose blocks a short convolution takes its inputs.
+        It is at least 2, and at least the positions that a short convolution reads.
         """
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0
 
     def width(self, name: str) -> int:
-        """Columns of a buffer. Raises KeyError."""
+        """Return the columns of a buffer. Raises KeyError."""
         return dict(self.buffers)[name]

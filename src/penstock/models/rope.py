@@ -1,9 +1,8 @@
-"""Rotary position embeddings: their frequencies, scaled or not, and what they leave of a key's bias. Pure arithmetic.
+"""Rotary position embeddings: the frequencies of each kind of scaling, and the part of a key that all keys share.
 
-Loaders read `RopeParameters` and ask for a `Rotation`. Backends ask for the part that all keys of a layer share, which none
-needs to store: a constant vector c in every key adds q c to every score of a query, and softmax does not see it. Keys of some
-architectures have such a part: a bias that is large where the rotation is slowest (Qwen2.5: hundreds, where other columns are
-of size one), and beside which a scale of 32 columns is coarse. They also ask for the order of rows in files of another layout.
+Loaders read `RopeParameters` and get a `Rotation`. Backends subtract `key_centre` before they store keys: adding a constant
+vector to every key adds the same number to every score of a query, which softmax ignores. Some models have such a part: a bias
+of hundreds beside columns of size one (Qwen2.5), with which one scale for 32 columns would be too coarse.
 
 Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; YaRN and dynamic scaling, arXiv 2309.00071; LongRoPE,
 arXiv 2402.13753; `llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers'
@@ -28,22 +27,22 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """Settings of the rotary positions of all layers of a file, or of one kind of them. Numbers are finite and positive.
+    """Settings of the rotary positions of all layers, or of one type of layer. Numbers are finite and positive.
 
-    A field that `kind` does not use has any value.
+    `kind` decides which fields count.
     """
 
     kind: Kind = "default"
     theta: float = 10000.0
     dim: int
-    """Columns of a head that turn, the first ones; even."""
+    """The first columns of a head turn, so many of them; even."""
     trained_len: int
     """Longest text of the model."""
     original_len: int = 1
     """Longest text of the model before its context was extended."""
     factor: float = 1.0
     attention_factor: float | None = None
-    """Factor of cos and sin; None: what follows from the others."""
+    """Factor of cos and sin; None: computed from the others."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -51,19 +50,19 @@ class RopeParameters:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    """YaRN's range of pairs begins and ends at whole ones."""
+    """YaRN's range of pairs is rounded to whole pairs."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
-    """Divisors of the frequencies, which count beside `kind`; none: 1."""
+    """More divisors of the frequencies, whatever the kind; empty: none."""
     query_growth: float = 0.0
 
 
 def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> Rotation:
-    """The rotation of heads of `head_dim` columns in texts of up to `served_len` tokens.
+    """Return the rotation of heads of `head_dim` columns for texts of up to `served_len` tokens.
 
-    Two kinds depend on the length of a text, where a cached key has to hold for every text that it begins: they are those of
-    the longest text, for all.
+    Two kinds depend on the length of the text. A cached key is shared by texts of different lengths, so all texts get the
+    rotation of the longest.
     """
     rope, dim = parameters, parameters.dim
     inv_freq, attention_factor = inverse_frequencies(dim, rope.theta), 1.0
@@ -71,31 +70,24 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
         case "default":
             pass
         case "linear":
-            inv_freq = scale_linear(inv_freq, rope.factor)
+            inv_freq = _divided(inv_freq, (rope.factor,) * len(inv_freq))
         case "dynamic":
             length = max(served_len, rope.trained_len) / rope.trained_len
             stretch = rope.factor * length - (rope.factor - 1.0)
             inv_freq = inverse_frequencies(dim, rope.theta * stretch ** (dim / max(1, dim - 2)))
         case "llama3":
-            inv_freq = scale_llama3(
-                inv_freq,
-                factor=rope.factor,
-                low_freq_factor=rope.low_freq_factor,
-                high_freq_factor=rope.high_freq_factor,
-                original_context=rope.original_len,
-            )
+            inv_freq = tuple(_llama3(freq, rope) for freq in inv_freq)
         case "yarn":
-            inv_freq, attention_factor = _scale_yarn(inv_freq, rope), _yarn_attention_factor(rope)
+            inv_freq, attention_factor = _yarn(inv_freq, rope), _yarn_attention_factor(rope)
         case "longrope":
-            factors = rope.long_factor if served_len > rope.original_len else rope.short_factor
-            inv_freq = divide(inv_freq, factors)
+            inv_freq = _divided(inv_freq, rope.long_factor if served_len > rope.original_len else rope.short_factor)
             if rope.factor > 1.0 and rope.original_len > 1:
                 attention_factor = math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_len))
-        case "proportional":  # frequencies of the whole head, of which the slow ones stand still
+        case "proportional":  # frequencies of the whole head; the slow ones are 0
             turning = inverse_frequencies(head_dim, rope.theta)[: dim // 2]
-            inv_freq = (*scale_linear(turning, rope.factor), *(0.0 for _ in range((head_dim - dim) // 2)))
+            inv_freq = (*_divided(turning, (rope.factor,) * len(turning)), *(0.0 for _ in range((head_dim - dim) // 2)))
     if rope.divisors:
-        inv_freq = divide(inv_freq, rope.divisors)
+        inv_freq = _divided(inv_freq, rope.divisors)
     return Rotation(
         inv_freq=inv_freq,
         attention_factor=attention_factor if rope.attention_factor is None else rope.attention_factor,
@@ -105,7 +97,7 @@ def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> R
 
 
 def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
-    """Says which of a text's possible rotations all texts get; None for a kind that has one only."""
+    """Say which of several possible rotations all texts get; None for a kind with one rotation."""
     if parameters.kind == "longrope":
         is_long, border = served_len > parameters.original_len, parameters.original_len
         which, other = ("more than", f"{border} or less") if is_long else ("up to", f"more than {border}")
@@ -116,38 +108,26 @@ def choice_words(parameters: RopeParameters, served_len: int) -> str | None:
 
 
 def inverse_frequencies(dim: int, base: float) -> tuple[float, ...]:
-    """base ** (-2 i / dim) radians per position, for each pair i. [dim / 2]"""
+    """Return base ** (-2 i / dim) radians per position for each pair i. [dim / 2]"""
     return tuple(base ** (-2.0 * pair / dim) for pair in range(dim // 2))
 
 
-def scale_linear(inv_freq: Sequence[float], factor: float) -> tuple[float, ...]:
-    """Every position counts 1 / factor."""
-    return tuple(freq / factor for freq in inv_freq)
-
-
-def divide(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float, ...]:
-    """One divisor per pair, as `rope_freqs.weight` of a GGUF file gives them. Both [dim / 2]."""
+def _divided(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float, ...]:
     return tuple(freq / factor for freq, factor in zip(inv_freq, factors, strict=True))
 
 
-def scale_llama3(
-    inv_freq: Sequence[float], *, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
-) -> tuple[float, ...]:
+def _llama3(freq: float, rope: RopeParameters) -> float:
     """Long waves are stretched by `factor`, short ones kept, those between blended."""
-
-    def stretch(freq: float) -> float:
-        turns = original_context * freq / (2.0 * math.pi)
-        if turns < low_freq_factor:
-            return freq / factor
-        if turns > high_freq_factor:
-            return freq
-        kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        return (1.0 - kept) * freq / factor + kept * freq
-
-    return tuple(stretch(freq) for freq in inv_freq)
+    turns = rope.original_len * freq / (2.0 * math.pi)
+    if turns < rope.low_freq_factor:
+        return freq / rope.factor
+    if turns > rope.high_freq_factor:
+        return freq
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1.0 - kept) * freq / rope.factor + kept * freq
 
 
-def _scale_yarn(inv_freq: Sequence[float], rope: RopeParameters) -> tuple[float, ...]:
+def _yarn(inv_freq: Sequence[float], rope: RopeParameters) -> tuple[float, ...]:
     """Pairs that turn less than `beta_slow` times in the original context are stretched, those beyond `beta_fast` kept."""
 
     def pair_of(num_turns: float) -> float:
@@ -173,10 +153,10 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
-    """The order in which a weight's rows (a bias's columns) have the half-split layout, of a file with pairs side by side.
+    """Return the order that brings the rows of a weight (or columns of a bias) into the half-split layout.
 
-    A head turns by its columns 2 i and 2 i + 1 there; columns beyond those that turn stay. None for weights but q, k and their
-    biases.
+    In the file, columns 2 i and 2 i + 1 of a head turn as a pair. Columns that do not turn stay in place. Return None for any
+    weight but q, k and their biases.
     """
     layer, _, kind = name.rpartition(".")
     if kind.removesuffix("_bias") not in ("q", "k"):
@@ -194,17 +174,17 @@ F32 = NDArray[np.float32]
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
-    """Pairs of columns (i, i + half) that rotate by less than one radian over so many positions.
+    """Return the pairs of columns (i, i + half) that turn by less than one radian over so many positions.
 
-    Below a radian a turned vector less itself is shorter than the vector.
+    Within a radian, the difference between a turned vector and the vector is shorter than the vector.
     """
     return [i for i, frequency in enumerate(inv_freq) if frequency * num_positions < 1]
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
-    """The vector to subtract from every key before it is stored. [num_kv_heads * head_dim], as `bias` is
+    """Return the vector to subtract from every key before storing it. [num_kv_heads * head_dim], as `bias`
 
-    It is the bias where keys hardly turn over `num_positions`, the longest context served, and in columns that never turn.
+    It is the bias in columns that never turn, or hardly turn over `num_positions`, the longest context served.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)
