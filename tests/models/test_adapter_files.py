@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def test_regular_files_alone_are_opened_and_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for odd in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(ModelError, match="no regular file"):
+        with pytest.raises(ModelError, match="not a regular file"):
             AdapterFiles().read(odd, 100)
     with pytest.raises(ModelError, match="there is no such file"):
         AdapterFiles().read(tmp_path / "none", 100)

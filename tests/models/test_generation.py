@@ -58,8 +58,8 @@ def test_null_and_absent_are_the_same(tmp_path):
         ("top_k", 2**31, "top_k is"),
         ("max_new_tokens", 0, "max_new_tokens is 0"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
-        ("suppress_tokens", 3, "suppress_tokens is no list"),
-        ("suppress_tokens", [0.5], "suppress_tokens is no list"),
+        ("suppress_tokens", 3, "suppress_tokens is not a list"),
+        ("suppress_tokens", [0.5], "suppress_tokens is not a list"),
         ("suppress_tokens", [10], r"suppress_tokens\[0\] is 10, outside of the vocabulary of 10"),
         ("suppress_tokens", [1] * (MAX_SUPPRESSED + 1), f"has {MAX_SUPPRESSED + 1} tokens"),
     ],
@@ -100,7 +100,9 @@ def test_a_gguf_file_names_them_in_its_metadata(tmp_path, caplog):
     model = load_model(source, generation="auto")
     assert model.sampling == SamplingDefaults(temperature=0.5, top_k=20, banned_token_sequences=((5,),))
     lines = [record.getMessage() for record in caplog.records]
-    assert [line for line in lines if "not obeyed" in line] == [f"{path}: not obeyed: general.sampling.mirostat = 2"]
+    assert [line for line in lines if "settings are ignored" in line] == [
+        f"{path}: these settings are ignored: general.sampling.mirostat = 2"
+    ]
     assert any(line.endswith("temperature 0.5, top_k 20, without tokens 5") for line in lines)
     assert load_model(source).sampling == SamplingDefaults()
 

@@ -87,8 +87,8 @@ def test_a_llama_s_file_fits_a_mistral_and_no_alpha_is_no_scale(tmp_path: Path) 
 
 
 FAULTS: Mapping[str, tuple[dict[str, Any], str]] = {
-    "a model": ({"metadata": {"general.type": "model"}}, "no adapter of LoRA"),
-    "a control vector": ({"metadata": {"adapter.type": "controlvector"}}, "no adapter of LoRA"),
+    "a model": ({"metadata": {"general.type": "model"}}, "not a LoRA adapter"),
+    "a control vector": ({"metadata": {"adapter.type": "controlvector"}}, "not a LoRA adapter"),
     "activated": ({"metadata": {"adapter.alora.invocation_tokens": [1]}}, "middle of a prompt"),
     "another architecture": ({"architecture": "qwen2"}, "an adapter of a qwen2, and the model is a llama"),
     "an architecture that is not known": ({"architecture": "mamba"}, "mamba is not supported"),
@@ -147,7 +147,7 @@ def test_files_that_are_damaged_or_too_large_are_refused(tmp_path: Path, tiny: L
     with pytest.raises(ModelError, match="there is no such file"):
         read(path, tiny)
     os.mkfifo(path)
-    with pytest.raises(ModelError, match="it is no regular file"):
+    with pytest.raises(ModelError, match="it is not a regular file"):
         read(path, tiny)
-    with pytest.raises(ModelError, match="no adapter of LoRA"):
+    with pytest.raises(ModelError, match="not a LoRA adapter"):
         read(write_gguf(tmp_path / "model.gguf", TINY), tiny)

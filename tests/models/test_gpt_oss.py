@@ -137,7 +137,7 @@ def _number(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("end", "change", "complaint"),
     [
-        ("scales", lambda dtype, shape, data: (dtype, shape, _number(data)), "is no number"),
+        ("scales", lambda dtype, shape, data: (dtype, shape, _number(data)), "is not a number"),
         ("scales", lambda dtype, shape, data: (dtype, (*shape[:2], 1), data[: 7 * 128]), "a scale each"),
         ("scales", lambda dtype, shape, data: ("I8", shape, data), "of type I8"),
         ("blocks", lambda dtype, shape, data: (dtype, (*shape[:3], 8), data[: len(data) // 2]), "a scale each"),

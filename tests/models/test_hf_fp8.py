@@ -162,8 +162,8 @@ def test_every_writer_of_fp8_is_known(tmp_path: Path, settings: object) -> None:
         ({"quant_method": "compressed-tensors"}, "no scheme"),
         (compressed(CHANNELS, format="pack-quantized"), "format pack-quantized with 8 bits of type float"),
         (compressed(CHANNELS, transform_config={"config_groups": {"R1": {}}}), "with a transform"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "no two numbers"),
-        ({"quant_method": "fp8", "weight_block_size": "128xwide"}, "no two numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not two numbers"),
+        ({"quant_method": "fp8", "weight_block_size": "128xwide"}, "not two numbers"),
         ({"quant_method": "fp8", "weight_block_size": [128, 20]}, "multiples of 32"),
         ({"quant_method": "fp8", "weight_block_size": [0, 32]}, "not supported"),
     ],
@@ -178,8 +178,8 @@ def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setti
     ("name", "tensor", "cause"),
     [
         (f"{UP}_scale", None, f"{UP} is in fp8, and there is no {UP}_scale"),
-        (f"{UP}_scale", ("F32", (1,), np.float32(np.inf).tobytes()), "no finite number"),
-        (f"{UP}_scale", ("F32", (1,), np.float32(np.nan).tobytes()), "no finite number"),
+        (f"{UP}_scale", ("F32", (1,), np.float32(np.inf).tobytes()), "not a finite number"),
+        (f"{UP}_scale", ("F32", (1,), np.float32(np.nan).tobytes()), "not a finite number"),
         (f"{UP}_scale", ("F32", (3, 1), np.ones(3, np.float32).tobytes()), r"shape \(3, 1\)"),
         (f"{UP}_scale", ("F8_E4M3", (1,), b"\x38"), "_scale is in fp8, and there is no"),
         (f"{UP}_scale", ("I8", (1,), b"\x38"), "I8 are not supported"),
@@ -196,7 +196,7 @@ def test_a_vector_in_fp8_is_refused(tmp_path: Path) -> None:
     norm = "model.norm.weight"
     one = ("F32", (1,), np.float32(1).tobytes())
     change_tensors(write_fp8_hf(tmp_path, TINY, "row"), {norm: ("F8_E4M3", (64,), b"\x38" * 64), f"{norm}_scale": one})
-    with pytest.raises(ModelError, match="no matrix"):
+    with pytest.raises(ModelError, match="not a matrix"):
         load_hf_directory(tmp_path)
 
 

@@ -147,7 +147,7 @@ def test_templates_of_another_form_are_refused(tmp_path, template):
     directory = write_hf(tmp_path, TINY)
     (directory / "chat_template.jinja").unlink()
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    with pytest.raises(ModelError, match="no text, and no list of named ones"):
+    with pytest.raises(ModelError, match="neither a text nor a list of named templates"):
         load_hf_directory(directory)
 
 
@@ -181,7 +181,7 @@ def test_the_log_says_which_ids_were_passed_over(tmp_path, caplog):
     directory = write_hf(tmp_path, TINY, extra={"bos_token_id": [1, 0], "eos_token_id": [2, -1]})
     with caplog.at_level("INFO", "penstock"):
         load_hf_directory(directory)
-    assert "bos_token_id is [1, 0]; the first is taken" in caplog.text
+    assert "bos_token_id is [1, 0]: the first is used" in caplog.text
     assert "eos_token_id[1] is -1, which means no token: ignored" in caplog.text
 
 

@@ -162,7 +162,7 @@ def test_an_output_that_follows_the_embedding_s_adapter_is_refused(tmp_path: Pat
 
 CONFIGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora: DoRA"),
-    "another type": ({"peft_type": "IA3"}, "'IA3', and LORA alone"),
+    "another type": ({"peft_type": "IA3"}, "'IA3', and only LORA"),
     "no type": ({"peft_type": None}, "peft_type is missing"),
     "no rank": ({"r": None}, "r is missing"),
     "biases": ({"lora_bias": True}, "lora_bias"),
@@ -203,7 +203,7 @@ TENSORS: Mapping[str, tuple[dict[str, FloatArray], str]] = {
         r"\[4, 48\] and \[64, 4\]; the model's matrix wants \[rank, 64\]",
     ),
     "another rank": ({f"{AT}.lora_A.weight": values(3, 64)}, r"are \[3, 64\] and \[64, 4\], not \[rank"),
-    "a vector": ({f"{AT}.lora_A.weight": values(256)}, r"are \[256\] and \[64, 4\], not \[rank.*gathered"),
+    "a vector": ({f"{AT}.lora_A.weight": values(256)}, r"are \[256\] and \[64, 4\], not \[rank.*gather"),
     "no rank": ({f"{AT}.lora_A.weight": values(0, 64), f"{AT}.lora_B.weight": values(64, 0)}, "rank 0, outside of 1 to 64"),
     "too large a rank": (
         {f"{AT}.lora_A.weight": values(65, 64), f"{AT}.lora_B.weight": values(64, 65)},
@@ -220,7 +220,7 @@ TENSORS: Mapping[str, tuple[dict[str, FloatArray], str]] = {
     ),
     "a norm": (
         {f"base_model.model.model.layers.0.input_layernorm.lora_{half}.weight": values(4, 4) for half in "AB"},
-        "input_layernorm.weight, which is no matrix of a product",
+        "input_layernorm.weight, which is not a matrix that an adapter can change",
     ),
     "not a number": ({f"{AT}.lora_A.weight": values(4, 64, fill=math.nan)}, "q_proj have numbers that are not finite"),
     "infinite": ({f"{AT}.lora_B.weight": values(64, 4, fill=math.inf)}, "not finite"),
@@ -259,7 +259,7 @@ FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
     "settings that are none": (lambda path: (path / "adapter_config.json").write_text("[]"), "can't be read as a JSON object"),
     "settings without end": (
         lambda path: (path / "adapter_config.json").write_text(json.dumps({**config_of(4), "x": "y" * 2_000_000})),
-        "what it can hold at most takes 1048576",
+        "more than the 1048576",
     ),
     "no weights": (lambda path: (path / "adapter_model.safetensors").unlink(), "there is no adapter_model.safetensors"),
     "a pickle": (

@@ -70,16 +70,16 @@ def test_a_directory_without_such_files_has_defaults(tmp_path):
 def test_no_path_leads_out_of_the_directory(tmp_path, folder):
     write(tmp_path / "model", modules=[TRANSFORMER, {**POOLING, "path": folder}])
     write(tmp_path, other__config={"pooling_mode": "cls"})
-    with pytest.raises(ModelError, match="no name of a folder"):
+    with pytest.raises(ModelError, match="not the name of a folder"):
         read_sentence_files(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
     ("files", "cause"),
     [
-        ({"modules": {}}, "no list of 1 to 16 modules"),
-        ({"modules": []}, "no list of 1 to 16 modules"),
-        ({"modules": [TRANSFORMER] * 17}, "no list of 1 to 16 modules"),
+        ({"modules": {}}, "not a list of 1 to 16 modules"),
+        ({"modules": []}, "not a list of 1 to 16 modules"),
+        ({"modules": [TRANSFORMER] * 17}, "not a list of 1 to 16 modules"),
         ({"modules": [POOLING]}, "the first module is a Pooling"),
         ({"modules": [{**TRANSFORMER, "path": "0_Transformer"}]}, "the first module is a Transformer in '0_Transformer'"),
         ({"modules": [TRANSFORMER, {"type": "my_code.Pooling", "path": ""}]}, "the repository's own code"),
@@ -97,7 +97,7 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"2_Dense__config": {"out_features": 7, "activation_function": "torch.nn.Softmax"}}, "torch.nn.Softmax"),
         ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
         ({"sentence_bert_config": {"do_lower_case": True}}, "does not lower the case"),
-        ({"config_sentence_transformers": {"prompts": {"a": 1}}}, "one that is no text"),
+        ({"config_sentence_transformers": {"prompts": {"a": 1}}}, "a value that is not a text"),
         ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "no such prompt"),
     ],
 )
@@ -183,8 +183,8 @@ def test_the_function_of_the_scores(classifier, values, scores):
     [
         ("embed", None, {}, "a head of 3 labels"),
         ("rerank", None, {}, "a head of 3 labels"),
-        ("generate", None, {}, "reads texts and writes none"),
-        ("auto", "mean", {}, "pools as its head wants"),
+        ("generate", None, {}, "can.t write text"),
+        ("auto", "mean", {}, "must pool as its head expects"),
         ("auto", None, {"id2label": {"1": "a"}}, "does not name the columns"),
         ("auto", None, {"id2label": {}}, "does not name the columns"),
         ("auto", None, {"id2label": None, "num_labels": 0}, "num_labels is 0"),
@@ -211,7 +211,7 @@ def test_a_decoder_embeds_if_it_is_asked_to(tmp_path):
     (path / "modules.json").unlink()
     assert load_hf_directory(path).spec.ending is None
     assert load_hf_directory(path, task="embed").encoder.task == Task.EMBED
-    with pytest.raises(ModelError, match="writes text, and pools none"):
+    with pytest.raises(ModelError, match="has no pooling: it writes text"):
         load_hf_directory(path, pooling="mean")
 
 

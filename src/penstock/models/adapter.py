@@ -1,10 +1,7 @@
-"""The factors of a low-rank adapter, and the matrices of a program that they may change.
+"""The factors of a low-rank adapter, and the matrices of a program that they can change.
 
-Files of adapters are read into `AdapterFactors` (`models.peft`, `models.gguf_adapter`); a backend packs these for its kernels.
-Nothing here reads a file or computes.
-
-With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. W's row of a token,
-for `Embed`, becomes W[token] + A[:, token] @ B.T, before it is scaled. Source: LoRA, arXiv 2106.09685.
+With factors A [r, in] and B [out, r] of a matrix W [out, in], x @ W.T becomes x @ W.T + (x @ A.T) @ B.T. For `Embed`, the row
+of a token becomes W[token] + A[:, token] @ B.T, before scaling. Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -22,31 +19,29 @@ from penstock.types.errors import ModelError
 F32 = NDArray[np.float32]
 
 OUTPUT_SITE = "output"
-"""The site of `Logits`, also where it multiplies the matrix of the embedding: an adapter may change one without the other."""
+"""The site of `Logits`. If it is tied to the embedding, an adapter can still change one without the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterFactors:
-    """Finite numbers alone, with the adapter's scaling multiplied into B."""
+    """Finite factors, with the adapter's scale multiplied into B."""
 
     by_weight: Mapping[str, tuple[F32, F32]]
-    """Site -> (A [r, in], B [out, r]); r is at least 1, and may differ between sites. For `Embed` A is [r, vocabulary] and
-    B [width, r]."""
+    """Site -> (A [r, in], B [out, r]) with r >= 1, which may differ between sites. For `Embed`: A [r, vocabulary], B [width,
+    r]."""
 
     @property
     def max_rank(self) -> int:
-        """The largest r; 0 without any factors."""
+        """The largest r, or 0 without factors."""
         return max((len(a) for a, _ in self.by_weight.values()), default=0)
 
     def check(self, program: Program, *, max_rank: int) -> None:
-        """Raises ModelError for a site that the program lacks, factors of another shape than the site's matrix, and for a rank
-        above `max_rank`.
-        """
+        """Raise ModelError for an unknown site, for factors of the wrong shape, and for a rank above `max_rank`."""
         known = sites(program)
         for site, (a, b) in self.by_weight.items():
             if site not in known:
                 raise ModelError(
-                    f"the adapter changes {site!r}, which is no matrix that an adapter may change in this model.",
+                    f"the adapter changes {site!r}, which is not a matrix that an adapter can change in this model.",
                     remedy=f"Use an adapter of {', '.join(list(known)[:3])} and the like.",
                 )
             num_out, num_in = known[site]
@@ -64,18 +59,18 @@ class AdapterFactors:
 
 
 AdapterPacker = Callable[[AdapterFactors], PackedAdapter]
-"""Makes of an adapter what executors place; for any thread. Raises ModelError for one that they can't compute."""
+"""Packs an adapter for `place_adapter`; works in any thread. Raises ModelError for an adapter that can't be computed."""
 
 
 def site_of(op: Linear | Embed | Logits) -> str:
-    """The name under which adapters change an operation: its weight's, but for `Logits`."""
+    """Return the name by which adapters refer to an operation: that of its weight, except for `Logits`."""
     return OUTPUT_SITE if isinstance(op, Logits) else op.weight
 
 
 def sites(program: Program) -> Mapping[str, tuple[int, int]]:
-    """Site -> (out, in) of every matrix that an adapter may change, in the program's order. Experts and routers are none.
+    """Return site -> (out, in) of every matrix that an adapter can change, in the program's order.
 
-    For `Embed` it is (width, vocabulary).
+    For `Embed` it is (width, vocabulary). Experts and routers can't be changed.
     """
     found: dict[str, tuple[int, int]] = {}
     widths = dict(program.buffers)

@@ -1,5 +1,6 @@
-"""Opens the files of an adapter while a server runs: regular files alone, in folders that are allowed, within a time; and makes
-the hash of all that was read. `models.peft` and `models.gguf_adapter` read through it; `deploy.adapters` sets the bounds.
+"""Opens the files of an adapter while a server runs: only regular files in allowed folders, within a time limit.
+
+`models.peft` and `models.gguf_adapter` read through it; `deploy.adapters` sets the limits.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
-"""Bytes of memory that each number of an adapter takes at most while it is read: as the file has it, as float32, the same in
-the model's order of rows, and packed. `tests/models/test_adapter_files.py` measures it."""
+"""Largest memory for each number of an adapter while it is read: as stored, as float32, reordered, and packed.
+`tests/models/test_adapter_files.py` measures it."""
 _PIECE_BYTES = 1 << 24
-"""The time is looked at after so many bytes."""
+"""The time limit is checked after each piece of so many bytes."""
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a folder holds an adapter of PEFT and no model."""
+    """Return whether a folder has an adapter of PEFT and no model."""
     return (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
@@ -38,9 +39,9 @@ class AdapterFiles:
         timeout_s: float | None = None,
         take: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`roots`: folders or files, without links, in which every file has to lie; None: files may lie anywhere. `timeout_s`:
-        of all the reading. `take` is told the bytes of memory that the reading needs in all, as soon as they are known, and
-        raises ModelError if there are too few.
+        """`roots`: resolved folders or files that may be read; None: any. `timeout_s` limits the whole reading.
+
+        `take` gets the memory that the reading needs, as soon as it is known, and raises ModelError if there is too little.
         """
         self._roots = roots
         self._timeout_s = timeout_s
@@ -50,26 +51,26 @@ class AdapterFiles:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes, the hash of all that was read, in its order."""
+        """The hash of all that was read, in order. 16 bytes."""
         return self._digest.digest()
 
     def check(self, path: Path) -> None:
-        """Raises ModelError for a path that leads out of the folders; nothing outside of them is told then."""
+        """Raise ModelError for a path that leads out of the folders, without revealing anything outside."""
         if self._roots is None:
             return
         try:
             self._check(Path(os.path.realpath(path)), path)
-        except ValueError:  # a null in it
+        except ValueError:  # a null character
             raise _outside(path) from None
 
     def open(self, path: Path) -> BinaryIO:
-        """A regular file. Raises ModelError for any other and for one outside of the folders, and OSError."""
-        # Else opening a pipe would wait for somebody who writes to it.
+        """Open a regular file. Raises ModelError for any other file and outside of the folders, and OSError."""
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ModelError(f"{path}: it is no regular file.", remedy="Put a file there.")
-            if self._roots is not None:  # of the file that is open: links may change between a look and the opening
+                raise ModelError(f"{path}: it is not a regular file.", remedy="Put a file there.")
+            if self._roots is not None:  # check the open file: links may change between a check and the opening
                 self._check(Path(f"/proc/self/fd/{fd}").readlink(), path)
         except BaseException:
             os.close(fd)
@@ -77,13 +78,13 @@ class AdapterFiles:
         return cast("BinaryIO", _HashedFile(io.FileIO(fd), self._read))
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """A whole file. Raises ModelError as `open` does, for a longer one and for one that can't be read."""
+        """Read a whole file. Raises ModelError as `open`, for a file of more than `max_bytes`, and if it can't be read."""
         try:
             with self.open(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
                 if num_bytes > max_bytes:
                     raise ModelError(
-                        f"{path}: it has {num_bytes} bytes, and what it can hold at most takes {max_bytes}.",
+                        f"{path}: it has {num_bytes} bytes, more than the {max_bytes} that it could need for this model.",
                         remedy="Check that it belongs to this model.",
                     )
                 self._take(num_bytes)
@@ -94,7 +95,7 @@ class AdapterFiles:
             raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
 
     def take(self, num_values: int) -> None:
-        """Before so many numbers of factors are read. Raises ModelError if there is no memory for them."""
+        """Reserve memory for numbers of factors. Raises ModelError if there is too little."""
         self._take(READ_BYTES * num_values)
 
     def _check(self, found: Path, path: Path) -> None:
@@ -121,9 +122,9 @@ class _HashedFile(io.BufferedReader):
         self._hashed = hashed
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """So many bytes, fewer at the end; all reading says how many."""
-        assert size is not None, "a bound is a must"
-        assert size >= 0, "a bound is a must"
+        """Read up to `size` bytes."""
+        assert size is not None, "every read must be limited"
+        assert size >= 0, "every read must be limited"
         return self._hashed(super().read, size)
 
 

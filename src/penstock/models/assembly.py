@@ -1,7 +1,7 @@
-"""How the tensors of a file become our weights: renamed, cut into parts, put together, transposed. It reads no files.
+"""Makes our weights from the tensors of a file: renamed, divided, stacked, transposed.
 
-The loaders find the pieces of each weight by the tables of its architecture, compare their shapes with the program, and put
-together those that no tensor has as it is. `models.weights` reads rows of such a weight where they lie.
+The loaders find the pieces of each weight by the tables of its architecture, compare their shapes with the program, and put the
+pieces together.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes by which tensors are cut into parts."""
+    """The sizes that decide how tensors are divided."""
 
     stored: Shapes
-    """Shapes of the file's tensors, by their names there."""
+    """Shapes of the file's tensors, by the file's names."""
     wanted: Shapes
     """Shapes of our weights, by our names."""
     num_kv_heads: int
@@ -36,22 +36,22 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the file, or a part of it, that is one of our weights or a part of one."""
+    """A tensor of the file, or a part of it, that is one of our weights or a part of it."""
 
     tensor: str
     """Its name in the file."""
     names: tuple[str, ...]
     """Our names of all its parts."""
     part: int = 0
-    """Which of them this is."""
+    """Index of this part."""
     expert: int = 0
     layout: Parts | None = None
-    """How the file has it; None: as we do."""
+    """How the tensor is divided; None: it is the weight."""
 
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
         """(matrices, columns, runs of rows in each matrix: first row, number of rows, step between them).
 
-        There are no rows if the parts do not fit. The columns of a bias are what rows are here.
+        There are no rows if the parts do not fit. In a bias, columns take the place of rows.
         """
         *lead, rows, cols = (1, 1, *sizes.stored[self.tensor])
         if self.layout is not None and self.layout.is_transposed:
@@ -75,10 +75,10 @@ class Piece:
 def find_pieces(
     names: Iterable[str], *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str | Parts]
 ) -> dict[str, list[Piece]]:
-    """The pieces of each of our weights, by its name; a tensor that is unknown keeps its own, for the error message.
+    """Return the pieces of each of our weights by name. An unknown tensor keeps its name, for the error message.
 
-    `block` matches the number of a layer and the end of a tensor's name, which `layer` has; `top` has the others.
-    The number of an expert is `*` in `layer`.
+    `block` matches the number of a layer and the end of a tensor's name. `layer` has these ends, with `*` for the number of an
+    expert; `top` has the names of all other tensors.
     """
     found: dict[str, list[Piece]] = {}
     for name in names:
@@ -107,7 +107,7 @@ def _pieces_of(
 
 
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:
-    """(num_rows, num_cols) of what the pieces make; vectors are [1, n]. (0, 0) if they make nothing that fits."""
+    """Return (num_rows, num_cols) of the pieces together, or (0, 0) if they do not fit. Vectors are [1, n]."""
     if pieces[0].layout is None:
         shape = without_middle(sizes.stored[pieces[0].tensor])
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
@@ -122,16 +122,16 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
 
 
 def without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a matrix, of the kernels [channels, 1, positions] of a convolution of single channels; else the same."""
+    """Drop the 1 from the shape [channels, 1, positions] of a convolution's kernels."""
     return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else shape
 
 
 def put_together(
     name: str, pieces: Sequence[Piece], sizes: Sizes, load: Callable[[Piece], Sequence[WeightTensor]]
 ) -> WeightTensor:
-    """The weight that the pieces make, of which `shape_of` is right. `load` makes the matrices of a piece's whole tensor.
+    """Return the weight of these pieces, whose shape has been checked. `load` returns the matrices of a piece's whole tensor.
 
-    Raises ModelError if they are of different formats. Rows of matrices stay in the file; biases become F32.
+    Raises ModelError if their formats differ. Rows of matrices stay in the file; biases become F32.
     """
     of_matrices = [[Cut(matrix, *run) for run in piece.cut(name, sizes)[2]] for piece in pieces for matrix in load(piece)]
     if name.endswith("_bias"):

@@ -1,8 +1,7 @@
-"""Blocks of GGML's types IQ1 to IQ3, which name entries of a codebook, taken apart. Called by `models.formats`; rounds nothing.
+"""Decodes blocks of GGML's types IQ1 to IQ3, whose codes are indices into a codebook. Nothing is rounded.
 
-An entry is one number of 32 or 64 bits here, which holds its 4 or 8 small integers and is fetched as one. The entries are
-those of codebooks.h, which the native backend has compiled in. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h`
-and `ggml-quants.c`.
+An entry of a codebook is one number of 32 or 64 bits with its 4 or 8 small integers. The entries are read from codebooks.h,
+which the native backend also uses. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 I8 = NDArray[np.int8]
 Parts = tuple[I8, F32, F32 | None]
-"""Parts of blocks, in this order and any shape: integers, the scale of each group and its offset, if the format has one."""
+"""Integers, the scale of each group, and its offset, if the format has one; in any shape."""
 
 _SOURCE = Path(__file__).with_name("codebooks.h")
 _OF_IQ2 = (8, 25, 43)
 _OF_IQ3_XXS = (4, 12, 20, 28, 36, 44, 52, 62)
 _OF_IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15)
 _OF_IQ1 = (-8, 0, 8)
-"""Eighths: so the shift by an eighth makes integers."""
+"""In eighths, so that the shift by an eighth gives integers."""
 
 _BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)
-"""Where four fields of 7 bits begin."""
+"""The first bits of four fields of 7 bits."""
 _NIBBLES = np.array([0, 4], np.uint8)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 _BITS = np.arange(8, dtype=np.uint8)
@@ -38,7 +37,7 @@ _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 @cache
 def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
-    """The entries of a codebook by its name in codebooks.h, one number each. `sizes` are the values of a column's bits."""
+    """Return the entries of a codebook of codebooks.h, one number each. `sizes` are the values of a column's bits."""
     found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _SOURCE.read_text())
     assert found is not None
     packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
@@ -51,7 +50,7 @@ def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
 
 @cache
 def _signs() -> NDArray[np.uint64]:
-    """Eight factors, 1 or -1, for every byte of which set bits mean minus."""
+    """Return eight factors, 1 or -1, for every byte: a set bit means minus."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     factors: NDArray[np.uint64] = (1 - 2 * bits.astype(np.int8)).view(np.uint64)[:, 0]
     return factors
@@ -59,7 +58,7 @@ def _signs() -> NDArray[np.uint64]:
 
 @cache
 def _even_signs() -> NDArray[np.uint64]:
-    """The same for 7 bits: the eighth makes the number of minus signs even."""
+    """The same for 7 bits. The eighth sign makes the number of minus signs even."""
     codes = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1, dtype=np.uint8) & 1
     factors: NDArray[np.uint64] = _signs()[codes | parity << 7]
@@ -67,7 +66,7 @@ def _even_signs() -> NDArray[np.uint64]:
 
 
 def _entries(book: NDArray[Any], codes: NDArray[Any]) -> I8:
-    """The entries of some codes, side by side. [num_blocks, num_codes] -> [num_blocks, columns]"""
+    """Look up codes. [num_blocks, num_codes] -> [num_blocks, columns]"""
     return book.take(codes.reshape(len(codes), -1)).view(np.int8)
 
 
@@ -76,7 +75,7 @@ def _f16(raw: U8) -> F32:
 
 
 def _fields(packed: NDArray[Any], shifts: NDArray[Any], mask: int) -> NDArray[Any]:
-    """Some bits of each number from each shift on. [num_blocks, n] -> [num_blocks, n * shifts]"""
+    """Return the bits of each number at each shift. [num_blocks, n] -> [num_blocks, n * shifts]"""
     found: NDArray[Any] = packed[..., None] >> shifts & packed.dtype.type(mask)
     return found.reshape(len(packed), -1)
 
@@ -86,7 +85,6 @@ def _words(raw: U8, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _wide(low: U8, high: NDArray[Any]) -> NDArray[Any]:
-    """Codes of more than 8 bits."""
     return low | high.astype(np.uint16) << 8
 
 
@@ -128,7 +126,7 @@ def iq3_s(blocks: U8) -> Parts:
 
 
 def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
-    """Entries of IQ1's codebook in eighths, an eighth up or down; `is_down` is of equal runs of columns. [num_blocks, runs]"""
+    """Look up codes of IQ1 and shift each run of columns by an eighth. `is_down` is [num_blocks, runs]."""
     entries = _entries(_book("kIq1", _OF_IQ1), codes)
     shifts = np.where(is_down, np.int8(-1), np.int8(1))
     return (entries.reshape(*shifts.shape, -1) + shifts[..., None]).reshape(entries.shape)

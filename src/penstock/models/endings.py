@@ -1,5 +1,7 @@
-"""Chooses what becomes of the states that a model makes of a text: by its class, by sentence-transformers' files and by what
-the user asks for. The loaders call it, and hand on the `EncoderInfo` that it makes. It opens no weights."""
+"""Chooses the ending of a model: whether it writes text, embeds it, or scores it.
+
+That depends on the model's class, on the files of sentence-transformers, and on the user's settings.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:  # a start reads files of one kind
 
 MAX_LABELS = 1 << 16
 CLASSES_WITHOUT_OUTPUT = frozenset({"Qwen3Model"})
-"""Classes of decoders, as `AutoModel` saves them."""
+"""Classes of decoders without an output matrix, as `AutoModel` saves them."""
 
 
 def choose_ending(
@@ -43,20 +45,25 @@ def choose_ending(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> TextEnding | None:
-    """The ending of the model whose settings are in the file `path`; None if it writes text.
+    """Return the ending of a model, or None if it writes text.
 
-    `own_pooling`, `dense` and `is_normalised` are what its files say of embeddings; without a pooling of its own it has the
-    usual one. `labels` are the columns of its head. A model that writes none is an encoder; a decoder is one if its files have
-    a pooling, or if it is asked to be one. `task` is `auto`, `generate` or one of `Task`; `pooling` None is the model's own.
+    - `path`: the file of its settings, for error messages
+    - `own_pooling`, `dense`, `is_normalised`: what its files say of embeddings
+    - `usual_pooling`: its pooling if neither the files nor the user name one
+    - `writes_none`: the model can't write text; otherwise it does, unless the files have a pooling or `task` asks for another
+      ending
+    - `head`, `labels`: its head, and the columns of the head
+    - `task`: `auto`, `generate` or one of `Task`
+    - `pooling`: the user's choice; None: the model's own
 
     Raises ModelError for what the model can't do.
     """
     is_asked = task not in ("auto", "generate")
     if task == "generate" or not (writes_none or is_asked or own_pooling is not None):
         if writes_none:
-            raise ModelError(f"{path}: the model reads texts and writes none.", remedy="Leave out --task generate.")
+            raise ModelError(f"{path}: the model can't write text.", remedy="Leave out --task generate.")
         if pooling is not None:
-            raise ModelError(f"{path}: the model writes text, and pools none.", remedy="Add --task embed.")
+            raise ModelError(f"{path}: the model has no pooling: it writes text.", remedy="Add --task embed.")
         return None
     if head is None:
         if is_asked and task != Task.EMBED:
@@ -65,11 +72,11 @@ def choose_ending(
     fitting = Task.RERANK if len(labels) == 1 else Task.CLASSIFY
     if is_asked and task != fitting:
         raise ModelError(
-            f"{path}: the model has a head of {len(labels)} labels, which is not for --task {task}.",
+            f"{path}: the model has a head of {len(labels)} labels, which does not fit --task {task}.",
             remedy=f"Leave the setting out, or make it {fitting}.",
         )
     if pooling not in (None, head.pooling) or dense:
-        cause = "has dense modules behind its head" if dense else f"pools as its head wants it ({head.pooling})"
+        cause = "has dense modules after its head" if dense else f"must pool as its head expects ({head.pooling})"
         raise ModelError(f"{path}: the model {cause}.", remedy="Leave out --pooling, or use another model.")
     layers = tuple(
         Dense(
@@ -84,8 +91,8 @@ def choose_ending(
 
 
 def usual_pooling(architecture: Architecture) -> Pooling:
-    """The pooling of a model whose files name none: the mean as in sentence-transformers, but of decoders the last token, which
-    alone has seen all others."""
+    """Return the pooling of a model whose files name none: the mean, or in decoders the last token, which has seen all
+    others."""
     return "mean" if architecture.is_encoder else "last"
 
 
@@ -99,7 +106,7 @@ def choose_hf_ending(
     task: str,
     pooling: Pooling | None,
 ) -> TextEnding | None:
-    """The same of a Hugging Face directory."""
+    """Return the ending of a Hugging Face directory, as `choose_ending`."""
     return choose_ending(
         config.path,
         own_pooling=files.pooling,
@@ -116,12 +123,12 @@ def choose_hf_ending(
 
 
 def with_ending(spec: ModelSpec, ending: TextEnding | None) -> ModelSpec:
-    """The spec of a model with that ending. An encoder has no output that could be tied to its embeddings."""
+    """Return the spec with this ending. Only a model that writes text has an output to tie to its embeddings."""
     return spec if ending is None else replace(spec, ending=ending, tie_word_embeddings=False)
 
 
 def read_labels(config: JsonFile) -> tuple[str, ...]:
-    """The names of a head's columns: `id2label` of config.json, or as transformers makes them up. Raises ModelError."""
+    """Return the names of a head's columns: `id2label` of config.json, or transformers' defaults. Raises ModelError."""
     named = config.get("id2label", dict)
     if named is None:
         num = config.get("num_labels", int)
@@ -136,7 +143,7 @@ def read_labels(config: JsonFile) -> tuple[str, ...]:
 
 
 def usual_scores(spec: ModelSpec) -> ScoreFunction:
-    """The function of a head's numbers where no file names one, as in transformers' `pipelines/text_classification.py`."""
+    """Return the default function of a head's numbers, as in transformers' `pipelines/text_classification.py`."""
     if spec.ending is None or not spec.ending.labels:
         return ScoreFunction.NONE
     is_alone = len(spec.ending.labels) == 1 and spec.ending.pooling != "each"
@@ -152,9 +159,9 @@ def encoder_info(
     default_prompt: str = "",
     has_modules: bool = False,
 ) -> EncoderInfo | None:
-    """Return the facts that clients of an encoder may know, or None for a model that writes text.
+    """Return what clients may know of an encoder, or None for a model that writes text.
 
-    `max_tokens` None: the model's positions. `has_modules`: the files say whether vectors are normalised.
+    `max_tokens` None: all positions. `has_modules`: the files say whether vectors are normalised.
     """
     ending = spec.ending
     if ending is None:
@@ -173,7 +180,7 @@ def encoder_info(
 
 
 def dense_names(files: SentenceFiles) -> Mapping[str, str]:
-    """Names of the tensors of dense modules, with their folder in front -> ours."""
+    """Return the names of dense modules' tensors, with their folder before them -> ours."""
     return {
         f"{dense.folder}/linear.{end}": f"dense.{number}{bias}"
         for number, dense in enumerate(files.dense)
@@ -182,7 +189,7 @@ def dense_names(files: SentenceFiles) -> Mapping[str, str]:
 
 
 def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | None) -> dict[str, str]:
-    """Names of a file's tensors outside of layers -> ours; an encoder has no output matrix."""
+    """Return names of a file's tensors outside of layers -> ours. Only models that write text have an output matrix."""
     top = {**own, **(head.names if head else {})}
     return top if ending is None else {theirs: ours for theirs, ours in top.items() if ours != "output"}
 
@@ -190,10 +197,10 @@ def top_names(own: Mapping[str, str], head: Head | None, ending: TextEnding | No
 def hf_names(
     architecture: Architecture, names: Mapping[str, object], top: Mapping[str, str], ending: TextEnding | None
 ) -> list[tuple[str, str]]:
-    """(name in the tables, name in the file) of the tensors of a directory that are weights of ours, or nobody's.
+    """Return (name in the tables, name in the file) of a directory's tensors, without those that are not read.
 
-    `top` are those outside of layers. The output matrix of a decoder that reads texts is left out; its other tensors may lack
-    `model.` in front, as `AutoModel` saves them.
+    `top` are those outside of layers. A decoder that reads texts does without its output matrix, and its names may lack
+    `model.`, as `AutoModel` saves them.
     """
     unread = architecture.hf_unread
     prefix = ""
@@ -208,7 +215,7 @@ def hf_names(
 def shapes_with_made(
     architecture: Architecture, spec: ModelSpec, wanted: Shapes, found: Mapping[str, tuple[int, int]], path: Path
 ) -> Mapping[str, tuple[int, int]]:
-    """The shapes of weights with those that will be made, in place of what they are made of. Raises ModelError."""
+    """Replace the shapes of sources by those of the weights made from them. Raises ModelError."""
     shapes = dict(found)
     for name, made in architecture.made.items():
         if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):
@@ -219,7 +226,7 @@ def shapes_with_made(
 
 
 def weights_with_made(architecture: Architecture, spec: ModelSpec, weights: dict[str, WeightTensor]) -> dict[str, WeightTensor]:
-    """The weights with those that are made, in place of what they are made of."""
+    """Replace sources by the weights made from them."""
     for name, made in architecture.made.items():
         source = weights.pop(made.source).dequantize() if made.source else np.empty((0, 0), np.float32)
         values = np.ascontiguousarray(made.make(spec, source), np.float32)

@@ -1,8 +1,4 @@
-"""The facts of a model's files, from their headers alone, also of models that Penstock can't serve. Called by
-`deploy.appraisal`.
-
-A loader reads what it computes with, and refuses the rest; this reads what is there, and refuses only what can't be read.
-"""
+"""Reads the facts of a model's files from their headers, also for models that Penstock can't serve."""
 
 from __future__ import annotations
 
@@ -15,18 +11,18 @@ from typing import Any
 from penstock.models.catalog import ModelSource, SourceKind
 
 MAX_WORD_CHARS = 80
-"""Characters that are shown of a text in a file."""
+"""Longest part of a file's text that is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFormat:
-    """The tensors that a file has in one format."""
+    """All tensors of a file in one format."""
 
     name: str
-    """In capitals, as GGML or safetensors calls it; of one that is unknown its number."""
+    """GGML's or safetensors' name, in capitals; for an unknown format its number."""
     num_tensors: int
     num_values: int
-    """Numbers by the tensors' shapes: of integers that weights are packed in, fewer than weights."""
+    """Numbers by the tensors' shapes. A packed integer counts once, though it has several weights."""
     num_bytes: int
 
 
@@ -34,27 +30,25 @@ class StoredFormat:
 class ModelFacts:
     path: Path
     container: str
-    """The form of the files in words."""
+    """The kind of files, in words."""
     title: str
-    """The model's name, as its files give it; may be empty."""
+    """The model's name in its files; may be empty."""
     license: str
     architecture: str
-    """The architecture, as the files call it."""
+    """The files' name of the architecture."""
     quantisation: str
-    """Method and bits of a quantised Hugging Face directory; else empty."""
+    """Method and bits of a quantised Hugging Face directory, or empty."""
     num_file_bytes: int
-    """Size of the files with weights."""
+    """Size of all files with weights."""
     formats: tuple[StoredFormat, ...]
     """The largest first."""
     num_layers: int | None
     max_model_len: int | None
-    """Positions that the model was made for."""
+    """Positions that the model was trained for."""
     vocabulary: str
-    """Kind of the tokenizer in words."""
+    """The kind of tokenizer, in words."""
     num_tokens: int | None
-    """Size of the vocabulary."""
     chat_templates: Mapping[str, str]
-    """By name."""
 
     @property
     def num_values(self) -> int:
@@ -62,7 +56,7 @@ class ModelFacts:
 
 
 def read_facts(source: ModelSource) -> ModelFacts:
-    """The facts of a source that is present. Raises ModelError for files that can't be read."""
+    """Return the facts of a source that is present. Raises ModelError for files that can't be read."""
     return _directory_facts(source.path) if source.kind is SourceKind.DIRECTORY else _gguf_facts(source.path)
 
 
@@ -121,7 +115,7 @@ def _directory_facts(path: Path) -> ModelFacts:
 
 
 def _formats(tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> tuple[StoredFormat, ...]:
-    """The tensors, of which name of the format, shape and bytes are given, added up by format."""
+    """Add up tensors by format. Each is (name of the format, shape, bytes)."""
     sums: dict[str, list[int]] = {}
     for name, shape, num_bytes in tensors:
         one = sums.setdefault(name, [0, 0, 0])
@@ -139,7 +133,7 @@ def _quantisation(settings: object) -> str:
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    """One line of a text, printable and not too long; empty if there is none."""
+    """Return a text in one printable, short line; empty if missing."""
     value = values.get(key)
     return "".join(char if char.isprintable() else " " for char in value[:MAX_WORD_CHARS]) if isinstance(value, str) else ""
 

@@ -1,8 +1,7 @@
-"""How a model's authors want answers sampled: generation_config.json, and `general.sampling.*` of a GGUF file. `models.load`
-calls it for `--generation-config`; which request uses a value, and which has one of its own, `serve` decides.
+"""A model's own defaults of sampling (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
 
-The keys that count are `suppress_tokens` and those of vLLM (`get_diff_sampling_param` in `vllm/config/model.py`,
-https://github.com/vllm-project/vllm). The log names every other key that asks for something. Keys of GGUF files:
+We use `suppress_tokens` and the keys that vLLM uses (`get_diff_sampling_param` in `vllm/config/model.py`,
+https://github.com/vllm-project/vllm). The log names all other keys that would change answers. Keys of GGUF files:
 https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`.
 """
 
@@ -22,7 +21,7 @@ from penstock.types.sampling import MIN_TEMPERATURE, SamplingDefaults
 
 FILE = "generation_config.json"
 MAX_SUPPRESSED = 1024
-"""Tokens that no answer may have: each costs every step of every request a little."""
+"""Limit for suppressed tokens: each one slows down every step a little."""
 
 _REALS: Mapping[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 2.0),
@@ -34,7 +33,7 @@ _REALS: Mapping[str, tuple[str, float, float]] = {
     "repetition_penalty": ("repetition_penalty", 0.01, 100.0),
     "general.sampling.penalty_repeat": ("repetition_penalty", 0.01, 100.0),
 }
-"""Key of a file -> field of `SamplingDefaults`, least and largest value: those that a request may say."""
+"""Key of a file -> field of `SamplingDefaults`, least and largest value, as in requests."""
 _COUNTS: Mapping[str, tuple[str, int]] = {
     "top_k": ("top_k", -1),
     "general.sampling.top_k": ("top_k", -1),
@@ -61,7 +60,7 @@ _FACTS = frozenset(
         "output_logits",
     }
 )
-"""Keys that ask nothing of an answer, or that the loaders read themselves, as they do the end tokens."""
+"""Keys that do not change answers, or that the loaders read themselves."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "do_sample": (True,),
     "max_length": (20,),
@@ -74,16 +73,16 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     _PENALTY_LAST_N: (0, -1),
 }
-"""Values by which a key asks for nothing. For the others these are null, false, 0 and what is empty."""
+"""Values without effect. For all other keys these are null, false, 0 and empty values."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 _log = logging.getLogger(__name__)
 
 
 def obeying(model: LoadedModel, choice: str) -> LoadedModel:
-    """The model with the defaults that `choice` names: `none`, `auto` for its own files', or a folder's.
+    """Return the model with defaults of sampling: `choice` is `none`, `auto` for the model's own, or a folder.
 
-    A folder's end tokens are added to the model's. Raises ModelError for a value that is out of range, and ConfigError for a
-    folder without the file.
+    A folder's end tokens are added to the model's. Raises ModelError for a value out of range, and ConfigError for a folder
+    without the file.
     """
     if choice == "none":
         return model
@@ -95,14 +94,14 @@ def obeying(model: LoadedModel, choice: str) -> LoadedModel:
         return model
     defaults = sampling_defaults(generation, model.spec.vocab_size)
     if words := defaults.words():
-        _log.info("sampling where a request leaves it out, from %s: %s", generation.path, words)
+        _log.info("defaults of sampling, from %s: %s", generation.path, words)
     if names := not_obeyed(generation):
-        _log.warning("%s: not obeyed: %s", generation.path, ", ".join(names))
+        _log.warning("%s: these settings are ignored: %s", generation.path, ", ".join(names))
     return replace(model, sampling=defaults, eos_token_ids=eos_token_ids)
 
 
 def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ...]]:
-    """The file in a folder, and its end tokens."""
+    """Return the settings in a folder, and its end tokens."""
     from penstock.models.hf_config import JsonFile, read_eos_ids, read_json
 
     path = folder / FILE
@@ -116,7 +115,7 @@ def _of_folder(folder: Path, vocab_size: int) -> tuple[Generation, tuple[int, ..
 
 
 def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaults:
-    """The values that count. Raises ModelError, with the key, for one that no request could have."""
+    """Return the values that we use. Raises ModelError for one that a request could not have."""
     values = {key: value for key, value in generation.values.items() if value is not None}
     found: dict[str, Any] = {}
     for key, (name, low, high) in _REALS.items():
@@ -124,7 +123,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
             found[name] = _real(generation, key, low, high)
     if 0.0 < found.get("temperature", 0.0) < MIN_TEMPERATURE:
         raise _error(generation, f"the temperature {found['temperature']} is neither 0 nor at least {MIN_TEMPERATURE}")
-    if values.get(_PENALTY_LAST_N) == 0:  # the penalty looks at no token
+    if values.get(_PENALTY_LAST_N) == 0:  # the penalty covers no token
         found.pop("repetition_penalty", None)
     for key, (name, least) in _COUNTS.items():
         if key in values:
@@ -136,7 +135,7 @@ def sampling_defaults(generation: Generation, vocab_size: int) -> SamplingDefaul
 
 
 def not_obeyed(generation: Generation) -> list[str]:
-    """Keys, with their values where these are short, that ask for something which requests do not get."""
+    """Return the keys that would change answers and are not used, with short values."""
     known = {*_REALS, *_COUNTS, *_SUPPRESSED, *_FACTS}
     names = []
     for key, value in generation.values.items():
@@ -168,7 +167,7 @@ def _count(generation: Generation, key: str, least: int) -> int:
 def _suppressed(generation: Generation, key: str, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     value = generation.values[key]
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise _error(generation, f"{key} is no list of token ids")
+        raise _error(generation, f"{key} is not a list of token ids")
     if len(value) > MAX_SUPPRESSED:
         raise _error(generation, f"{key} has {len(value)} tokens, and at most {MAX_SUPPRESSED} are taken")
     named = {f"{key}[{idx}]": token_id for idx, token_id in enumerate(value)}

@@ -1,7 +1,6 @@
 """Reads a LoRA adapter from a GGUF file, as llama.cpp's convert_lora_to_gguf.py writes it.
 
-`models.load` calls it. Names of tensors are those of the model's file with `.lora_a` or `.lora_b` behind them. `models.peft`
-has the checks, and the way of fused matrices and of rows in another order. The file is read, not mapped.
+Tensors have the names of the model's tensors, plus `.lora_a` or `.lora_b`. The file is read, not mapped.
 
 Source: convert_lora_to_gguf.py and src/llama-adapter.cpp of llama.cpp.
 """
@@ -25,22 +24,19 @@ from penstock.types.model_spec import ModelSpec
 
 _MAX_METADATA_BYTES = 1 << 24
 _LLAMAS = ("llama", "mistral", "mixtral")
-"""Architectures of ours whose GGUF files are called llama."""
+"""Our architectures whose GGUF files call themselves llama."""
 
 
 def read_gguf_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """The factors of the adapter in a file, for a model of this spec and program. Raises ModelError, as `peft.read_peft` does.
-
-    Memory is bounded by factors of `max_rank` for all matrices of the program, and by `files`.
-    """
+    """Return the factors of the adapter in a file. Raises ModelError and limits memory as `peft.read_peft`."""
     files = files or AdapterFiles()
     files.check(path)
     most_bytes = 4 * max_rank * sum(sum(shape) for shape in sites(program).values()) + _MAX_METADATA_BYTES
     file = parse_gguf(path, files.read(path, most_bytes))
     if file.get("general.type", str) != "adapter" or file.get("adapter.type", str) != "lora":
-        raise ModelError(f"{path}: this is no adapter of LoRA.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
+        raise ModelError(f"{path}: this is not a LoRA adapter.", remedy="Convert one with llama.cpp's convert_lora_to_gguf.py.")
     if "adapter.alora.invocation_tokens" in file.metadata:
         raise ModelError(f"{path}: activated LoRA begins in the middle of a prompt, which is not computed.", remedy=MERGE)
     key = file.architecture
@@ -70,18 +66,18 @@ def read_gguf_adapter(
     factors: dict[str, tuple[F32, F32]] = {}
     for stem, (a, b) in pairs.items():
         first, second = (load_tensor(file, half, half.name).dequantize() for half in (a, b))
-        if is_embedding[stem]:  # the file has a row for each token there
+        if is_embedding[stem]:  # here the file has a row for each token
             first = first.T
         factors[stem] = scaled(first, second, alpha / b.shape[1] if alpha else 1.0, path, stem)
     return put(factors, placed)
 
 
 def _pairs(file: GgufFile) -> dict[str, tuple[TensorEntry, TensorEntry]]:
-    """The tensors of A and B by the name of the model's tensor. Raises ModelError for any other tensor."""
+    """Return the tensors of A and B by the name of the model's tensor. Raises ModelError for any other tensor."""
     for name in file.tensors:
         stem, _, half = name.rpartition(".lora_")
         if half not in ("a", "b"):
-            raise ModelError(f"{file.path}: {name} is a whole tensor and no low-rank change of one.", remedy=MERGE)
+            raise ModelError(f"{file.path}: {name} is a whole tensor, not a low-rank change of one.", remedy=MERGE)
         other = f"{stem}.lora_{'b' if half == 'a' else 'a'}"
         if other not in file.tensors:
             raise ModelError(f"{file.path}: there is no {other}.", remedy="The file may be cut short: fetch it again.")

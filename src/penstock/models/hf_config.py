@@ -1,7 +1,6 @@
-"""Reads what the JSON files of a Hugging Face directory say about a model. `models.hf` calls it; it opens no weights.
+"""Reads the JSON files of a Hugging Face directory.
 
-Source: https://huggingface.co/docs/transformers/model_doc/llama; release 5 writes `rope_parameters` where earlier ones
-wrote `rope_theta` and `rope_scaling`: both are read.
+Release 5 of transformers writes `rope_parameters`, earlier ones `rope_theta` and `rope_scaling`. Both are read.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from penstock.types.model_spec import Activation, ModelSpec, Rotation, spec_of_e
 from penstock.types.vocab import SpecialTokens
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys of special tokens that most tokenizers have."""
+"""Keys of special tokens in most files."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-"""The second is the first one's name since release 5 of transformers; it may be an object of names and tokens, too."""
+"""Release 5 of transformers calls the first one by the second name, which may also be an object of names and tokens."""
 
 _MOST_TYPES = 16
-"""Types of layers with a rotation of their own: each costs as many powers as a head has pairs."""
+"""Limit for types of layers with their own rotation: each takes time to compute."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -34,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JsonFile:
-    """A JSON object, the values of which are checked when they are asked for."""
+    """A JSON object whose values are checked when they are read."""
 
     path: Path
     values: Mapping[str, Any]
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """A value, None if absent or null. An int will do for a float. Raises ModelError for another type."""
+        """Return a value, or None if missing or null. An int is accepted as a float. Raises ModelError for another type."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -51,32 +50,32 @@ class JsonFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """A value that must be there. Raises ModelError."""
+        """Return a value. Raises ModelError if it is missing."""
         value = self.get(key, kind)
         if value is None:
             raise self.error(f"{key} is missing")
         return value
 
     def positive(self, key: str) -> float:
-        """A finite number above 0 that must be there. Raises ModelError."""
+        """Return a finite number above 0. Raises ModelError."""
         value = self.require(key, float)
         if not math.isfinite(value) or value <= 0.0:
             raise self.error(f"{key} is {value}, not a positive number")
         return value
 
     def only(self, key: str, value: object) -> None:
-        """Raises ModelError if the key has another value than the one that is supported. It may be absent, or null."""
+        """Raise ModelError if the key has another value than the supported one. It may be missing or null."""
         found = self.values.get(key)
         if found is not None and found != value:
             raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
 
     def error(self, cause: str) -> ModelError:
-        """A ModelError that names this file."""
+        """Return a ModelError that names this file."""
         return ModelError(f"{self.path}: {cause}.", remedy="Check the file, or fetch the model again.")
 
 
 def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
-    """Parse a JSON object; empty if the file is optional and absent. Raises ModelError."""
+    """Parse a JSON object. An optional file that is missing gives an empty one. Raises ModelError."""
     if is_optional and not path.is_file():
         return JsonFile(path, {})
     try:
@@ -88,7 +87,7 @@ def read_json(path: Path, *, is_optional: bool = False) -> JsonFile:
 
 
 def json_file(path: Path, data: bytes) -> JsonFile:
-    """The JSON object of a file that was read. Raises ModelError."""
+    """Parse the JSON object in the data of a file. Raises ModelError."""
     try:
         return JsonFile(path, checks.json_object(data))
     except ValueError as error:
@@ -96,9 +95,9 @@ def json_file(path: Path, data: bytes) -> JsonFile:
 
 
 def text_part(config: JsonFile) -> JsonFile:
-    """The settings of the text model, of a model that has others beside it, such as one for pictures.
+    """Return the settings of the text model if the model has others, too, such as one for pictures.
 
-    Keys that `text_config` lacks are as outside of it.
+    Keys that `text_config` lacks are taken from outside of it.
     """
     text = config.get("text_config", dict)
     if text is None:
@@ -117,11 +116,11 @@ def read_spec(
     has_partial_rope: bool,
     served_len: int | None = None,
 ) -> ModelSpec:
-    """Reads the keys that most models share into layers that are alike but for their rotations.
+    """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
-    `names` are ours of the weights that are there, and tell of biases; one that config.json tells of and they lack is refused.
-    A rope that turns a part of each head is refused without `has_partial_rope`. Texts of up to `served_len` tokens will be
-    served, None for all that the model can. Raises ModelError. `Architecture.of_hf` applies the other keys.
+    `names`, our names of the weights, show which biases there are. Raises ModelError if a bias is missing that config.json
+    names, and for rotations of parts of heads without `has_partial_rope`. `served_len`: tokens of the longest text; None: all
+    positions.
     """
     config.only("is_causal", True)
     sizes = _read_sizes(config)
@@ -142,32 +141,32 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Our names of the biases in the first layer that config.json says are there -> the key that says so. Raises ModelError."""
+    """Return our names of the first layer's biases according to config.json -> the key that says so. Raises ModelError."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
 
 
 _NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2")
-"""Architectures whose `attention_bias` is of queries, keys and values alone. Source: transformers' modeling files."""
+"""Architectures whose `attention_bias` does not include the output projection."""
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
-    """The token that begins a text, None if config.json names none; the first one of a list. Raises ModelError."""
+    """Return the token that begins a text, or None; from a list, the first. Raises ModelError."""
     ids = _token_ids(config, "bos_token_id", vocab_size)
     if len(ids) > 1:
-        _log.warning("%s: bos_token_id is %r; the first is taken, the others are passed over", config.path, ids)
+        _log.warning("%s: bos_token_id is %r: the first is used, the others are ignored", config.path, ids)
     return ids[0] if ids else None
 
 
 def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that end a reply: those of generation_config.json, then those of config.json. Raises ModelError."""
+    """Return the tokens that end a reply: those of generation_config.json, then those of config.json. Raises ModelError."""
     ids = [token_id for file in (generation, config) for token_id in _token_ids(file, "eos_token_id", vocab_size)]
     return tuple(dict.fromkeys(ids))
 
 
 def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
-    """The ids under a key that holds an id, a list of them, or null."""
+    """Return the ids under a key whose value is an id, a list, or null."""
     value = file.values.get(key)
     values = value if isinstance(value, list) else [value]
     if not all(item is None or type(item) is int for item in values):
@@ -177,11 +176,10 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 
 
 def read_special_tokens(path: Path) -> SpecialTokens:
-    """The special tokens in tokenizer_config.json and special_tokens_map.json of a directory, by key; empty without them.
+    """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key. Raises ModelError.
 
-    These are the names that transformers hands to chat templates: every token whose key ends in `_token`, the lists, and
-    what `extra_special_tokens` names. As there, special_tokens_map.json comes first unless tokenizer_config.json has an
-    `added_tokens_decoder`, as newer ones do. Raises ModelError.
+    transformers passes the same names to chat templates: all keys that end in `_token`, the lists, and the names in
+    `extra_special_tokens`. The first file wins if it has an `added_tokens_decoder`, as newer ones do, otherwise the second.
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     special = read_json(path / "special_tokens_map.json", is_optional=True)
@@ -199,7 +197,7 @@ def read_special_tokens(path: Path) -> SpecialTokens:
 
 
 def _token_text(file: JsonFile, key: str, value: object) -> str | None:
-    """A token is its text, or an object with its text as `content`; null is none."""
+    """Return the text of a token: the value itself, or its `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and type(text) is not str:
         raise file.error(f"{key} is {value!r}, not the text of a token")
@@ -207,7 +205,7 @@ def _token_text(file: JsonFile, key: str, value: object) -> str | None:
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:
-    """By their names in the specs."""
+    """Return the sizes by their names in the specs."""
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
     return {
@@ -225,7 +223,7 @@ def _read_sizes(config: JsonFile) -> dict[str, int]:
 def _read_rotations(
     config: JsonFile, sizes: Mapping[str, int], served_len: int, *, may_be_partial: bool
 ) -> list[Rotation | None]:
-    """The rotation of each layer; None for a kind of layer whose parameters are null."""
+    """Return the rotation of each layer; None for a type of layer whose parameters are null."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"  # of both, transformers takes this one
     parameters = config.get(key, dict) or {}
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
@@ -251,7 +249,7 @@ def _read_rotations(
 
 
 def read_activation(config: JsonFile, key: str, default: str) -> Activation:
-    """The activation that transformers means by the value of a key. Raises ModelError for one that no backend computes."""
+    """Return the activation that a key names. Raises ModelError for one that no backend computes."""
     name = config.get(key, str) or default
     if name not in _ACTIVATIONS:
         raise checks.unsupported(config.path, f"{key} is {name!r}", f"{', '.join(_ACTIVATIONS)} are")
@@ -275,7 +273,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
-    """`layer_types` of config.json: the type of each layer, such as `sliding_attention`. Raises ModelError."""
+    """Return `layer_types` of config.json: the type of each layer, such as `sliding_attention`. Raises ModelError."""
     kinds = config.require("layer_types", list)
     if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
         raise config.error(f"layer_types are not the names of {num_layers} types of layers")
@@ -285,15 +283,15 @@ def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
 _ROPE_KINDS: Mapping[str, rope.Kind] = MappingProxyType(
     {kind: kind for kind in get_args(rope.Kind)} | {"mrope": "default", "su": "longrope"}
 )
-"""`rope_type` in config.json. The three positions of a token are one and the same in a text, as `mrope` counts them."""
+"""`rope_type` in config.json. `mrope` gives a token three positions, which are equal in a text."""
 _ROPE_KEYS: Mapping[rope.Kind, tuple[str, ...]] = MappingProxyType(
     {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 )
-"""Keys without which a kind has no meaning."""
+"""Keys that a kind requires."""
 
 
 def _rope_parameters(config: JsonFile, settings: JsonFile, key: str, sizes: Mapping[str, int]) -> rope.RopeParameters:
-    """`settings` are those under `key`, with those beside it that they lack."""
+    """Return the parameters. `settings` are those under `key`, completed by those beside it."""
     name = "rope_type" if settings.values.get("rope_type") else "type"
     kind = _ROPE_KINDS.get(settings.get(name, str) or "default")
     if kind is None:

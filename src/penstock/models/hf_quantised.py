@@ -1,13 +1,11 @@
-"""The quantised matrices of a Hugging Face directory: which settings are served, and which tensors make up a matrix.
+"""The quantised matrices of a Hugging Face directory: which settings are supported, and which tensors make up a matrix.
 
-`models.hf` calls it before it gives tensors their names. Three kinds are served:
-
-- fp8 (e4m3): a matrix and a tensor of scales, named as the matrix and `_scale` (compressed-tensors, ModelOpt, AutoFP8) or
-  `_scale_inv` (DeepSeek, which means the same): one for all, one for each row, or one for each block of rows and columns.
+- fp8 (e4m3): a matrix, and a tensor of scales whose name adds `_scale` (compressed-tensors, ModelOpt, AutoFP8) or `_scale_inv`
+  (DeepSeek): one scale for all, one for each row, or one for each block of rows and columns.
 - integers of 4 or 8 bits (`models.packed_integers`), as GPTQ, AWQ and compressed-tensors pack them;
-- experts in MXFP4 (`models.mxfp4`), as gpt-oss is published.
+- experts in MXFP4 (`models.mxfp4`), as in gpt-oss.
 
-Scales of activations and of keys and values are left aside: a backend rounds activations in its own way.
+Scales of activations and of keys and values are ignored: backends round activations in their own way.
 Sources: https://github.com/vllm-project/compressed-tensors, https://github.com/NVIDIA/Model-Optimizer,
 https://huggingface.co/docs/transformers/quantization/finegrained_fp8, https://github.com/ModelCloud/GPTQModel and
 https://github.com/casper-hansen/AutoAWQ.
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,52 +35,41 @@ Tensors = Mapping[str, StoredTensor]
 """By their names in the files."""
 
 
-class _Method(Enum):
-    """The kinds of checkpoints, by how they name and pack what they quantise."""
-
-    FLOATS = auto()
-    """None is packed; a matrix may be in fp8."""
-    GPTQ = auto()
-    AWQ = auto()
-    COMPRESSED = auto()
-    """Integers of compressed-tensors."""
-    MXFP4 = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The settings of a checkpoint, as far as its matrices depend on them."""
+    """The settings of a checkpoint that decide how its matrices are read."""
 
-    method: _Method
+    method: Literal["floats", "gptq", "awq", "compressed", "mxfp4"]
+    """`floats`: no matrix is packed, though some may be in fp8. `compressed`: integers of compressed-tensors."""
     bits: int = 0
-    """Bits of a packed integer, 4 or 8; 0 where none is packed."""
+    """Bits of a packed integer, 4 or 8; 0 if none is packed."""
     group_sizes: frozenset[int] = frozenset()
-    """Columns that share a scale; there may be one scale for all columns of a row, too."""
+    """Possible numbers of columns that share a scale. A matrix may also have one scale for each row."""
     zero_shift: int = 0
     """Added to the stored zero points of GPTQ."""
     block: Block | None = None
-    """Rows and columns that share a scale of fp8 where a matrix has several of both."""
+    """Rows and columns that share a scale of fp8, if the file has blocks."""
 
 
 _OF_FP8 = ("_scale", "_scale_inv")
-"""After the name of a matrix in fp8."""
+"""Added to the name of a matrix in fp8."""
 _OF_OTHERS = (
     ".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point",
     ".q_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
-"""Ends of the names of scales that are not of weights."""
+"""Ends of names of scales that are not of weights."""
 _FP8_FORMATS = (None, "float-quantized", "naive-quantized")
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
-"""Formats of compressed-tensors that are served."""
+"""Formats of compressed-tensors that are supported."""
 _COLS_AT_LEAST = 32
-"""Least columns of a block of fp8: backends hold a scale for as many columns, or for a multiple."""
+"""Columns of a block of fp8 are a multiple of this: backends hold a scale for each 32."""
 _BITS = (4, 8)
 
 
 def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
-    """The settings in config.json, else those in `separate`, the quantize_config.json of AutoGPTQ (empty if absent).
+    """Read the settings in config.json, or else those in `separate`, the quantize_config.json of AutoGPTQ.
 
-    Raises ModelError, by name, for a checkpoint that is quantised otherwise than as above.
+    Raises ModelError for any other quantisation than those above.
     """
     settings = config.get("quantization_config", dict)
     if settings is None:
@@ -90,7 +77,7 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
     read = JsonFile(config.path, settings)
     method = read.get("quant_method", str)
     if not settings:
-        return Quantisation(_Method.FLOATS)
+        return Quantisation("floats")
     if method is None:
         raise _unsupported(read, "a quantization_config with no quant_method")
     if method == "compressed-tensors":
@@ -99,12 +86,12 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
         return _gptq(read)
     if method == "awq":
         return _awq(read)
-    if method == "mxfp4":  # what is not converted has no blocks
-        return Quantisation(_Method.MXFP4)
+    if method == "mxfp4":  # matrices that are not converted have no blocks
+        return Quantisation("mxfp4")
     if method == "fp8":
-        return Quantisation(_Method.FLOATS, block=_as_block(read, settings.get("weight_block_size")))
+        return Quantisation("floats", block=_as_block(read, settings.get("weight_block_size")))
     if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
-        return Quantisation(_Method.FLOATS)
+        return Quantisation("floats")
     raise _unsupported(read, f"the quantisation {method} {settings.get('quant_algo') or ''}".rstrip())
 
 
@@ -119,14 +106,14 @@ def _gptq(settings: JsonFile) -> Quantisation:
     if any(value.get("bits", bits) != bits for value in overrides):
         raise _unsupported(settings, "GPTQ with several numbers of bits (dynamic)")
     sizes = _group_sizes([settings, *(JsonFile(settings.path, value) for value in overrides)])
-    return Quantisation(_Method.GPTQ, bits, sizes, zero_shift=0 if name.lower() == "gptq_v2" else 1)
+    return Quantisation("gptq", bits, sizes, zero_shift=0 if name.lower() == "gptq_v2" else 1)
 
 
 def _awq(settings: JsonFile) -> Quantisation:
     name = settings.get("version", str) or settings.get("format", str) or "gemm"
     if name.lower() != "gemm" or settings.get("bits", int) not in (None, 4):
         raise _unsupported(settings, f"AWQ's format {name} with {settings.values.get('bits')} bits")
-    return Quantisation(_Method.AWQ, 4, _group_sizes([settings]))
+    return Quantisation("awq", 4, _group_sizes([settings]))
 
 
 def _compressed_tensors(settings: JsonFile) -> Quantisation:
@@ -138,7 +125,7 @@ def _compressed_tensors(settings: JsonFile) -> Quantisation:
     sparsity = settings.get("sparsity_config", dict) or {}
     if not schemes or len(schemes) < len(found) or len(kinds) > 1:
         raise _unsupported(settings, "compressed-tensors with no scheme of weights, or with several,")
-    # A transform rotates what a matrix multiplies: without it every answer would be wrong.
+    # A transform rotates the inputs of a matrix: without it every answer would be wrong.
     if settings.values.get("transform_config") or sparsity.get("format", "dense") != "dense":
         raise _unsupported(settings, "compressed-tensors with a transform or sparsity")
     kind, bits = kinds.pop()
@@ -146,11 +133,11 @@ def _compressed_tensors(settings: JsonFile) -> Quantisation:
         blocks = {_as_block(settings, scheme.values.get("block_structure")) for scheme in schemes}
         if len(blocks) > 1:
             raise unsupported(settings.path, "quantization_config has blocks of several sizes", "one size is")
-        return Quantisation(_Method.FLOATS, block=blocks.pop())
+        return Quantisation("floats", block=blocks.pop())
     is_served = name in _INTEGER_FORMATS and all(scheme.values.get("dynamic") in (None, False) for scheme in schemes)
     if kind != "int" or bits not in _BITS or not is_served:
         raise _unsupported(settings, f"compressed-tensors' format {name} with {bits} bits of type {kind}")
-    return Quantisation(_Method.COMPRESSED, bits, _group_sizes(schemes))
+    return Quantisation("compressed", bits, _group_sizes(schemes))
 
 
 def _group_sizes(settings: Iterable[JsonFile]) -> frozenset[int]:
@@ -164,7 +151,7 @@ def _as_block(settings: JsonFile, value: object) -> Block | None:
     try:
         rows, cols = map(int, sizes if isinstance(sizes, list) else ())
     except (TypeError, ValueError, OverflowError) as error:
-        raise settings.error(f"the block {value!r} of quantization_config is no two numbers") from error
+        raise settings.error(f"the block {value!r} of quantization_config is not two numbers") from error
     if rows < 1 or cols < 1 or cols % _COLS_AT_LEAST:
         raise unsupported(settings.path, f"quantization_config has blocks of {rows} x {cols}", "columns in multiples of 32 are")
     return rows, cols
@@ -185,19 +172,19 @@ class Matrices:
     """The tensors of all files, with quantised matrices put together."""
 
     tensors: Mapping[str, Stored]
-    """By their names in the files; of packed integers, the name that the matrix would have if it were not packed. One in MXFP4
-    keeps the name of its blocks: files of floats have its columns as rows."""
+    """By name. Packed integers have the name of the unpacked matrix. A matrix in MXFP4 keeps the name of its blocks, because
+    files of floats have it transposed."""
     scales: Mapping[str, BlockScales]
-    """Scales of those in fp8."""
+    """Scales of matrices in fp8."""
 
 
 def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
-    """Raises ModelError for a matrix of which a part is missing, or whose parts do not fit each other.
+    """Combine the tensors of quantised matrices. Reads scales and zero points, but no weights.
 
-    Reads scales and zero points, but no weights.
+    Raises ModelError if a part of a matrix is missing or does not fit.
     """
     packed: Mapping[str, PackedIntegers | Mxfp4Cube]
-    packed, used = _cubes(tensors) if quantisation.method is _Method.MXFP4 else _packed(quantisation, tensors)
+    packed, used = _cubes(tensors) if quantisation.method == "mxfp4" else _packed(quantisation, tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in used}
     rest, scales = _split_scales(rest, quantisation.block)
     if packed:
@@ -211,7 +198,7 @@ def put_together(quantisation: Quantisation, tensors: Tensors) -> Matrices:
 
 
 def conversion_notes(tensors: Iterable[Stored]) -> tuple[str, ...]:
-    """Says in words which matrices of integers become floats."""
+    """Say how many matrices of integers become floats."""
     number = sum(isinstance(tensor, PackedIntegers) and tensor.format is WeightFormat.F32 for tensor in tensors)
     matrices = counted(number, "matrix of packed integers is", "matrices of packed integers are")
     return (f"{matrices} held as floats: half precision does not hold the scales",) if number else ()
@@ -223,7 +210,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def _cubes(tensors: Tensors) -> tuple[dict[str, Mxfp4Cube], set[str]]:
-    """The matrices of experts by name, and the names of all tensors that they are made of."""
+    """Return the matrices of experts by name, and the names of all their tensors."""
     found: dict[str, Mxfp4Cube] = {}
     used: set[str] = set()
     for name in [name for name in tensors if name.endswith(_BLOCKS)]:
@@ -237,7 +224,7 @@ def _cubes(tensors: Tensors) -> tuple[dict[str, Mxfp4Cube], set[str]]:
 
 
 def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, PackedIntegers], set[str]]:
-    """The matrices of packed integers by name, and the names of all tensors that they are made of."""
+    """Return the matrices of packed integers by name, and the names of all their tensors."""
     found: dict[str, PackedIntegers] = {}
     used: set[str] = set()
     make = _MAKERS.get(quantisation.method)
@@ -256,7 +243,7 @@ def _packed(quantisation: Quantisation, tensors: Tensors) -> tuple[dict[str, Pac
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The tensors of one matrix, of which `name` is that of its integers."""
+    """The tensors of one matrix. `name` is that of its integers, `end` the end of that name."""
 
     name: str
     end: str
@@ -279,11 +266,11 @@ class _Parts:
         return tensor
 
     def matrix(self, end: str, *dtypes: str) -> NDArray[np.generic]:
-        """A tensor of integers that has two dimensions."""
+        """Return a tensor of integers with two dimensions. Raises ModelError."""
         tensor = self.require(end)
         values = tensor.integers(*dtypes)
         if values.ndim != 2:
-            raise self.error(f"{self.stem}{end} has the shape {tensor.shape}, which is no matrix's")
+            raise self.error(f"{self.stem}{end} has the shape {tensor.shape}, not that of a matrix")
         return values
 
     def error(self, cause: str) -> ModelError:
@@ -309,15 +296,15 @@ def _gptq_matrix(quantisation: Quantisation, parts: _Parts) -> PackedIntegers:
 
 
 def _column_order(parts: _Parts, stored: StoredTensor, num_cols: int, num_groups: int) -> NDArray[np.intp] | None:
-    """The columns in the order of their groups, of which `stored` has one for each column; None if they are in it (act-order).
+    """Return the columns in the order of their groups (act-order), or None if they are in order already.
 
-    Raises ModelError unless all groups have as many columns.
+    `stored` has the group of each column. Raises ModelError unless all groups have the same number of columns.
     """
     groups = stored.integers("I32", "I64").astype(np.int64)
     if groups.shape != (num_cols,):
         raise parts.error(f"the groups of {parts.stem} have the shape {groups.shape}, and the matrix {num_cols} columns")
     if ((groups < 0) | (groups >= num_groups)).any():
-        raise parts.error(f"a column of {parts.stem} is in a group that is none of {num_groups}")
+        raise parts.error(f"a column of {parts.stem} is in a group that is not one of {num_groups}")
     if not num_cols or (np.bincount(groups, minlength=num_groups) * num_groups != num_cols).any():
         raise parts.error(f"the {num_groups} groups of {parts.stem} have different numbers of columns")
     order = np.argsort(groups, kind="stable")
@@ -358,14 +345,14 @@ def _compressed_matrix(quantisation: Quantisation, parts: _Parts) -> PackedInteg
         if points.dtype == np.int8 and points.size == 1:
             points = np.broadcast_to(points.reshape(1, 1), scales.shape)
         if points.ndim != 2:
-            raise parts.error(f"{parts.stem}.weight_zero_point has the shape {points.shape}, which is no matrix's")
+            raise parts.error(f"{parts.stem}.weight_zero_point has the shape {points.shape}, not that of a matrix")
         zeros = Integers(points, integers.bits, is_of_columns=True)
     order = None if groups is None else _column_order(parts, groups, num_cols, scales.shape[1])
     return packed_integers(parts.name, path, num_cols, integers, (scales, scale_format), zeros, order=order)
 
 
 def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]:
-    """A matrix of scales; of one dimension it is a column, of none a matrix of one."""
+    """Return a matrix of scales. A vector becomes a column, a single number a matrix of one."""
     tensor = parts.require(end)
     values = tensor.array()
     if values.ndim > 2 or tensor.dtype == FLOAT8:
@@ -373,21 +360,21 @@ def _scales(parts: _Parts, end: str) -> tuple[NDArray[np.generic], WeightFormat]
     return values if values.ndim == 2 else values.reshape(-1, 1), WeightFormat[tensor.dtype]
 
 
-_MAKERS: Mapping[_Method, Callable[[Quantisation, _Parts], PackedIntegers]] = {
-    _Method.GPTQ: _gptq_matrix,
-    _Method.AWQ: _awq_matrix,
-    _Method.COMPRESSED: _compressed_matrix,
+_MAKERS: Mapping[str, Callable[[Quantisation, _Parts], PackedIntegers]] = {
+    "gptq": _gptq_matrix,
+    "awq": _awq_matrix,
+    "compressed": _compressed_matrix,
 }
-_ENDS: Mapping[_Method, tuple[str, ...]] = {
-    _Method.GPTQ: (".qweight",),
-    _Method.AWQ: (".qweight",),
-    _Method.COMPRESSED: (".weight_packed", ".weight"),
+_ENDS: Mapping[str, tuple[str, ...]] = {
+    "gptq": (".qweight",),
+    "awq": (".qweight",),
+    "compressed": (".weight_packed", ".weight"),
 }
 """Ends of the names of integers."""
 
 
 def _without_idle_biases(tensors: dict[str, StoredTensor], packed: Iterable[str]) -> dict[str, StoredTensor]:
-    """Without the biases of packed matrices that are zero in every layer: AutoGPTQ writes them for models that have none."""
+    """Drop biases of packed matrices that are zero in every layer: AutoGPTQ writes them for models without biases."""
     biases = {name: f"{name.removesuffix('.weight')}.bias" for name in packed}
     by_kind: dict[str, list[str]] = {}
     for bias in biases.values():
@@ -405,9 +392,9 @@ def _is_zero(tensor: StoredTensor) -> bool:
 
 
 def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, StoredTensor], dict[str, BlockScales]]:
-    """Tensors without scales, and the scales of weights in fp8 by their weight's name. Raises ModelError if a matrix has none.
+    """Return the other tensors, and the scales by the name of their matrix in fp8. Raises ModelError if a matrix has none.
 
-    Without a tensor in fp8 all are left as they are.
+    If no tensor is in fp8, nothing changes.
     """
     wanted = {name for name, tensor in tensors.items() if tensor.dtype == FLOAT8}
     if not wanted:
@@ -424,13 +411,13 @@ def _split_scales(tensors: Tensors, block: Block | None) -> tuple[dict[str, Stor
 
 
 def _block_scales(name: str, shape: tuple[int, ...], scale: StoredTensor, block: Block | None) -> BlockScales:
-    """The scales of a matrix. Raises ModelError for a scale that is not finite, or whose shape fits neither rows nor blocks."""
+    """Return the scales of a matrix. Raises ModelError if one is not finite, or if their shape fits neither rows nor blocks."""
     if len(shape) != 2:
-        raise ModelError(f"{scale.path}: {name} is in fp8, and no matrix.", remedy="Use the bf16 original.")
+        raise ModelError(f"{scale.path}: {name} is in fp8, but not a matrix.", remedy="Use the bf16 original.")
     values = scale.array()
     wide = dequantize(values, WeightFormat[scale.dtype], 1)
     if scale.dtype == FLOAT8 or not np.isfinite(wide).all():
-        raise ModelError(f"{scale.path}: a scale of {name} is no finite number.", remedy="Fetch the model again.")
+        raise ModelError(f"{scale.path}: a scale of {name} is not a finite number.", remedy="Fetch the model again.")
     num_rows, num_cols = shape
     if wide.size == 1:
         return BlockScales(wide.reshape(1, 1), max(1, num_rows), max(1, num_cols))

@@ -1,4 +1,4 @@
-"""Chat templates and the tokenizer's file of a Hugging Face directory. `models.hf` calls it; `text` gives them a meaning.
+"""Finds chat templates and the tokenizer's file of a Hugging Face directory.
 
 Where transformers keeps templates: https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
 """
@@ -12,12 +12,12 @@ from penstock.models.hf_config import JsonFile, read_json
 from penstock.types.errors import ModelError
 
 TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
-"""Files that a tokenizer can be read from, the most exact first."""
+"""Files of tokenizers, the most exact first."""
 _DEFAULT = "default"
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The file of a directory's tokenizer: the first of `TOKENIZERS` that is there. Raises ModelError."""
+    """Return the first of `TOKENIZERS` that is there. Raises ModelError."""
     for name in TOKENIZERS:
         if (path / name).is_file():
             return path / name
@@ -28,9 +28,9 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def read_ends(path: Path) -> tuple[bool, bool] | None:
-    """`add_bos_token` and `add_eos_token` of tokenizer_config.json; None if it has neither. Raises ModelError.
+    """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither. Raises ModelError.
 
-    As transformers 5 does (`TokenizersBackend`), which makes the tokenizer anew by them where one is named.
+    transformers 5 lets these override the tokenizer's file (`TokenizersBackend`).
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     names = ("add_bos_token", "add_eos_token")
@@ -41,10 +41,9 @@ def read_ends(path: Path) -> tuple[bool, bool] | None:
 
 
 def read_chat_templates(path: Path) -> Mapping[str, str]:
-    """The templates of a directory by name; without a name of its own one is `default`. Raises ModelError.
+    """Return the templates of a directory by name. One without a name is `default`. Raises ModelError.
 
-    chat_template.jinja and the files in additional_chat_templates take the place of what tokenizer_config.json or, of models
-    that also see, chat_template.json has.
+    chat_template.jinja and additional_chat_templates replace those of tokenizer_config.json and chat_template.json.
     """
     file = path / "chat_template.jinja"
     others = sorted((path / "additional_chat_templates").glob("*.jinja"))
@@ -59,14 +58,14 @@ def read_chat_templates(path: Path) -> Mapping[str, str]:
 
 
 def _named(config: JsonFile) -> Mapping[str, str]:
-    """The templates under `chat_template`: a text, or a list of objects with a name and a template."""
+    """Return the templates under `chat_template`: a text, or a list of objects with a name and a template."""
     found = config.values["chat_template"]
     items = found if isinstance(found, list) else [{"name": _DEFAULT, "template": found}]
     templates: dict[str, str] = {}
     for item in items:
         name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
         if type(name) is not str or type(template) is not str:
-            raise config.error("chat_template is no text, and no list of named ones")
+            raise config.error("chat_template is neither a text nor a list of named templates")
         templates[name] = template
     return templates
 

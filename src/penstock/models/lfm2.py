@@ -1,6 +1,6 @@
-"""LFM2: layers that attend, with norms on each head of queries and keys, among more layers with a short convolution.
+"""LFM2: most layers have a short convolution; the others attend, with norms of queries and keys per head.
 
-The convolution's state lies in the KV blocks: docs/decisions/recurrent-state.md. LFM2 MoE has experts in most layers.
+The convolution's state is in the KV blocks: docs/decisions/recurrent-state.md. LFM2 MoE has experts in most layers.
 Sources: modeling_lfm2.py, modeling_lfm2_moe.py and their configurations in transformers; src/models/lfm2.cpp of llama.cpp.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.models.hf_config import JsonFile
 
 _MAX_KERNEL = 17
-"""A block of 16 positions, the smallest of the native backend, has the columns that are before a position."""
+"""The state has fewer columns than the smallest block of the native backend has positions, 16."""
 _MAX_MULTIPLE = 1 << 16
 _MAX_FACTOR = 1e6
 _SIGMOID = 2
@@ -33,7 +33,7 @@ _SIGMOID = 2
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of config.json by their keys of today, with transformers' defaults for those that are missing."""
+    """Return config.json with its present keys and transformers' defaults."""
     old = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
     renamed = {new: values[key] for key, new in old.items() if key in values}
     defaults = {"rope_theta": 1e6, "tie_word_embeddings": True, "norm_eps": 1e-5, "intermediate_size": 12288}
@@ -43,7 +43,7 @@ def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _moe_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """No width is adjusted, and none has another name."""
+    """Widths are not adjusted, and old names do not count."""
     values = {key: value for key, value in values.items() if key != "block_ff_dim"}
     defaults = {"intermediate_size": 7168, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
     return _values({**defaults, "moe_intermediate_size": 1792, **values, "block_auto_adjust_ff_dim": False})
@@ -79,7 +79,8 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
-    """Columns of the MLP: two thirds of what is told, times a factor, in whole multiples, unless config.json says as told."""
+    """Return the columns of the MLP: unless switched off, two thirds of the given number, times a factor, rounded up to a
+    multiple."""
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, GatedMlp)
     width = mlp.intermediate_size
@@ -90,12 +91,12 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
         return width
     factor, multiple = config.require("block_ffn_dim_multiplier", float), config.require("block_multiple_of", int)
     if not 0.0 < factor <= 64.0 or not 1 <= multiple <= _MAX_MULTIPLE:
-        raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} make no width of an MLP")
+        raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} are no usable width of an MLP")
     return -(-int(factor * width) // multiple) * multiple
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """A layer without key-value heads has a convolution."""
+    """Layers without key-value heads have a convolution."""
     key = file.architecture
     if file.get(f"{key}.attention.sliding_window", int):
         raise checks.unsupported(file.path, f"{key}.attention.sliding_window is set", "LFM2 without windows is")
@@ -108,7 +109,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The spec of a GGUF file. Shares are divided by their sum whatever it says, as llama.cpp does."""
+    """Shares are always divided by their sum, as in llama.cpp."""
     key = "lfm2moe"
     if file.require(f"{key}.expert_gating_func", int) != _SIGMOID:
         setting = f"{key}.expert_gating_func is {file.metadata[f'{key}.expert_gating_func']}"
@@ -126,7 +127,7 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None, path: Path) -> ModelSpec:
-    """The same with experts in all layers but the first `num_dense`; None: two."""
+    """Return the spec with experts in all layers but the first `num_dense`; None: two."""
     if not 0.0 <= mlp.share_factor <= _MAX_FACTOR:
         raise ModelError(f"{path}: the factor of the experts' shares is {mlp.share_factor}.", remedy=checks.REFETCH)
     mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
@@ -138,14 +139,14 @@ def _with_width(spec: ModelSpec, width: int) -> ModelSpec:
 
 
 def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], path: Path) -> ModelSpec:
-    """The same with this convolution in the layers that have one. Raises ModelError for what no backend has a place for."""
+    """Return the spec with this convolution in some layers. Raises ModelError if no backend has room for its state."""
     if not 2 <= conv.kernel <= _MAX_KERNEL:
         raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
     if all(has_conv):
         raise ModelError(f"{path}: no layer attends, and the KV cache needs one.", remedy=checks.REFETCH)
 
     def changed(layer: int, found: LayerSpec) -> LayerSpec:
-        attention = replace(found.attention, has_o_bias=False)  # that of layer 0 may be a convolution's
+        attention = replace(found.attention, has_o_bias=False)  # the bias of layer 0 may be of a convolution
         return replace(found, mixer=conv if has_conv[layer] else attention)
 
     return spec.with_layers(changed)

@@ -1,8 +1,7 @@
-"""An adapter merged into a model: one set of weights, W + B A, for a server that has one adapter and no base beside it.
+"""Merges an adapter into a model's weights (--merge-lora): W + B A.
 
-`deploy` calls it for --merge-lora. Nothing is computed before a backend reads rows, and then a part at a time, as from a file.
-Floats stay floats. Quantised matrices become Q8_0: rounding to their own four bits again would lose most of the adapter.
-Matrices that the adapter does not change stay as they are.
+Nothing is computed until a backend reads rows, and then a part at a time. Floats stay floats. Quantised matrices become Q8_0:
+rounding to four bits again would lose most of the adapter.
 """
 
 from __future__ import annotations
@@ -34,16 +33,14 @@ _FORMATS: Mapping[WeightFormat, WeightFormat] = {
     WeightFormat.BF16: WeightFormat.BF16,
     WeightFormat.F8_E4M3: WeightFormat.BF16,
 }
-"""Formats of merged matrices; any other becomes Q8_0."""
-
-
+"""Format of a matrix -> of the merged one; others become Q8_0."""
 _MAX_RANK = 1024
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
-    """The model with the adapter of a folder of PEFT, or of a GGUF file, in its weights. Raises ModelError.
+    """Return the model with the adapter of a folder of PEFT, or of a GGUF file, in its weights. Raises ModelError.
 
-    The path of the model stays its own, so its fingerprint does not tell the adapter: what is cached by it needs both.
+    The model's path stays the same, so a cache keyed by the model's fingerprint needs the adapter's, too.
     """
     program = architectures.describe(model.spec)
     if path.suffix == ".gguf":
@@ -54,9 +51,9 @@ def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:
 def merged(
     model: LoadedModel, factors: AdapterFactors, whole: Mapping[str, WeightTensor] = MappingProxyType({})
 ) -> LoadedModel:
-    """The model with factors, which were read for its spec and program, in its weights; `whole` ones replace the model's.
+    """Return the model with these factors in its weights. `whole` weights replace the model's.
 
-    Where the output is tied to the embedding and an adapter changes one of them, the model gets a matrix more.
+    If the output is tied to the embedding and the adapter changes one of them, they become two matrices.
     """
     weights, spec = dict(model.weights), model.spec
     if spec.tie_word_embeddings and (factors.by_weight.keys() | whole.keys()) & {"embed", OUTPUT_SITE}:
@@ -70,14 +67,14 @@ def merged(
 
 
 def _merged(base: WeightTensor, left: F32, right: F32) -> WeightTensor:
-    """base + left @ right. left is [num_rows, r], right [r, num_cols]."""
+    """Return base + left @ right. left is [num_rows, r], right [r, num_cols]."""
     fmt = _FORMATS.get(base.format, WeightFormat.Q8_0 if base.num_cols % _GROUP == 0 else WeightFormat.BF16)
     return WeightTensor(base.name, base.num_rows, base.num_cols, fmt, MergedRows(base, left, right, fmt))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedRows:
-    """The `Rows` of a merged matrix."""
+    """Rows of a merged matrix, computed when they are read."""
 
     base: WeightTensor
     left: F32
@@ -86,14 +83,14 @@ class MergedRows:
 
     @property
     def packed(self) -> NDArray[np.generic]:
-        """The file's array below, whose pages may go when rows were read; an empty one where several lie below."""
+        """The base's array in the file, for `WeightTensor.forget`; empty if there are several."""
         stored = self.base.stored
         if isinstance(stored, Stacked):
             return np.empty(0, np.uint8)
         return stored if isinstance(stored, np.ndarray) else stored.packed
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Some rows in `format`. Raises ModelError for a number that it can't hold."""
+        """Return some rows in `format`. Raises ModelError for a number that it can't hold."""
         if not isinstance(rows, slice):
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
         begin, end, step = rows.indices(self.base.num_rows)
@@ -111,14 +108,14 @@ class MergedRows:
 
 
 def _to_bf16(values: F32) -> NDArray[np.uint16]:
-    """The nearest bfloat16 numbers, the even one of two that are as near. Values are finite."""
+    """Round finite values to bfloat16, ties to even."""
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
     return rounded
 
 
 def _to_q8_0(values: F32, name: str) -> NDArray[np.uint8]:
-    """Blocks of a scale in half precision and 32 integers of 8 bits, as GGML lays them out. [rows, bytes]"""
+    """Return GGML's blocks. [rows, bytes]"""
     groups = values.reshape(len(values), -1, _GROUP)
     scales = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     if scales.size and float(scales.max()) > _MAX_SCALE:

@@ -1,7 +1,7 @@
-"""Matrices of experts in MXFP4, as gpt-oss is published. Rows become GGML's blocks of the same numbers when they are read.
+"""Matrices of experts in MXFP4, as in gpt-oss. Rows become GGML's blocks of the same numbers when they are read.
 
 A weight is 2^(scale - 127) times a number of E2M1; 32 consecutive columns of a row share the scale. In the file a byte has two
-neighbouring columns; in a block of GGML it has two that are 16 apart. `models.hf_quantised` finds the tensors.
+neighbouring columns, in GGML's blocks two that are 16 apart.
 Sources: OCP Microscaling Formats 1.0; integrations/mxfp4.py of transformers.
 """
 
@@ -22,12 +22,12 @@ U8 = NDArray[np.uint8]
 _COLS, _BLOCK_BYTES = BLOCKS[WeightFormat.MXFP4]
 _HALF = _COLS // 2
 _NO_NUMBER = 255
-"""The scale that stands for no number."""
+"""The scale that means NaN."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Cube:
-    """A matrix for each expert."""
+    """One matrix for each expert."""
 
     path: Path
     """Its file, for error messages."""
@@ -45,7 +45,6 @@ class Mxfp4Cube:
         return num_experts, num_rows, groups * _COLS
 
     def matrices(self) -> Sequence[WeightTensor]:
-        """The matrix of each expert."""
         _, num_rows, num_cols = self.shape
         return [
             WeightTensor(self.name, num_rows, num_cols, WeightFormat.MXFP4, _Rows(self.path, self.name, *parts))
@@ -65,10 +64,10 @@ class _Rows:
     """[num_rows, groups]"""
 
     def __getitem__(self, rows: slice | NDArray[np.intp]) -> U8:
-        """Some rows. uint8 [n, groups * 17]. Raises ModelError for a scale that is no number."""
+        """Return some rows, uint8 [n, groups * 17]. Raises ModelError for a scale that is NaN."""
         packed, scales = self.packed[rows], self.scales[rows]
         if (scales == _NO_NUMBER).any():
-            raise ModelError(f"{self.path}: a scale of {self.name} is no number.", remedy="Fetch the model again.")
+            raise ModelError(f"{self.path}: a scale of {self.name} is not a number.", remedy="Fetch the model again.")
         groups = scales.shape[1]
 
         def blocks(part: slice) -> U8:
@@ -83,7 +82,7 @@ class _Rows:
 
 
 def mxfp4_cube(path: Path, name: str, blocks: NDArray[np.generic], scales: NDArray[np.generic]) -> Mxfp4Cube:
-    """The cube of two tensors of bytes. Reads neither. Raises ModelError for shapes that do not fit."""
+    """Combine two tensors of bytes without reading them. Raises ModelError if their shapes do not fit."""
     if blocks.ndim != 4 or blocks.shape[3] != _HALF or blocks.shape[:3] != scales.shape or not scales.size:
         raise ModelError(
             f"{path}: {name} is {blocks.shape}, and its scales are {scales.shape}: blocks of 16 bytes have a scale each.",

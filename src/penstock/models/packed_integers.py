@@ -1,9 +1,11 @@
-"""Matrices of packed integers, as GPTQ, AWQ and compressed-tensors store them. Rows become blocks of GGML when they are read.
+"""Matrices of packed integers, as GPTQ, AWQ and compressed-tensors store them. Rows become GGML's blocks when they are read.
 
-A weight is scale * (q - zero), with an unsigned q of 4 or 8 bits; consecutive columns share scale and zero point. Where all
-zero points are the middle of the range, 4 bits become Q4_0 and 8 bits Q8_0, without rounding but for that of the scale to half
-precision. With other zero points 4 bits become Q4_1, whose offset -scale * zero is rounded likewise. A matrix whose scales half
-precision does not hold is one of floats. `models.hf_quantised` knows names and settings; this file knows none.
+A weight is scale * (q - zero) with an unsigned q of 4 or 8 bits. Groups of columns share scale and zero point.
+
+- If all zero points are the middle of the range, 4 bits become Q4_0 and 8 bits Q8_0.
+- With other zero points, 4 bits become Q4_1 with the offset -scale * zero.
+- Scales and offsets are rounded to half precision. If that can't hold the scales, the matrix becomes floats.
+
 Sources: GPTQ, arXiv 2210.17323, and https://github.com/ModelCloud/GPTQModel; AWQ, arXiv 2306.00978, and
 https://github.com/casper-hansen/AutoAWQ; https://github.com/vllm-project/compressed-tensors.
 """
@@ -25,11 +27,11 @@ F32 = NDArray[np.float32]
 Index = NDArray[np.intp]
 
 _GROUP = 32
-"""Columns that share a scale in the blocks of Q4_0, Q4_1 and Q8_0."""
+"""Columns of a block of Q4_0, Q4_1 or Q8_0."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word has each of eight consecutive rows."""
+"""The nibble of a word for each of eight consecutive rows."""
 _HALF = 2.0**-11
-"""Most that half precision moves a normal number, as a share of it."""
+"""Largest relative rounding error of half precision."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,17 +39,17 @@ class Integers:
     """Unsigned integers [num_rows, num_cols] in words of 32 bits, the first in the lowest bits."""
 
     words: NDArray[np.generic]
-    """int32. Integers of a word are of one row: [num_rows, words], or of one column: [words, num_cols]; or int8, not packed."""
+    """int32 [num_rows, words], or [words, num_cols] with `is_of_columns`; or int8, not packed."""
     bits: int
     """4 or 8."""
     is_of_columns: bool = False
-    """Whether the integers of a word are consecutive rows of one column, not consecutive columns of one row."""
+    """A word has consecutive rows of one column, not consecutive columns of one row."""
     nibbles: tuple[int, ...] | None = None
-    """The nibble of each row of a word, if not in order."""
+    """The nibble of each row of a word; None: in order."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(num_rows, num_cols), which may count a last word's unused integers."""
+        """(num_rows, num_cols), including unused integers of a last word."""
         rows, cols = self.words.shape
         if self.words.dtype == np.int8:
             return rows, cols
@@ -55,7 +57,7 @@ class Integers:
         return (rows * each, cols) if self.is_of_columns else (rows, cols * each)
 
     def take(self, rows: Index) -> U8:
-        """Some rows, at least one. [n, num_cols]"""
+        """Return some rows, at least one. [n, num_cols]"""
         if self.words.dtype == np.int8:
             return (self.words[rows].astype(np.int16) + (1 << self.bits - 1)).astype(np.uint8)
         if not self.is_of_columns:
@@ -80,14 +82,14 @@ class Integers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedIntegers:
-    """The rows of one matrix in a run-time format, made whenever they are read."""
+    """One matrix whose rows are converted whenever they are read."""
 
     path: Path
     """Its file, for error messages."""
     shape: tuple[int, int]
     """(num_rows, num_cols)"""
     format: WeightFormat
-    """Q4_0, Q4_1, Q8_0, or F32 where half precision holds no scales."""
+    """Q4_0, Q4_1 or Q8_0; F32 if half precision can't hold the scales."""
     packed: NDArray[np.generic]
     """The file's array, in whatever order."""
     _integers: Integers
@@ -95,14 +97,13 @@ class PackedIntegers:
     """[num_rows, num_groups] as in the file."""
     _scale_format: WeightFormat
     _zeros: Integers | None
-    """[num_rows, num_groups]; None: all are the middle of the range."""
+    """[num_rows, num_groups]; None: all zero points are the middle of the range."""
     _zero_shift: int
     _order: Index | None
-    """Columns of the file in the order of their groups; None: they are in it."""
+    """Columns of the file in the order of their groups; None: they are in order."""
 
     @property
     def num_groups(self) -> int:
-        """Groups of columns that share a scale."""
         return int(self._scales.shape[1])
 
     @property
@@ -111,7 +112,7 @@ class PackedIntegers:
         return None if self.format is WeightFormat.F32 else self._order
 
     def __getitem__(self, rows: slice | Index) -> NDArray[np.generic]:
-        """Some rows in this format: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
+        """Return some rows in this format: uint8 [n, bytes of its blocks], or float32 [n, num_cols]."""
         index = np.arange(self.shape[0])[rows]
         is_float = self.format is WeightFormat.F32
         cols, num_bytes = (1, 1) if is_float else BLOCKS[self.format]
@@ -143,7 +144,7 @@ class PackedIntegers:
         return blocks.reshape(len(index), -1)
 
     def _integers_of(self, index: Index) -> U8:
-        """In the order of the groups. [n, num_cols]"""
+        """Return integers in the order of the groups. [n, num_cols]"""
         return self._integers.take(index)[:, slice(self.shape[1]) if self._order is None else self._order]
 
     def _scales_of(self, index: Index) -> F32:
@@ -164,11 +165,12 @@ def packed_integers(
     zero_shift: int = 0,
     order: Index | None = None,
 ) -> PackedIntegers:
-    """The matrix `name` of `num_cols` columns. Reads scales and zero points, and no integers.
+    """Return the matrix `name` of `num_cols` columns. Reads scales and zero points, but no integers.
 
-    `scales` are [num_rows, num_groups] in F32, F16 or BF16; `zero_shift` is added to stored zero points. `order` has the
-    columns of the first group, then those of the next, as many of each; None: they are in order. Raises ModelError for shapes
-    that do not fit, for a scale that is no finite number, and for what no run-time format holds.
+    `scales` are [num_rows, num_groups] in F32, F16 or BF16. `zero_shift` is added to stored zero points. `order` has the
+    columns of the first group, then those of the next; None: they are in order.
+
+    Raises ModelError for shapes that do not fit, for scales that are not finite, and for matrices that no format can hold.
     """
     values, scale_format = scales
     num_rows, num_groups = values.shape
@@ -190,11 +192,11 @@ def packed_integers(
         )
     wide = _widened(values, scale_format)
     if not np.isfinite(wide).all():
-        raise ModelError(f"{path}: a scale of {name} is no finite number.", remedy="Fetch the model again.")
+        raise ModelError(f"{path}: a scale of {name} is not a finite number.", remedy="Fetch the model again.")
     points = _zero_points(zeros, zero_shift, integers.bits, np.arange(num_rows))
     if zero_shift and (points > (1 << integers.bits) - 1).any():
         raise ModelError(
-            f"{path}: the zero points of {name} ran over when they were written: this version of GPTQ can't store one of 0.",
+            f"{path}: the zero points of {name} overflowed when they were written: this version of GPTQ can't store 0.",
             remedy="Use a checkpoint in the format gptq_v2, another quantisation, or the bf16 original.",
         )
     if (points == 1 << integers.bits - 1).all():
@@ -220,19 +222,19 @@ def _widened(values: NDArray[np.generic], fmt: WeightFormat) -> F32:
 
 
 def _zero_points(zeros: Integers | None, shift: int, bits: int, index: Index) -> F32:
-    """[n, num_groups], or [n, 1] if all are the middle of the range."""
+    """Return zero points, [n, num_groups], or [n, 1] if all are the middle of the range."""
     if zeros is None:
         return np.full((len(index), 1), 1 << bits - 1, np.float32)
     return zeros.take(index).astype(np.float32) + np.float32(shift)
 
 
 def _half_bytes(values: F32, repeats: int) -> U8:
-    """Values [n, groups] as half precision, each so many times. [n, groups * repeats, 2]"""
+    """Repeat values [n, groups] in half precision. [n, groups * repeats, 2]"""
     return np.repeat(values.astype(np.float16), repeats, axis=1)[..., None].view(np.uint8)
 
 
 def _is_half(values: F32) -> bool:
-    """Whether half precision moves no value by more than 2^-11 of the largest of its row."""
+    """Return whether half precision changes no value by more than 2^-11 of the largest in its row."""
     with np.errstate(over="ignore"):
         moved = np.abs(values.astype(np.float16).astype(np.float32) - values)
     return bool((moved <= _HALF * np.abs(values).max(axis=1, keepdims=True)).all())

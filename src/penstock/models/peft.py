@@ -1,7 +1,6 @@
 """Reads a LoRA adapter as PEFT saves it: a folder with adapter_config.json and adapter_model.safetensors.
 
-`deploy.adapters` calls it, for the model that is served. The names and shapes of all tensors are checked before any is read.
-Adapters that would be computed wrongly are refused, each fault with its own message. `models.gguf_adapter` shares the checks.
+The names and shapes of all tensors are checked before any is read. Adapters that would be computed wrongly are refused.
 
 Sources: LoRA, arXiv 2106.09685; rank-stabilised LoRA, arXiv 2312.03732; names and settings as in PEFT 0.21 (`LoraConfig` in
 peft/tuners/lora/config.py, `get_peft_model_state_dict` in peft/utils/save_and_load.py).
@@ -37,18 +36,18 @@ F32 = NDArray[np.float32]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 1 << 22
-"""A header of some 20,000 tensors has as many; an adapter of all matrices of 80 layers has 1,120 tensors."""
+"""Enough for 20,000 tensors. An adapter of all matrices of 80 layers has 1,120."""
 _MAX_PATTERNS = 1 << 10
 _MAX_NAME = 300
 _FLOATS = ("F32", "F16", "BF16")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?((?:\.weight)?)")
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_to_save(?:\.default)?)?\.weight")
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
-"""Patterns that PEFT's settings may have for names of modules. Without groups and choices, none takes time without measure."""
+"""Patterns for names of modules that we accept. Without groups and alternatives, matching can't take forever."""
 _MAX_REPEATS = 2
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of `init_lora_weights`, or their beginnings, with which training began from another matrix than the model's."""
+"""Beginnings of `init_lora_weights` for which training began from other matrices than the model's."""
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA scales the rows of the whole matrix, which is not computed",
     "lora_bias": "biases of factors are not computed",
@@ -63,7 +62,7 @@ _REFUSED: Mapping[str, str] = {
     "layer_replication": "its model has layers twice, and the one that is served does not",
     "target_parameters": "adapters of experts are not computed yet",
 }
-"""Settings of PEFT that change what is computed -> why an adapter that has them is refused."""
+"""Settings of PEFT that change the computation -> why an adapter with them is refused."""
 MERGE = "Merge it into its model (peft's merge_and_unload) and serve the result."
 _RETRAIN = "Use an adapter that was trained on the model that is served."
 _log = logging.getLogger(__name__)
@@ -72,30 +71,30 @@ _log = logging.getLogger(__name__)
 def read_peft(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """The factors of the adapter in a folder, for a model of this spec and program.
+    """Return the factors of the adapter in a folder, for a model of this spec and program.
 
-    Raises ModelError for files that are missing, damaged or hostile, for a base of another shape, and for what is not computed.
-    Memory is bounded by factors of `max_rank` for all matrices of the program, and by `files`.
+    Raises ModelError for missing, damaged or hostile files, for another base model, and for settings that are not computed.
+    Memory is limited to factors of `max_rank` for all matrices of the program, and by `files`.
     """
     return _read(folder, spec, program, max_rank, None, files or AdapterFiles())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
-    """The facts in an adapter's settings. One that is refused has them, too."""
+    """The settings of an adapter, also if it is refused."""
 
     kind: str
     rank: int | None
     alpha: float | None
     base: str
-    """The model that it was trained on, as its settings name it."""
+    """The model that it was trained on, by the settings."""
     targets: tuple[str, ...]
     refusal: ModelError | None
-    """Why no server would take it; None if its settings are no reason. Its weights are checked beside the model."""
+    """Why every server refuses these settings, or None. The weights are checked only together with a model."""
 
 
 def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
-    """Return what the adapter in a folder is. Raises ModelError for settings that can't be read."""
+    """Return the facts of the adapter in a folder. Raises ModelError for settings that can't be read."""
     config = read_json(folder / CONFIG_FILE)
     targets = config.values.get("target_modules")
     rank = config.get("r", int)
@@ -129,7 +128,7 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
 def read_to_merge(
     folder: Path, spec: ModelSpec, program: Program, *, max_rank: int
 ) -> tuple[AdapterFactors, Mapping[str, WeightTensor]]:
-    """The same, and the embedding and output that the adapter has as a whole (`modules_to_save`), by site."""
+    """Return the same, and by site the embedding and output if the adapter has them as a whole (`modules_to_save`)."""
     whole: dict[str, WeightTensor] = {}
     return _read(folder, spec, program, max_rank, whole, AdapterFiles()), whole
 
@@ -137,7 +136,7 @@ def read_to_merge(
 def _read(
     folder: Path, spec: ModelSpec, program: Program, max_rank: int, whole: dict[str, WeightTensor] | None, files: AdapterFiles
 ) -> AdapterFactors:
-    """The factors; whole matrices are put into `whole`, if it is given."""
+    """Return the factors. Whole matrices are put into `whole`, if given."""
     files.check(folder)
     config = _read_config(folder, files)
     settings = _Settings(config)
@@ -179,18 +178,18 @@ def _read(
     except OSError as error:
         raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
-        _log.info("%s: the adapter's tokenizer and chat template are not read: the model's are used", folder)
+        _log.info("%s: the adapter's tokenizer and chat template are ignored: the model's are used", folder)
     return put(factors, placed)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The matrix of the program that a pair of factors changes, or a part of it."""
+    """Where the factors of one matrix come from."""
 
     name: str
     """The file's name of the pair."""
     rows: NDArray[np.intp] | None
-    """Rows of the pair's B that are the matrix's; None: all, in their order."""
+    """Rows of B that belong to the matrix; None: all, in order."""
 
 
 def place(
@@ -204,13 +203,17 @@ def place(
     is_interleaved: bool,
     known: Iterable[str],
 ) -> dict[str, Target]:
-    """By site, the pair of the file that changes it. `shapes` are those of A and B by the file's name of a weight.
+    """Return which pair of factors changes each site.
 
-    `pieces` are what the loader makes of these names, `is_interleaved` the layout of the file's q and k, and `known` names of
-    the file's kind that the model has. Raises ModelError.
+    - `shapes`: those of A and B by the file's name of a weight
+    - `pieces`: the weights that the loader makes of these names
+    - `is_interleaved`: the layout of q and k in files of this kind
+    - `known`: examples of names that the model has, for the error message
+
+    Raises ModelError.
     """
     if spec.ending is not None or program.is_one_pass:
-        raise ModelError(f"{path}: adapters are for models that write text, and this one reads it.", remedy=MERGE)
+        raise ModelError(f"{path}: adapters are for models that write text, and this model only reads text.", remedy=MERGE)
     if not shapes:
         raise ModelError(f"{path}: it has no factors of LoRA.", remedy="Check that it is an adapter, and save it again.")
     known_sites, weights = sites(program), checks.weight_shapes(program)
@@ -218,7 +221,7 @@ def place(
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
             raise ModelError(
                 f"{path}: the factors of {name} are {list(a)} and {list(b)}, not [rank, inputs] and [outputs, rank].",
-                remedy="Save the adapter again: parts of a sharded one have to be gathered first.",
+                remedy="Save the adapter again. If its training was sharded, gather the parts first.",
             )
         if not 1 <= a[0] <= max_rank:
             raise _outside_of_ranks(f"{path}: the factors of {name} have", a[0], max_rank)
@@ -250,7 +253,7 @@ def place(
 
 
 def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) -> AdapterFactors:
-    """The factors by site, of those by the file's names. A pair that several sites share has its A once in memory."""
+    """Return the factors by site, given those by the file's names. Sites that share a pair share its A in memory."""
     by_site = {}
     for site, target in placed.items():
         a, b = factors[target.name]
@@ -261,7 +264,7 @@ def put(factors: Mapping[str, tuple[F32, F32]], placed: Mapping[str, Target]) ->
 def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F32]:
     """Return A and B with the scale multiplied into B.
 
-    Raises ModelError if an input of ones gives an output whose square is not finite: the next norm squares it.
+    Raises ModelError if inputs of one give an output whose square is not finite: the next norm squares it.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         b = b * np.float32(scale)
@@ -276,7 +279,7 @@ def scaled(a: F32, b: F32, scale: float, path: Path, name: str) -> tuple[F32, F3
 
 
 def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, int]:
-    """The shape that the file of a model has of the matrix which a pair changes. PEFT turns no factors, whatever the matrix."""
+    """Return the shape of the changed matrix in a file of the model. PEFT never transposes factors."""
     inputs, outputs = pair[0][1], pair[1][0]
     is_transposed = isinstance(piece.layout, Parts) and piece.layout.is_transposed
     return (inputs, outputs) if is_transposed else (outputs, inputs)
@@ -285,11 +288,11 @@ def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -
 def _unknown(
     site: str, name: str, weights: Mapping[str, object], spec: ModelSpec, path: Path, known: Iterable[str]
 ) -> ModelError:
-    """The error of a pair for no matrix that an adapter may change."""
+    """Return the error for a pair that changes no matrix of the program."""
     if "expert" in name or ".expert" in site or site.endswith(".router"):
         return ModelError(f"{path}: it changes {name}, and adapters of experts are not computed yet.", remedy=MERGE)
     if site in weights:
-        return ModelError(f"{path}: it changes {name}, which is no matrix of a product.", remedy=MERGE)
+        return ModelError(f"{path}: it changes {name}, which is not a matrix that an adapter can change.", remedy=MERGE)
     return ModelError(
         f"{path}: it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers.",
         remedy=f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.",
@@ -297,7 +300,7 @@ def _unknown(
 
 
 def _module_names(architecture: architectures.Architecture, program: Program) -> list[str]:
-    """Names of modules in the first layer that adapters may change."""
+    """Return names of modules in the first layer that adapters may change."""
     ends = {site.removeprefix("layers.0.") for site in sites(program)}
     return [
         f"{architecture.hf_layers}0.{name.removesuffix('.weight')}"
@@ -307,28 +310,28 @@ def _module_names(architecture: architectures.Architecture, program: Program) ->
 
 
 def _read_config(folder: Path, files: AdapterFiles) -> JsonFile:
-    """The settings, of which those that change what is computed are known to be off. Raises ModelError."""
+    """Read the settings. Raises ModelError if one that changes the computation is on."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: there is no {CONFIG_FILE}.", remedy="Name a folder that PEFT's save_pretrained made.")
     config = json_file(path, files.read(path, _MAX_CONFIG_BYTES))
     kind = config.require("peft_type", str)
     if kind != "LORA":
-        raise ModelError(f"{path}: it is an adapter of the type {kind!r}, and LORA alone is computed.", remedy=MERGE)
+        raise ModelError(f"{path}: it is an adapter of the type {kind!r}, and only LORA is supported.", remedy=MERGE)
     for key, why in _REFUSED.items():
         if config.values.get(key):
             raise ModelError(f"{path}: it has {key}: {why}.", remedy=MERGE)
     init = config.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         raise ModelError(
-            f"{path}: init_lora_weights is {init!r}, so it was trained on matrices that are not the model's.",
+            f"{path}: init_lora_weights is {init!r}, so it was trained on matrices that differ from the model's.",
             remedy="Save it with PEFT's path_initial_model_for_weight_conversion, which makes it an adapter of the model.",
         )
     return config
 
 
 def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[str, str]]:
-    """The tensors of A and B by module. Raises ModelError for one that stands alone, or whose type is no float."""
+    """Return the names of A and B by module. Raises ModelError if one of two is missing, or is not of floats."""
     halves: dict[str, dict[str, str]] = {}
     for name, entry in entries.items():
         if len(name) > _MAX_NAME:
@@ -336,8 +339,8 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
         match = _FACTOR.fullmatch(name)
         if match is None:
             continue
-        if bool(match[2]) is bool(match[4]):  # PEFT's factors of embeddings are parameters, those of others modules
-            raise ModelError(f"{path}: the tensor {name} is no factor that PEFT writes.", remedy="Save the adapter again.")
+        if bool(match[2]) is bool(match[4]):  # in PEFT, factors of embeddings are parameters, all others are modules
+            raise ModelError(f"{path}: the tensor {name} is not a factor as PEFT writes it.", remedy="Save the adapter again.")
         if entry.dtype not in _FLOATS:
             raise ModelError(
                 f"{path}: the tensor {name} is of type {entry.dtype}, not {', '.join(_FLOATS)}.",
@@ -359,10 +362,10 @@ def _pairs(entries: Mapping[str, TensorEntry], path: Path) -> dict[str, tuple[st
 def _wholes(
     entries: Mapping[str, TensorEntry], spec: ModelSpec, program: Program, path: Path, *, may_have: bool
 ) -> dict[str, str]:
-    """Tensors that are an embedding or an output as a whole, by site; without `may_have` there are none.
+    """Return the tensors that are a whole embedding or output, by site. Without `may_have` they are refused.
 
-    The copy of the model's own, which PEFT saves of an embedding that an adapter changes and which LoRA does not train, is left
-    out. Raises ModelError for any other tensor that is no factor, and for one of another shape than the model's.
+    For an adapter of an embedding, PEFT saves a copy of the model's own embedding, which LoRA does not train: that copy is left
+    out. Raises ModelError for any other tensor that is not a factor, and for one of another shape.
     """
     table = program.vocab_size, spec.hidden_size
     architecture = architectures.find(spec.architecture)
@@ -375,7 +378,7 @@ def _wholes(
         module = _WHOLE.fullmatch(name)
         site = architecture.hf_top.get(hf.name_in_tables(architecture, f"{module[1]}.weight"), "") if module else ""
         if module is None or site not in ("embed", OUTPUT_SITE) or (not module[2] and not may_have):
-            cause = f"{name} is a whole tensor and no low-rank change of one"
+            cause = f"{name} is a whole tensor, not a low-rank change of one"
             remedy = f"{MERGE} --merge-lora does so at the start." if site in ("embed", OUTPUT_SITE) else MERGE
             raise ModelError(f"{path}: {cause}, which is not computed.", remedy=remedy)
         if entry.shape != table or entry.dtype not in _FLOATS:
@@ -384,7 +387,7 @@ def _wholes(
                 remedy=f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.",
             )
         if module[2]:
-            _log.info("%s: %s is a copy of the model's and left out", path, name)
+            _log.info("%s: %s is a copy of the model's tensor and is ignored", path, name)
         elif site in found:
             raise ModelError(f"{path}: {found[site]} and {name} are the same matrix.", remedy="Leave one of them out.")
         else:
@@ -393,7 +396,7 @@ def _wholes(
 
 
 def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
-    """A whole matrix. Raises ModelError for numbers that are not finite."""
+    """Return a whole matrix. Raises ModelError for numbers that are not finite."""
     num_rows, num_cols = tensor.shape
     weight = WeightTensor(site, num_rows, num_cols, WeightFormat[tensor.dtype], tensor.array())
     for rows in row_slices(num_rows, num_cols):
@@ -403,7 +406,7 @@ def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
 
 
 class _Settings:
-    """The settings that say by what number a module's product of factors is multiplied."""
+    """The settings that scale the product of a module's factors."""
 
     def __init__(self, config: JsonFile) -> None:
         self._rank, self._ranks = config.require("r", int), _patterns(config, "rank_pattern")
@@ -412,11 +415,11 @@ class _Settings:
         self._config = config
 
     def scale(self, module: str, rank: int) -> float:
-        """Raises ModelError for settings of another rank than the factors have."""
-        told = _of_module(self._ranks, module, self._rank)
-        if told != rank:
+        """Return the scale of a module. Raises ModelError if the settings name another rank than that of the factors."""
+        expected = _of_module(self._ranks, module, self._rank)
+        if expected != rank:
             raise ModelError(
-                f"{self._config.path}: the factors of {module} have rank {rank}, and the settings say {told:g}.",
+                f"{self._config.path}: the factors of {module} have rank {rank}, and the settings say {expected:g}.",
                 remedy="The files of the folder do not belong together: fetch both again.",
             )
         alpha = _of_module(self._alphas, module, self._alpha)
@@ -426,7 +429,7 @@ class _Settings:
 
 
 def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]:
-    """Patterns of names of modules, as PEFT matches them, and their values."""
+    """Return patterns for names of modules, as PEFT matches them, and their values. Raises ModelError."""
     values = JsonFile(config.path, config.get(key, dict) or {})
     if len(values.values) > _MAX_PATTERNS:
         raise config.error(f"{key} has {len(values.values)} patterns")
@@ -435,7 +438,7 @@ def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]
         is_long = len(pattern) > _MAX_NAME or pattern.count("*") + pattern.count("+") > _MAX_REPEATS
         if is_long or not _PATTERN.fullmatch(pattern):
             setting = f"{key} has the pattern {pattern[:_MAX_NAME]!r}"
-            raise checks.unsupported(config.path, setting, "names are, with . and [0-9] and two repeats at most")
+            raise checks.unsupported(config.path, setting, "names with . and [0-9] and at most two repeats are")
         try:
             found.append((re.compile(rf"(.*\.)?({pattern})"), values.require(pattern, float)))
         except re.error as error:
@@ -444,7 +447,7 @@ def _patterns(config: JsonFile, key: str) -> list[tuple[re.Pattern[str], float]]
 
 
 def _of_module(patterns: Iterable[tuple[re.Pattern[str], float]], module: str, usual: float) -> float:
-    """The value of the first pattern that matches the module's name; `usual` without one."""
+    """Return the value of the first pattern that matches the module's name, or `usual`."""
     return next((value for pattern, value in patterns if pattern.fullmatch(module)), usual)
 
 

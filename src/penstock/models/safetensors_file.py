@@ -1,9 +1,8 @@
-"""The safetensors container: the tensors of a file by name, memory-mapped or read. It knows no model and no quantisation.
+"""The safetensors container: the tensors of a file by name, memory-mapped or read.
 
-A model's file is mapped. An adapter's is read, since its folder may change or go while a server runs: a mapped file that is cut
-short ends the process. Read here rather than with the `safetensors` package, whose NumPy side has no bf16 and copies what it
-reads.
-Specification: https://github.com/huggingface/safetensors#format.
+A model's file is mapped. An adapter's file is read, since it may change while a server runs, and a mapped file that is
+truncated would kill the process. The `safetensors` package has no bf16 for NumPy, and copies. Specification:
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ _MAX_HEADER_BYTES = 100_000_000
 """As in the reference implementation."""
 _MAX_DIMENSIONS = 8
 _MAX_VALUES = 1 << 48
-"""Far above every file's, and what NumPy can count, also of a tensor that has no values since one size is 0."""
+"""Far above every file, and within what NumPy can count, also if another size is 0."""
 FLOAT8 = "F8_E4M3"
 FLOATS: Mapping[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, FLOAT8: np.uint8}
-"""Types of numbers that weights may have, and the NumPy type of their bits."""
+"""Types of weights, and the NumPy type of their bits."""
 _INTEGERS: Mapping[str, type[np.generic]] = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _DTYPES: Mapping[str, type[np.generic]] = {**FLOATS, **_INTEGERS}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     dtype: str
-    """As `StoredTensor.dtype`."""
     shape: tuple[int, ...]
     begin: int
     """Bytes from the start of the file."""
@@ -48,12 +46,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file that is mapped, or was read."""
+    """A tensor that is mapped, or was read."""
 
     path: Path
     """Its file, for error messages."""
     dtype: str
-    """`F32`, `F16`, `BF16`, `F8_E4M3` or another name of the format."""
+    """safetensors' name: `F32`, `F16`, `BF16`, `F8_E4M3` and so on."""
     shape: tuple[int, ...]
     _raw: NDArray[np.uint8]
 
@@ -62,7 +60,7 @@ class StoredTensor:
         return self._raw.nbytes
 
     def array(self) -> NDArray[np.generic]:
-        """The values [shape], bf16 and e4m3 as bit patterns; not copied if aligned. Raises ModelError for other types."""
+        """Return the values [shape], bf16 and e4m3 as bits; not copied if aligned. Raises ModelError for other types."""
         if self.dtype not in FLOATS:
             raise ModelError(
                 f"{self.path}: tensors of type {self.dtype} are not supported.",
@@ -71,7 +69,8 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """The values [shape] of a tensor of one of these types: `I8`, `U8`, `I32`, `I64`. Raises ModelError for another."""
+        """Return the values [shape] of a tensor of one of these types: `I8`, `U8`, `I32`, `I64`. Raises ModelError for
+        another."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",
@@ -85,7 +84,7 @@ class StoredTensor:
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name. Raises ModelError if it can't be read or is corrupt."""
+    """Map a file and return its tensors by name. Raises ModelError if it can't be read or is corrupt."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -100,14 +99,14 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_entries(file: BinaryIO, path: Path, *, max_header_bytes: int) -> dict[str, TensorEntry]:
-    """The tensors of an open file by name; nothing but its header is read. Raises ModelError if it is corrupt, or longer."""
+    """Read the header of an open file and return its tensors by name. Raises ModelError if it is corrupt or too long."""
     num_bytes = os.fstat(file.fileno()).st_size
     header_bytes = _header_bytes(file.read(8), num_bytes, max_header_bytes, path)
     return _entries(file.read(header_bytes), num_bytes, path)
 
 
 def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
-    """A tensor of an open file, read into memory. Raises ModelError if the file has become shorter."""
+    """Read a tensor of an open file. Raises ModelError if the file has become shorter."""
     file.seek(entry.begin)
     raw = np.frombuffer(file.read(entry.end - entry.begin), dtype=np.uint8)
     if raw.nbytes != entry.end - entry.begin:
@@ -116,17 +115,17 @@ def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
 
 
 def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
-    """Length of the header that the first eight bytes of a file tell."""
+    """Return the length of the header, given the first eight bytes. Raises ModelError."""
     header_bytes = int.from_bytes(first, "little")
     if len(first) < 8 or header_bytes > num_bytes - 8:
         raise _corrupt(path, "its header is longer than the file")
     if header_bytes > max_bytes:
-        raise _corrupt(path, f"its header has {header_bytes} bytes, more than the {max_bytes} of any that is right")
+        raise _corrupt(path, f"its header has {header_bytes} bytes, more than the {max_bytes} that are accepted")
     return header_bytes
 
 
 def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
-    """The tensors that a header tells of; offsets are from the start of the file, of `num_bytes`."""
+    """Parse a header of a file of `num_bytes`. Raises ModelError."""
     try:
         header = json_object(text)
     except ValueError as error:
@@ -138,7 +137,7 @@ def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
 
 
 def _check_cover(ranges: Iterable[tuple[int, int]], num_bytes: int, path: Path) -> None:
-    """Tensors follow each other without gaps, as the format wants it: otherwise an offset is wrong."""
+    """Raise ModelError unless tensors follow each other without gaps, as the format requires."""
     at = 0
     for begin, end in ranges:
         if begin != at:

@@ -1,8 +1,7 @@
-"""Reads the files that sentence-transformers keeps beside a model: which of a text's states make its embedding, the layers
-behind them, prompts and the longest text. `models.hf` calls it; it opens no weights.
+"""Reads the files of sentence-transformers beside a model: pooling, dense layers, prompts and the longest text.
 
-Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`). The files are
-refused if they ask for something that is not computed.
+Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`). Files with modules
+or settings that are not computed are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _OLD_POOLINGS: Mapping[str, str] = MappingProxyType(
         "pooling_mode_lasttoken": "lasttoken",
     }
 )
-"""Switches that older files have in place of `pooling_mode`."""
+"""Switches in older files, instead of `pooling_mode`."""
 _ACTIVATIONS: Mapping[str, Activation | None] = MappingProxyType(
     {"Tanh": "tanh", "Identity": None, "GELU": "gelu", "ReLU": "relu", "SiLU": "silu"}
 )
@@ -48,7 +47,7 @@ _PROBLEMS: Mapping[str, ScoreFunction] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModule:
-    """A layer behind the pooling, whose weights are in a file of its own."""
+    """A layer after the pooling, with a file of weights of its own."""
 
     folder: str
     width: int
@@ -58,10 +57,10 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceFiles:
-    """The content of the files; absent ones leave the defaults."""
+    """The content of the files. Missing ones leave the defaults."""
 
     pooling: Pooling | None = None
-    """None: there is no modules.json."""
+    """None without modules.json."""
     dense: tuple[DenseModule, ...] = ()
     is_normalised: bool = False
     max_tokens: int | None = None
@@ -71,7 +70,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
-    """The files of a model directory. Raises ModelError for a damaged one, and for what is not computed."""
+    """Read the files of a directory. Raises ModelError for damaged ones, and for settings that are not computed."""
     max_tokens = _read_max_tokens(path)
     prompts, default_prompt = _read_prompts(path)
     file = path / "modules.json"
@@ -88,7 +87,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
             dense.append(_read_dense(at))
         elif kind == "Normalize" and pooling is not None:
             is_normalised = True
-        elif kind != "Dropout":  # which does nothing after training
+        elif kind != "Dropout":  # dropout does nothing after training
             raise _unsupported(file, f"a module is of the type {kind} at this place")
     return SentenceFiles(
         pooling=pooling,
@@ -101,31 +100,32 @@ def read_sentence_files(path: Path) -> SentenceFiles:
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """The function of a head's numbers: the one that config.json names for a cross-encoder, or tells by the kind of problem
-    that the model was trained for, else the usual one. Raises ModelError for a function that is not computed."""
+    """Return the function that is applied to a head's numbers, by config.json, or the usual one. Raises ModelError."""
     named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
     named = config.get("sbert_ce_default_activation_function", str) if named is None else named
     if named is not None:
         name = str(named).rpartition(".")[2]
         if name not in _SCORES or not str(named).startswith("torch."):
-            raise checks.unsupported(config.path, f"activation_fn is {named!r}", f"of torch, {', '.join(_SCORES)} are")
+            raise checks.unsupported(config.path, f"activation_fn is {named!r}", f"torch's {', '.join(_SCORES)} are")
         return _SCORES[name]
     return _PROBLEMS.get(config.get("problem_type", str) or "", usual)
 
 
 def _read_modules(file: Path) -> list[tuple[str, str]]:
-    """(type, folder) of each module behind the model itself, which must come first and lie in the directory itself."""
+    """Return (type, folder) of each module after the model itself, which must be the first one and in the directory itself."""
     try:
         modules = orjson.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: can't be read as JSON: {error}.", remedy="Fetch the file again.") from error
     if not isinstance(modules, list) or not 1 <= len(modules) <= MAX_MODULES:
-        raise ModelError(f"{file}: it is no list of 1 to {MAX_MODULES} modules.", remedy="Fetch the file again.")
+        raise ModelError(f"{file}: it is not a list of 1 to {MAX_MODULES} modules.", remedy="Fetch the file again.")
     found: list[tuple[str, str]] = []
     for module in modules:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if type(kind) is not str or type(folder) is not str or (folder and not _FOLDER.fullmatch(folder)):
-            raise ModelError(f"{file}: a module has no type, or its path is no name of a folder.", remedy="Correct the file.")
+            raise ModelError(
+                f"{file}: a module has no type, or its path is not the name of a folder.", remedy="Correct the file."
+            )
         if not kind.startswith("sentence_transformers."):
             raise _unsupported(file, f"a module is of the type {kind[:80]!r}, which is the repository's own code")
         found.append((kind.rpartition(".")[2][:80], folder))
@@ -144,7 +144,7 @@ def _read_pooling(folder: Path, *, has_prompts: bool) -> Pooling:
     if len(known) != 1 or known[0] is None:
         raise _unsupported(config.path, f"the pooling is {modes!r}, and one of {', '.join(_POOLINGS)} is computed")
     if has_prompts and config.get("include_prompt", bool) is False:
-        raise _unsupported(config.path, "include_prompt is false, so that prompts are no part of the pooling")
+        raise _unsupported(config.path, "include_prompt is false, so prompts are left out of the pooling")
     return known[0]
 
 
@@ -164,7 +164,7 @@ def _read_dense(folder: Path) -> DenseModule:
 
 
 def _read_max_tokens(path: Path) -> int | None:
-    """`max_seq_length`, or else the tokenizer's `model_max_length`; None if neither is a usable number."""
+    """Return `max_seq_length`, or else the tokenizer's `model_max_length`, or None if neither is a usable number."""
     for name in _SETTINGS:
         config = read_json(path / name, is_optional=True)
         if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):
@@ -174,7 +174,7 @@ def _read_max_tokens(path: Path) -> int | None:
                 raise config.error(f"max_seq_length is {length}")
             return length
     length = read_json(path / "tokenizer_config.json", is_optional=True).values.get("model_max_length")
-    return length if type(length) is int and 1 <= length <= checks.MAX_MODEL_LEN else None  # it may be 1e30, for none
+    return length if type(length) is int and 1 <= length <= checks.MAX_MODEL_LEN else None  # 1e30 means no limit
 
 
 def _lowers_case(file: Path) -> bool:
@@ -184,11 +184,11 @@ def _lowers_case(file: Path) -> bool:
 
 
 def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
-    """The prompts by name, and the name of the default one."""
+    """Return the prompts by name, and the name of the default one."""
     config = read_json(path / "config_sentence_transformers.json", is_optional=True)
     prompts = config.get("prompts", dict) or {}
     if not all(type(text) is str for text in prompts.values()):
-        raise config.error("prompts has one that is no text")
+        raise config.error("prompts has a value that is not a text")
     default = config.get("default_prompt_name", str) or ""
     if default and default not in prompts:
         raise config.error(f"default_prompt_name is {default[:80]!r}, and there is no such prompt")
@@ -198,5 +198,5 @@ def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
 def _unsupported(path: Path, cause: str) -> ModelError:
     return ModelError(
         f"{path}: {cause}, which is not supported.",
-        remedy="Use another embedding model; its vectors would be wrong without this.",
+        remedy="Use another embedding model: the vectors of this one would be wrong.",
     )

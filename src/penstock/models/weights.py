@@ -1,7 +1,6 @@
-"""Weights as they lie in a file: raw rows, and the format that gives them a meaning (`models.formats`).
+"""Weights as they are stored in files: raw rows and their format. Loaders make them, backends read them.
 
-Loaders make them, backends read them. Memory-mapped arrays stay memory-mapped. Nothing is converted before a backend reads it,
-and then a few rows at a time, to bound memory, on all processors.
+Mapped arrays stay mapped. Nothing is converted before a backend reads it, and then a few rows at a time, on all processors.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from penstock.types.vocab import GgufVocab, SpecialTokens
 
 _Array = TypeVar("_Array", bound=NDArray[np.generic])
 _SLICE_VALUES = 1 << 17
-"""Values converted at a time by a thread: what NumPy makes on the way, a MiB or two, stays in the second-level cache."""
+"""Values that a thread converts at a time. NumPy's temporaries of a MiB or two fit into the second-level cache."""
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
-    """Consecutive slices of rows that cover all of them, of a bounded number of values each (but one row at least)."""
+    """Yield consecutive slices of rows, each with a bounded number of values, but at least one row."""
     step = max(1, _SLICE_VALUES // max(1, num_cols))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))
 
 
 def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
-    """`out`, of which `convert` makes some rows at a time, in any order and from several threads.
+    """Fill `out` and return it. `convert` makes some rows at a time, in any order and in several threads.
 
-    A row has `num_cols` values. NumPy leaves the interpreter's lock for most of it. Raises the errors of `convert`.
+    A row has `num_cols` values. Raises the errors of `convert`.
     """
     slices = list(row_slices(len(out), num_cols))
 
@@ -56,7 +55,7 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
 
 
 _PART_VALUES = 1 << 23
-"""Values of a matrix that are taken over at a time: 32 MiB of float32."""
+"""Values of one of `WeightTensor.parts`: 32 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +63,7 @@ class BlockScales:
     """Scales of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
-    """Finite. [blocks of rows, blocks of columns], of which the last ones may be cut."""
+    """Finite. [blocks of rows, blocks of columns]; the last blocks may be smaller."""
     block_rows: int
     block_cols: int
 
@@ -74,23 +73,19 @@ class BlockScales:
 
 
 class Rows(Protocol):
-    """Rows that are made of what a file has whenever they are read."""
+    """Rows that are computed from a file's array whenever they are read."""
 
     @property
     def packed(self) -> NDArray[np.generic]:
         """The file's array, in whatever order."""
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Some rows, as `WeightTensor.stored` has them."""
+        """Return some rows in the form of `WeightTensor.stored`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightTensor:
-    """A matrix [num_rows, num_cols] (a vector is [1, n]), row-major; a row is one output channel.
-
-    Rows that the file has in another order are put in order when they are read. A backend that reads `parts` never has a matrix
-    in memory twice.
-    """
+    """A row-major matrix [num_rows, num_cols] (a vector is [1, n]). A row is one output channel."""
 
     name: str
     num_rows: int
@@ -100,7 +95,7 @@ class WeightTensor:
     """Rows in this format. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
     F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
     scales: BlockScales | None = None
-    """Scales of F8_E4M3, which has no meaning without; None for other formats."""
+    """Only, and always, for F8_E4M3."""
     order: NDArray[np.intp] | None = None
     """Row i is `stored[order[i]]`; None: `stored[i]`."""
     column_order: NDArray[np.intp] | None = None
@@ -108,11 +103,12 @@ class WeightTensor:
 
     @property
     def data(self) -> NDArray[np.generic]:
-        """All rows in this format."""
+        """All rows, as `rows` returns them."""
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Some rows in this format; a view of the file, if it has them so. Raises ModelError if they have a `column_order`."""
+        """Return some rows in this format, if possible as a view of the file. Raises ModelError if there is a
+        `column_order`."""
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
@@ -121,16 +117,14 @@ class WeightTensor:
         return self.ordered_rows(begin, end)
 
     def ordered_rows(self, begin: int, end: int, step: int = 1) -> NDArray[np.generic]:
-        """The same as `rows`, or every `step`-th of them, for callers that obey the `column_order`."""
+        """Return every `step`-th of some rows. The caller must apply the `column_order`."""
         if isinstance(self.stored, Stacked):
             return self.stored.rows(begin, end)[::step]
         return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Rows [begin, end) that cover those of [first, end) in order, of a bounded number of values.
-
-        All but the last part have a multiple of that many rows.
-        """
+        """Yield consecutive ranges of [first, end) with a bounded number of values, all but the last a multiple of `multiple`
+        rows."""
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
         stop = self.num_rows if end is None else end
         for begin in range(first, stop, step):
@@ -138,27 +132,26 @@ class WeightTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows in this format."""
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """If rows [begin, end) as stored are of a mapped file, the system may have their memory back.
+        """Let the system drop the pages of stored rows [begin, end), if they are of a mapped file. Reading loads them again.
 
-        The file is read again when they are. With an `order`, some of those that were read may lie outside, and stay.
+        With an `order`, rows that were read may lie outside of this range, and stay in memory.
         """
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
             rows = self.stored[begin:end] if isinstance(self.stored, np.ndarray) else self.stored.packed
             if isinstance(self.stored, np.ndarray) and not rows.flags.c_contiguous:
-                return  # rows of a transposed matrix lie all over it
+                return  # rows of a transposed matrix are scattered
             first = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
             page = first // mmap.PAGESIZE * mmap.PAGESIZE
             owner.madvise(mmap.MADV_DONTNEED, page, first + rows.nbytes - page)
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the data are of a mapped file: then they take no memory but the system's, which it can have back."""
+        """Whether the data are of a mapped file, whose memory the system can reclaim."""
         is_as_stored = self.order is None and isinstance(self.stored, np.ndarray)
         return is_as_stored and self._file() is not None
 
@@ -173,8 +166,7 @@ class WeightTensor:
         return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """The values of some rows, float32 [rows, num_cols]; exact for every format here, but for the product of fp8 and its
-        scale."""
+        """Return the values of some rows, float32 [rows, num_cols]. They are exact, except for fp8 times its scale."""
         stop = self.num_rows if end is None else end
         data = self.ordered_rows(begin, stop)
 
@@ -198,7 +190,7 @@ class WeightTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Rows of a matrix: `num_rows` from `first` on, every `step`-th."""
+    """Every `step`-th row of a matrix from `first` on, `num_rows` in all."""
 
     tensor: WeightTensor
     first: int
@@ -206,34 +198,34 @@ class Cut:
     step: int = 1
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Rows [begin, end) of these, in the matrix's format and its order of columns."""
+        """Return rows [begin, end) of these, in the matrix's format and order of columns."""
         first = self.first + begin * self.step
         return self.tensor.ordered_rows(first, first + (end - begin - 1) * self.step + 1, self.step)
 
     def scales(self) -> NDArray[np.float32]:
-        """The scales of F8_E4M3, for each row. [num_rows, blocks of columns]"""
+        """Return the scales of F8_E4M3 for each row. [num_rows, blocks of columns]"""
         assert self.tensor.scales is not None
         return self.tensor.scales.of_rows(self.first, self.first + (self.num_rows - 1) * self.step + 1)[:: self.step]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """Rows of several matrices, one below the other; they stay where they are until they are read."""
+    """Rows of several matrices, stacked when they are read."""
 
     cuts: tuple[Cut, ...]
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Some rows; a view of the file, if they are of one matrix which has them so."""
+        """Return some rows, if possible as a view of the file."""
         found = [cut.rows(first, last) for cut, first, last in self._within(begin, end)]
         return np.concatenate(found) if len(found) > 1 else np.ascontiguousarray(found[0])
 
     def forget(self, begin: int, end: int) -> None:
-        """Let go of the pages of the file, like `WeightTensor.forget`."""
+        """Drop pages like `WeightTensor.forget`."""
         for cut, first, last in self._within(begin, end):
             cut.tensor.forget(cut.first + first * cut.step, cut.first + (last - 1) * cut.step + 1)
 
     def _within(self, begin: int, end: int) -> Iterator[tuple[Cut, int, int]]:
-        """The matrices that have some of the rows, and which ones of each."""
+        """Yield each matrix that has some of the rows, with their range in it."""
         at = 0
         for cut in self.cuts:
             first, last = max(begin - at, 0), min(end - at, cut.num_rows)
@@ -243,7 +235,7 @@ class Stacked:
 
 
 def stacked(name: str, cuts: Sequence[Cut]) -> WeightTensor:
-    """One matrix of rows of others. Raises ModelError if their formats, the blocks of their scales or their columns differ."""
+    """Return one matrix of rows of others. Raises ModelError unless formats, blocks of scales and columns are the same."""
     first = cuts[0].tensor
     kinds = {(cut.tensor.format, cut.tensor.num_cols, cut.tensor.scales and cut.tensor.scales.block_cols) for cut in cuts}
     if len(kinds) > 1 or not all(np.array_equal(_columns(cut.tensor), _columns(first)) for cut in cuts):
@@ -261,18 +253,18 @@ def _columns(tensor: WeightTensor) -> NDArray[np.intp]:
 
 
 def held_floats(name: str, floats: Floats) -> Floats:
-    """The form in which a backend holds one weight: embeddings and logits are not rounded to fp8."""
+    """Return how a backend holds one weight. Embeddings and logits are not rounded to fp8."""
     return Floats.AS_STORED if floats is Floats.FP8 and name in ("embed", "output") else floats
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a canonical name is that of the matrices of a layer's experts."""
+    """Return whether our name is that of matrices of experts."""
     return name.rpartition(".")[2] in ("expert_gate", "expert_up", "expert_down")
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The settings of generation in one file, as they stand there; `models.generation` checks them."""
+    """The settings of generation in one file. `models.generation` checks them."""
 
     path: Path
     values: Mapping[str, Any]
@@ -280,33 +272,33 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """Everything that a model's files say. Made by a loader, read by backends and by `text`."""
+    """Everything in a model's files."""
 
     name: str
     spec: ModelSpec
     weights: Mapping[str, WeightTensor]
-    """By canonical name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}`,
-    biases `layers.{i}.{q,k,v}_bias`. q and k rows are in the half-split rope layout."""
+    """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}` and so on.
+    The rows of q and k are in the half-split rope layout."""
     tokenizer_source: Path | GgufVocab
-    """Argument of `text.tokenizer.load_tokenizer`: the Path of a tokenizer's file, or a vocabulary from a GGUF file."""
+    """The argument of `text.tokenizer.load_tokenizer`."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a reply, as far as files name them by id; `Tokenizer.eos_token_ids` has all."""
+    """Tokens that end a reply and that files name by id. `Tokenizer.eos_token_ids` has all."""
     path: Path
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """By name; the one that is taken unless another is asked for is `default`."""
+    """By name. `default` is used unless a request names another one."""
     special_tokens: SpecialTokens = field(default_factory=dict)
-    """Those that files name by text."""
+    """By key: tokens that files name by text."""
     ends: tuple[bool, bool] | None = None
-    """Whether bos and eos are put around a text (`add_bos_token`, `add_eos_token`); None: as the tokenizer's file says."""
+    """Whether bos and eos are added to a text (`add_bos_token`, `add_eos_token`). None: the tokenizer's file decides."""
     generation: Generation | None = None
-    """None: the files have no such settings."""
+    """The files' settings of sampling, if any."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Those of them that a server obeys: `models.generation.obeying` sets them."""
+    """The settings that apply: `models.generation.obeying` sets them."""
     encoder: EncoderInfo | None = None
     """None: the model writes text."""
     notes: tuple[str, ...] = ()
-    """Notes in words on weights that the loader converts; it has logged them already, before the work."""
+    """Notes on weights that the loader converts. They are logged already."""
 
     @property
     def chat_template(self) -> str | None:
@@ -314,12 +306,12 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """As the native backend holds them. An embedding of which only rows are read counts where it is not the file's."""
+        """Memory in the native backend. An embedding whose rows are looked up in the file takes none."""
         return sum(self._held_bytes(name) for name in self.weights)
 
     @property
     def num_expert_bytes(self) -> int:
-        """Those of them that are a mixture's experts: a token wants a few of these."""
+        """The share of a mixture's experts. A token needs only a few of them."""
         return sum(self._held_bytes(name) for name in self.weights if is_of_experts(name))
 
     def _held_bytes(self, name: str) -> int:
