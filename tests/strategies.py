@@ -272,7 +272,6 @@ def reserves() -> st.SearchStrategy[Reserve | str]:
         Watermark,
         share=st.sampled_from([0.0, 0.01, MAX_SHARE]),
         growth_tokens=st.sampled_from([0, 0, MAX_GROWTH_TOKENS]),
-        is_whole_prompt=st.booleans(),
     )
     return st.one_of(watermark, watermark, st.sampled_from(sorted(TABLES["reserve"])))
 

@@ -77,8 +77,8 @@ def test_ten_thousand_tenants_leave_no_more_behind_than_what_is_bounded() -> Non
     assert len(predictor._tenants) == MAX_PREDICTED
     assert 0 < len(admission._tenants._accounts) <= MAX_TENANTS
     assert not admission._tenants.entered
-    assert 0 < len(kv.prefix._roots) <= 1.125 * MAX_BEGINNINGS
-    assert 0 < len(kv.prefix._evicted_ns) <= 1.125 * MAX_EVICTED
+    assert 0 < len(kv.prefix._roots) <= MAX_BEGINNINGS
+    assert 0 < len(kv.prefix._evicted_ns) <= MAX_EVICTED
     assert not kv.tables
     assert not kv.prefix.leaders
     largest = max(containers(core, admission, metrics, journal), key=len)

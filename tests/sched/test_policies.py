@@ -73,10 +73,6 @@ def test_the_watermark_keeps_a_share_of_the_pool_free() -> None:
     assert Watermark(share=0.0, growth_tokens=0).required_blocks(admission()) == 5
 
 
-def test_the_watermark_can_ask_for_the_first_chunk_only() -> None:
-    assert Watermark(share=0.0, growth_tokens=0, is_whole_prompt=False).required_blocks(admission()) == 2
-
-
 @pytest.mark.parametrize(("growth_tokens", "blocks_each"), [(16, 1), (17, 2), (48, 3)])
 def test_the_running_have_room_to_grow(growth_tokens: int, blocks_each: int) -> None:
     assert Watermark(share=0.0, growth_tokens=growth_tokens).required_blocks(admission()) == 5 + 3 * blocks_each

@@ -110,7 +110,7 @@ class Admission:
         self.limits = limits
         self._limits_b = limits_b or limits
         self._reads_priority = reads_priority
-        self.on_call: Callable[[int], None] = _ignore
+        self.on_call: Callable[[int], None] = lambda _: None
         """Called with the time of each call that does not come back as told; set before the first call."""
         self.drain = DrainMeter(window_s)
         self.pace = Pace(capacity.max_step_tokens)
@@ -387,7 +387,3 @@ class Admission:
             self._promises.settle(promise)
         spacing_ns = view.ns_per_request
         return self._promises.make(view.ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks)
-
-
-def _ignore(now_ns: int) -> None:
-    del now_ns

@@ -11,10 +11,10 @@ A request need not compute what a running request is computing: it may wait for 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from penstock.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from penstock.kv.block_table import HASH_BYTES, TOKEN_BYTES, BlockTable, child_key, pack, token_at, token_slice
@@ -36,12 +36,11 @@ MAX_CONVERSATIONS = 1024
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline) in
 the prompt. Any other end of a message is longer."""
-_NUM_GENERATIONS = 8
 MIN_AWAITED_TOKENS = 8
 """Least tokens of a prompt's last, partial block that are worth waiting for: computing fewer takes less than a step's
 overhead. Whole blocks are always waited for."""
 
-_Key = TypeVar("_Key", bound=Hashable)
+_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
@@ -453,30 +452,15 @@ def _num_common(one: bytes, other: bytes) -> int:
     return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-class Recent(Generic[_Key, _Value]):
-    """A map that keeps at least the last `num_kept` keys written, and at most an eighth more if that is a
-    multiple of eight. Each operation is O(1).
-
-    It is forgotten by generations. Two of them would do, but take up to twice the memory, now more, now less.
-    """
+class Recent(OrderedDict[_Key, _Value]):
+    """A map of the last `num_kept` keys that were written with `put`."""
 
     def __init__(self, num_kept: int) -> None:
-        self._max_young = -(-num_kept // _NUM_GENERATIONS)
-        self._young: dict[_Key, _Value] = {}
-        self._old: deque[dict[_Key, _Value]] = deque(maxlen=_NUM_GENERATIONS)
-        """The newest first."""
-
-    def __len__(self) -> int:
-        return len(self._young) + sum(map(len, self._old))
-
-    def get(self, key: _Key) -> _Value | None:
-        for generation in (self._young, *self._old):
-            if key in generation:
-                return generation[key]
-        return None
+        super().__init__()
+        self._num_kept = num_kept
 
     def put(self, key: _Key, value: _Value) -> None:
-        self._young[key] = value
-        if len(self._young) >= self._max_young:
-            self._old.appendleft(self._young)
-            self._young = {}
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._num_kept:
+            self.popitem(last=False)

@@ -364,7 +364,7 @@ class SlotIndex:
         return self._busy.get(block_hash)
 
     def restore(self, entries: Iterable[tuple[int, bytes]]) -> None:
-        """Take over the slots' content from an earlier process, least recently used first. Of two slots with one hash the
+        """Take over the slots' content from an earlier process, least recently used first. If two slots have one hash, the
         later wins."""
         for slot, block_hash in entries:
             if block_hash in self._slots:

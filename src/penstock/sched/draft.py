@@ -4,45 +4,45 @@ planners (`extending.py`, `joining.py`, `padding.py`)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.sched.policies.base import StepLimits
-from penstock.types.adapter import BASE
+from penstock.kv.prefix_cache import PrefixHit
+from penstock.sched.policies.base import GateDecision, StepLimits
+from penstock.types.adapter import BASE, PackedAdapter
 from penstock.types.plan import AdmitRow, RowPlan
 from penstock.types.request import Request
 from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 
 
+@dataclass(slots=True)
 class TokenBudget:
     """The step's tokens: how many are left for prefills, and how many one prefill may take."""
 
-    __slots__ = ("_counts", "_takes_whole_texts", "late", "limits", "long_prefills", "num_kept_tokens")
-
-    def __init__(self, limits: StepLimits, counts: StepCounts, *, takes_whole_texts: bool = False) -> None:
-        """`counts` are the step's, with the tokens already given away. `takes_whole_texts`: no request is split."""
-        self.limits = limits
-        """Limits for prefills. Decodes are planned before these are known."""
-        self.long_prefills: list[Request] = []
-        """Long prefills that run, including those that this step admits."""
-        self.late: list[Request] = []
-        """Running long prefills that let others pass. The others leave them a share of the tokens."""
-        self.num_kept_tokens = 0
-        """Tokens kept for those."""
-        self._counts = counts
-        self._takes_whole_texts = takes_whole_texts
+    limits: StepLimits
+    """Limits for prefills. Decodes are planned before these are known."""
+    counts: StepCounts
+    """The step's counts, with the tokens already given away."""
+    takes_whole_texts: bool = False
+    """No request is split."""
+    long_prefills: list[Request] = field(default_factory=list)
+    """Long prefills that run, including those that this step admits."""
+    late: list[Request] = field(default_factory=list)
+    """Running long prefills that let others pass. The others leave them a share of the tokens."""
+    num_kept_tokens: int = 0
+    """That share, while others are planned."""
 
     @property
     def tokens_left(self) -> int:
         """Tokens that prefills may still take."""
-        return max(0, self.limits.max_tokens - self._counts.num_tokens - self.num_kept_tokens)
+        return max(0, self.limits.max_tokens - self.counts.num_tokens - self.num_kept_tokens)
 
     @property
     def has_tokens(self) -> bool:
         """True if tokens are left, even if kept for long prefills."""
-        return self._counts.num_tokens < self.limits.max_tokens
+        return self.counts.num_tokens < self.limits.max_tokens
 
     def is_long(self, num_behind: int) -> bool:
-        return num_behind > self.limits.long_prefill_tokens and not self._takes_whole_texts
+        return num_behind > self.limits.long_prefill_tokens and not self.takes_whole_texts
 
     def chunk(self, num_behind: int) -> int:
         """Return how many tokens a prefill may compute in this step; 0: it has to wait.
@@ -50,70 +50,61 @@ class TokenBudget:
         A text that is never split may take the whole step if it is the first, even above the limit.
         """
         limits = self.limits
-        if self._takes_whole_texts:
-            return num_behind if num_behind <= self.tokens_left or not self._counts.num_tokens else 0
+        if self.takes_whole_texts:
+            return num_behind if num_behind <= self.tokens_left or not self.counts.num_tokens else 0
         room = self.tokens_left
         if self.is_long(num_behind):
             room = min(room, limits.max_chunk_tokens)
-        if num_behind > room and not limits.splits_prompts and self._counts.num_tokens > self._counts.num_decodes:
+        if num_behind > room and not limits.splits_prompts and self.counts.num_tokens > self.counts.num_decodes:
             return 0
         return min(num_behind, room)
 
 
 @dataclass(slots=True)
-class Promises:
-    """Blocks and rows promised to requests and not given yet."""
+class Candidate:
+    """A waiting request that is next, with what its first step would compute."""
 
-    num_blocks: int = 0
-    """Free blocks needed by running prefills, and by requests that stand aside, for the tokens they have."""
-    num_rows: int = 0
-    """Rows of requests that stand aside."""
+    request: Request
+    hit: PrefixHit
+    query_len: int
+    """Length of its first row."""
+    packed: PackedAdapter | None = None
+    """Its adapter, if not in the pool."""
 
 
+@dataclass(slots=True)
 class StepDraft:
-    __slots__ = (
-        "admissions",
-        "admits",
-        "budget",
-        "counts",
-        "is_ahead",
-        "lacks_memory",
-        "num_decode_rows",
-        "num_let_in",
-        "num_scored_left",
-        "padding_rows",
-        "preemptions",
-        "promised",
-        "puts_off_pause",
-        "rows",
-        "set_aside",
-    )
+    now_ns: int
+    budget: TokenBudget
+    gate: GateDecision
+    """How many requests may join."""
+    is_ahead: bool = False
+    """A step is in flight with rows of the running requests, so nobody is preempted."""
+    num_scored_left: int = 0
+    """Prompt positions whose log-probabilities the step can still return."""
+    counts: StepCounts = field(init=False)
+    rows: list[RowPlan] = field(default_factory=list)
+    num_decode_rows: int = 0
+    """The first rows are decodes, this many."""
+    padding_rows: list[RowPlan] = field(default_factory=list)
+    """These come last in the plan."""
+    admits: dict[str, AdmitRow] = field(default_factory=dict)
+    num_let_in: int = 0
+    """Requests admitted or held back of those that the gate lets in."""
+    num_promised_blocks: int = 0
+    """Free blocks needed by running prefills, and by requests that stand aside, for the tokens they have."""
+    num_promised_rows: int = 0
+    """Rows of requests that stand aside."""
+    lacks_memory: bool = False
+    """A running request had to be preempted for another, so nobody joins."""
+    puts_off_pause: bool = False
+    """A request should be paused for another, which must wait because the step is planned ahead."""
+    admissions: list[Admission] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)
 
-    def __init__(
-        self, limits: StepLimits, *, is_ahead: bool = False, takes_whole_texts: bool = False, max_scored: int = 0
-    ) -> None:
-        self.is_ahead = is_ahead
-        """A step is in flight with rows of the running requests, so nobody is preempted."""
-        self.counts = StepCounts()
-        self.budget = TokenBudget(limits, self.counts, takes_whole_texts=takes_whole_texts)
-        self.promised = Promises()
-        self.rows: list[RowPlan] = []
-        self.num_decode_rows = 0
-        """The first rows are decodes, this many."""
-        self.padding_rows: list[RowPlan] = []
-        """These come last in the plan."""
-        self.admits: dict[str, AdmitRow] = {}
-        self.num_let_in = 0
-        """Requests admitted or held back of those that the gate lets in."""
-        self.num_scored_left = max_scored
-        """Prompt positions whose log-probabilities the step can still return."""
-        self.lacks_memory = False
-        """A running request had to be preempted for another, so nobody joins."""
-        self.puts_off_pause = False
-        """A request should be paused for another, which must wait because the step is planned ahead."""
-        self.admissions: list[Admission] = []
-        self.preemptions: list[Preemption] = []
-        self.set_aside: list[tuple[str, WaitReason]] = []
+    def __post_init__(self) -> None:
+        self.counts = self.budget.counts
 
     def chunk(self, request: Request, num_computed_tokens: int) -> int:
         """Return how many tokens a prefill may compute, given those computed or found; 0: it has to wait."""

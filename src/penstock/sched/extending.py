@@ -88,9 +88,9 @@ class Extending:
         if request.status is not RequestStatus.RUNNING or request.request_id in draft.admits:
             return
         if query_len := draft.chunk(request, request.num_computed_tokens):
-            draft.promised.num_blocks -= self._running.missing_blocks(request)
+            draft.num_promised_blocks -= self._running.missing_blocks(request)
             self._extend(draft, request, query_len, is_prefill=True)
-            draft.promised.num_blocks += self._running.missing_blocks(request)
+            draft.num_promised_blocks += self._running.missing_blocks(request)
 
     def _extend(self, draft: StepDraft, request: Request, query_len: int, *, is_prefill: bool = False) -> None:
         """Plan a row for a running request, preempting others or the request itself until there are blocks."""

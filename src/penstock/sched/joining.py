@@ -22,14 +22,13 @@ from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
 from penstock.sched.adapters import Adapters
 from penstock.sched.choosing.groups import Groups, num_rows_of
-from penstock.sched.draft import StepDraft
+from penstock.sched.draft import Candidate, StepDraft, TokenBudget
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import AwaitedAdapter, Follower, WaitingQueue
 from penstock.sched.running import Running
-from penstock.types.adapter import PackedAdapter
 from penstock.types.request import Request, RequestStatus
-from penstock.types.stats import Admission, PreemptReason, WaitReason
+from penstock.types.stats import Admission, PreemptReason, StepCounts, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
@@ -75,30 +74,29 @@ class Joining:
         """
         if not self._order.is_preemptive or not len(self._waiting):
             return False
-        draft = StepDraft(StepLimits(UNLIMITED), is_ahead=True)
-        request = self._next_waiting(self._waiting.peek(now_ns), draft, now_ns)
-        return request is not None and self._lacks_what_others_have(request, draft, now_ns)
+        draft = StepDraft(now_ns, TokenBudget(StepLimits(UNLIMITED), StepCounts()), CLOSED, is_ahead=True)
+        request = self._next_waiting(self._waiting.peek(now_ns), draft)
+        return request is not None and self._lacks_what_others_have(request, draft)
 
-    def _lacks_what_others_have(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
+    def _lacks_what_others_have(self, request: Request, draft: StepDraft) -> bool:
         """Return whether the request could be admitted only if running requests were paused."""
         running, pauses = self._running, self._order.pauses
-        if not any(pauses(request, other, now_ns) for other in running):
+        if not any(pauses(request, other, draft.now_ns) for other in running):
             return False
         tier = self._kv.tier
-        if tier is not None and tier.is_awaited_by(request.request_id, now_ns):  # running requests continue meanwhile
+        if tier is not None and tier.is_awaited_by(request.request_id, draft.now_ns):  # running requests continue meanwhile
             return False
-        draft.promised.num_blocks = sum(map(running.missing_blocks, running))
+        draft.num_promised_blocks = sum(map(running.missing_blocks, running))
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
-                self._keep_place(follower, draft, now_ns)
+                self._keep_place(follower, draft)
         packed = self._adapters.packed(request)
-        if self._adapters.await_load(request, packed, now_ns) is not None or self._adapters.is_full(request):
+        if self._adapters.await_load(request, packed, draft.now_ns) is not None or self._adapters.is_full(request):
             return False
         hit = self._kv.lookup_prefix(request)
         query_len = min(request.num_tokens - hit.num_tokens, self._max_step_tokens)
-        if self._has_room_for(request, hit, query_len, draft, packed):
-            return False
-        return bool(self._whom_to_pause(request, hit, query_len, draft, now_ns, packed))
+        candidate = Candidate(request, hit, query_len, packed)
+        return not self._has_room_for(candidate, draft) and bool(self._whom_to_pause(candidate, draft))
 
     def ask_gate(self, now_ns: int) -> GateDecision:
         """Return how many requests may join. If the gate calls a batch, only called requests join."""
@@ -135,16 +133,16 @@ class Joining:
                 num_before[other.request_id] -= outranks(first, other, now_ns)
         return ranked
 
-    def keep_tokens(self, draft: StepDraft, request: Request, now_ns: int) -> None:
+    def keep_tokens(self, draft: StepDraft, request: Request) -> None:
         """Keep the long prefills' share of tokens from a request that passes them without outranking them."""
         budget = draft.budget
         budget.num_kept_tokens = 0
         if budget.late and request not in budget.late:
             assert budget.limits.long_prefill_share is not None, "else none is late"
-            if not all(self._order.outranks(request, long, now_ns) for long in budget.late):
+            if not all(self._order.outranks(request, long, draft.now_ns) for long in budget.late):
                 budget.num_kept_tokens = budget.limits.long_prefill_share
 
-    def admit(self, draft: StepDraft, decision: GateDecision, now_ns: int, before: Request | None = None) -> None:
+    def admit(self, draft: StepDraft, before: Request | None = None) -> None:
         """Admit requests that join anyway, and as many as the gate lets in. With `before`, only those that go before that
         prefill."""
         budget, counts = draft.budget, draft.counts
@@ -155,18 +153,18 @@ class Joining:
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
         while budget.has_tokens and (may_pause or not self._is_full(draft)):
-            fresh = self._fresh(draft, decision, now_ns)
-            request = self._next_waiting(fresh, draft, now_ns) if pauser is None else pauser
+            fresh = self._fresh(draft)
+            request = self._next_waiting(fresh, draft) if pauser is None else pauser
             pauser = None
-            if request is None or (before is not None and not self._goes_before(request, before, draft, now_ns)):
+            if request is None or (before is not None and not self._goes_before(request, before, draft)):
                 return
-            self.keep_tokens(draft, request, now_ns)
+            self.keep_tokens(draft, request)
             if budget.tokens_left == 0:
                 return
             packed = self._adapters.packed(request)
-            awaited_adapter = self._adapters.await_load(request, packed, now_ns)
+            awaited_adapter = self._adapters.await_load(request, packed, draft.now_ns)
             if awaited_adapter is not None:
-                if not self._step_aside(request, awaited_adapter, fresh, draft, now_ns):
+                if not self._step_aside(request, awaited_adapter, fresh, draft):
                     return
                 continue
             if self._adapters.is_full(request):
@@ -174,14 +172,14 @@ class Joining:
                 return
             hit = self._kv.lookup_prefix(request)
             awaited = self._kv.prefix.find_coming(request, hit)
-            if awaited is not None and not self._order.outranks(request, awaited.leader, now_ns):
-                if not self._step_aside(request, awaited, fresh, draft, now_ns):
+            if awaited is not None and not self._order.outranks(request, awaited.leader, draft.now_ns):
+                if not self._step_aside(request, awaited, fresh, draft):
                     return
                 continue
             num_behind = request.num_tokens - hit.num_tokens
             is_long = budget.is_long(num_behind)
-            if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft, now_ns):
-                self._waiting.hold_back(request, now_ns)
+            if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft):
+                self._waiting.hold_back(request, draft.now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
@@ -190,24 +188,25 @@ class Joining:
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
-            if not self._has_room_for(request, hit, query_len, draft, packed):
-                if not may_pause or not self._pause_one(request, hit, query_len, draft, now_ns, packed):
+            candidate = Candidate(request, hit, query_len, packed)
+            if not self._has_room_for(candidate, draft):
+                if not may_pause or not self._pause_one(candidate, draft):
                     return
                 pauser = request  # goes on before its victim; its prefix hit may have changed
                 continue
-            if self._waits_for_load(request, hit, draft, now_ns):
+            if self._waits_for_load(request, hit, draft):
                 return
-            self._admit(draft, request, hit, query_len, now_ns, packed)
+            self._admit(candidate, draft)
             if is_long:
                 budget.long_prefills.append(request)
             draft.num_let_in += request is fresh
 
-    def admit_texts(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> None:
+    def admit_texts(self, draft: StepDraft) -> None:
         """Admit texts while the step has tokens. A text shares no prefix and ends with its step, so none grows or pauses."""
         budget, counts, pool = draft.budget, draft.counts, self._kv.pool
         while budget.has_tokens and not self._is_full(draft):
-            fresh = self._fresh(draft, decision, now_ns)
-            request = self._next_waiting(fresh, draft, now_ns)
+            fresh = self._fresh(draft)
+            request = self._next_waiting(fresh, draft)
             if request is None:
                 return
             if not pool.num_available:
@@ -217,7 +216,7 @@ class Joining:
             if not has_tokens or not budget.chunk(request.num_tokens):
                 counts.waits_for = WaitReason.TOKENS
                 return
-            self._admit(draft, request, NO_HIT, request.num_tokens, now_ns)
+            self._admit(Candidate(request, NO_HIT, request.num_tokens), draft)
             draft.num_let_in += request is fresh
 
     def waits_for(self, draft: StepDraft) -> WaitReason:
@@ -237,12 +236,12 @@ class Joining:
         is_short_of_tokens = draft.budget.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
-    def call_back(self, draft: StepDraft, now_ns: int) -> None:
+    def call_back(self, draft: StepDraft) -> None:
         """Bring back requests whose awaited block or adapter is ready or cancelled. The others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
-                self._keep_place(follower, draft, now_ns)
+                self._keep_place(follower, draft)
             else:
                 back.append(follower)
         self._waiting.call_back(back)
@@ -253,9 +252,7 @@ class Joining:
             return self._adapters.is_awaited(follower.request)
         return self._kv.prefix.is_coming(awaited)
 
-    def _step_aside(
-        self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft, now_ns: int
-    ) -> bool:
+    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, draft: StepDraft) -> bool:
         """Let others pass until `awaited` is ready. Return False if no row can be kept for the request: then nobody passes."""
         if self._is_full(draft):
             return False
@@ -265,40 +262,40 @@ class Joining:
             reason = WaitReason.PREFIX
         follower = Follower(request, awaited, min(num_blocks, self._running.most_blocks(request, request.num_tokens)))
         self._waiting.step_aside(follower)
-        self._keep_place(follower, draft, now_ns)
+        self._keep_place(follower, draft)
         draft.set_aside.append((request.request_id, reason))
         draft.num_let_in += request is fresh
         return True
 
-    def _keep_place(self, follower: Follower, draft: StepDraft, now_ns: int) -> None:
-        if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(now_ns):
+    def _keep_place(self, follower: Follower, draft: StepDraft) -> None:
+        if isinstance(follower.awaited, AwaitedAdapter) and self._adapters.are_late(draft.now_ns):
             return
-        draft.promised.num_rows += num_rows_of(follower.request)
-        draft.promised.num_blocks += follower.num_blocks
+        draft.num_promised_rows += num_rows_of(follower.request)
+        draft.num_promised_blocks += follower.num_blocks
 
     def _is_full(self, draft: StepDraft) -> bool:
         return self._num_taken_rows(draft) >= self._running.max_rows
 
     def _num_taken_rows(self, draft: StepDraft) -> int:
-        return len(self._running) + self._groups.num_kept_rows + draft.promised.num_rows
+        return len(self._running) + self._groups.num_kept_rows + draft.num_promised_rows
 
-    def _fresh(self, draft: StepDraft, decision: GateDecision, now_ns: int) -> Request | None:
+    def _fresh(self, draft: StepDraft) -> Request | None:
         """Return the next request that the gate lets in, if it lets in more."""
-        return self._waiting.peek(now_ns, decision.bucket) if decision.max_admissions > draft.num_let_in else None
+        return self._waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
 
-    def _next_waiting(self, fresh: Request | None, draft: StepDraft, now_ns: int) -> Request | None:
+    def _next_waiting(self, fresh: Request | None, draft: StepDraft) -> Request | None:
         """Return the next request: one that joins anyway, or `fresh`."""
         if not self._waiting.num_joining:
             return fresh
-        held = self._waiting.peek_held(now_ns)
-        if held is not None and not self._takes_long(held, draft, now_ns):
+        held = self._waiting.peek_held(draft.now_ns)
+        if held is not None and not self._takes_long(held, draft):
             held = None
         joining = self._waiting.peek_preempted()
-        if held is not None and (joining is None or self._order.outranks(held, joining, now_ns)):
-            joining = self._preempted_before(held, now_ns) or held
+        if held is not None and (joining is None or self._order.outranks(held, joining, draft.now_ns)):
+            joining = self._preempted_before(held, draft.now_ns) or held
         joining = joining or self._waiting.peek_called()
-        if fresh is not None and (joining is None or self._order.outranks(fresh, joining, now_ns)):
-            return self._preempted_before(fresh, now_ns) or fresh
+        if fresh is not None and (joining is None or self._order.outranks(fresh, joining, draft.now_ns)):
+            return self._preempted_before(fresh, draft.now_ns) or fresh
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
@@ -308,38 +305,36 @@ class Joining:
         """
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
-    def _goes_before(self, request: Request, prefill: Request, draft: StepDraft, now_ns: int) -> bool:
+    def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
         """Return whether a waiting request gets tokens before a running one."""
-        if self._order.outranks(request, prefill, now_ns):
+        if self._order.outranks(request, prefill, draft.now_ns):
             return True
-        return prefill in draft.budget.late and not self._order.outranks(prefill, request, now_ns)
+        return prefill in draft.budget.late and not self._order.outranks(prefill, request, draft.now_ns)
 
-    def _takes_long(self, request: Request, draft: StepDraft, now_ns: int) -> bool:
+    def _takes_long(self, request: Request, draft: StepDraft) -> bool:
         """Return whether this long prefill may start. Those that it outranks wait for it and do not count."""
         longs, limit = draft.budget.long_prefills, draft.budget.limits.max_long_prefills
         if len(longs) < limit:
             return True
-        return self._has_ranks and sum(not self._order.outranks(request, long, now_ns) for long in longs) < limit
+        return self._has_ranks and sum(not self._order.outranks(request, long, draft.now_ns) for long in longs) < limit
 
-    def _has_room_for(
-        self, request: Request, hit: PrefixHit, query_len: int, draft: StepDraft, packed: PackedAdapter | None
-    ) -> bool:
-        if self._num_taken_rows(draft) + num_rows_of(request) > self._running.max_rows:
+    def _has_room_for(self, candidate: Candidate, draft: StepDraft) -> bool:
+        if self._num_taken_rows(draft) + num_rows_of(candidate.request) > self._running.max_rows:
             draft.counts.waits_for = WaitReason.ROWS
             return False
-        if self._running.has_room_for(request, hit, query_len, draft.promised.num_blocks, packed=packed):
+        if self._running.has_room_for(candidate, draft.num_promised_blocks):
             return True
         draft.counts.waits_for = WaitReason.MEMORY
         return False
 
-    def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft, now_ns: int) -> bool:
+    def _waits_for_load(self, request: Request, hit: PrefixHit, draft: StepDraft) -> bool:
         """Return whether the tier brings more of the request's prefix, as far as others leave room for it."""
         swapping = self._kv.swapping
         if swapping is None or not request.is_scored:
             return False
-        num_spare = self._kv.pool.num_available - draft.promised.num_blocks - self._num_growing - hit.num_free_blocks
+        num_spare = self._kv.pool.num_available - draft.num_promised_blocks - self._num_growing - hit.num_free_blocks
         cost_ns = self._running.prefill_ns_per_token
-        waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=now_ns)
+        waits = swapping.fetch(request, hit, max_blocks=max(0, num_spare), compute_ns_per_token=cost_ns, now_ns=draft.now_ns)
         if waits:
             draft.counts.waits_for = WaitReason.LOADING
         return waits
@@ -349,75 +344,52 @@ class Joining:
         """Blocks that running requests take during a load."""
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
-    def _whom_to_pause(
-        self,
-        request: Request,
-        hit: PrefixHit,
-        query_len: int,
-        draft: StepDraft,
-        now_ns: int,
-        packed: PackedAdapter | None,
-    ) -> Sequence[Request]:
+    def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:
         """Return the requests that the first waiting one may pause; none if pausing all of them would not be enough."""
         running, pauses = self._running, self._order.pauses
         lower = [
             other
             for other in running
-            if pauses(request, other, now_ns) and other.request_id not in draft.admits  # the executor does not know these yet
+            if pauses(candidate.request, other, draft.now_ns)
+            and other.request_id not in draft.admits  # the executor does not know these yet
         ]
         if not lower:
             return ()
         leaving = self._groups.running_members(lower)
-        if self._num_taken_rows(draft) - self._groups.num_rows(leaving) + num_rows_of(request) > running.max_rows:
-            return ()
-        is_enough = running.has_room_for(request, hit, query_len, draft.promised.num_blocks, without=leaving, packed=packed)
+        num_rows = self._num_taken_rows(draft) - self._groups.num_rows(leaving) + num_rows_of(candidate.request)
+        is_enough = num_rows <= running.max_rows and running.has_room_for(candidate, draft.num_promised_blocks, without=leaving)
         return lower if is_enough else ()
 
-    def _pause_one(
-        self,
-        request: Request,
-        hit: PrefixHit,
-        query_len: int,
-        draft: StepDraft,
-        now_ns: int,
-        packed: PackedAdapter | None,
-    ) -> bool:
+    def _pause_one(self, candidate: Candidate, draft: StepDraft) -> bool:
         """Preempt a running request (and its search) for the first waiting one. Return False if none may be, or not now."""
-        lower = self._whom_to_pause(request, hit, query_len, draft, now_ns, packed)
+        lower = self._whom_to_pause(candidate, draft)
         # They continue meanwhile: a load needs free blocks now, and the request that waits for it needs none.
-        if not lower or self._waits_for_load(request, hit, draft, now_ns):
+        if not lower or self._waits_for_load(candidate.request, candidate.hit, draft):
             return False
         if draft.is_ahead:
             draft.puts_off_pause = True
             return False
         running = self._running
-        eviction = running.choose_victim(lower, request, query_len)
-        draft.promised.num_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
+        eviction = running.choose_victim(lower, candidate.request, candidate.query_len)
+        draft.num_promised_blocks -= sum(map(running.missing_blocks, self._groups.running_members([eviction.request])))
         draft.counts.waits_for = WaitReason.NOTHING
         running.preempt(draft, eviction, PreemptReason.ORDER)
         return True
 
-    def _admit(
-        self,
-        draft: StepDraft,
-        request: Request,
-        hit: PrefixHit,
-        query_len: int,
-        now_ns: int,
-        packed: PackedAdapter | None = None,
-    ) -> None:
+    def _admit(self, candidate: Candidate, draft: StepDraft) -> None:
+        request, hit, query_len = candidate.request, candidate.hit, candidate.query_len
         self._waiting.remove(request)
         self._running.join(request)
         members = self._groups.members(request)
-        is_new = progress.admit(request, hit.num_tokens, now_ns, members)
+        is_new = progress.admit(request, hit.num_tokens, draft.now_ns, members)
         stop = self._kv.prefix.why_stopped(request, hit) if is_new and self.tells_stops else None
         for member in members:
             draft.admissions.append(Admission(member.request_id, request.num_tokens, hit.num_tokens, query_len, stop))
-        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len, packed))
+        draft.admit(request, self._kv.allocate(request, hit, hit.num_tokens + query_len, candidate.packed))
         draft.add_row(request, query_len, is_prefill=True)
         progress.plan(request, query_len)
         self._order.admitted(request)
         if query_len < request.num_behind:
-            draft.promised.num_blocks += self._running.missing_blocks(request)
+            draft.num_promised_blocks += self._running.missing_blocks(request)
         draft.counts.num_prefix_query_tokens += request.num_tokens
         draft.counts.num_prefix_hit_tokens += hit.num_tokens

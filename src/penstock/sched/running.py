@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from penstock.kv.manager import KVManager
-from penstock.kv.prefix_cache import PrefixHit
 from penstock.sched import progress
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import StepDraft
+from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.policies.base import AdmissionView, Eviction, Policies, PreemptMethod, VictimView, cheaper_method
 from penstock.sched.queue import WaitingQueue
-from penstock.types.adapter import BASE, PackedAdapter
+from penstock.types.adapter import BASE
 from penstock.types.plan import Capacity
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
@@ -180,20 +179,13 @@ class Running:
         num_shared = request.num_prompt_tokens // self._capacity.block_size
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
-    def has_room_for(
-        self,
-        request: Request,
-        hit: PrefixHit,
-        query_len: int,
-        num_promised_blocks: int,
-        without: Collection[Request] = (),
-        packed: PackedAdapter | None = None,
-    ) -> bool:
-        """Return whether the request could join, with a first chunk of `query_len`, once the requests of `without` had left.
+    def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
+        """Return whether the candidate could join once the requests of `without` had left.
 
-        `packed`: its adapter, if not in the pool. `num_promised_blocks`: free blocks that running prefills will need.
-        `without` has all running beams of a search, or none.
+        `num_promised_blocks`: free blocks that running prefills will need. `without` has all running beams of a search, or
+        none.
         """
+        request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
         adapters, number = self._kv.adapters, request.adapter_number
         num_adapter_blocks = adapters.num_pinned_blocks
@@ -208,11 +200,11 @@ class Running:
             num_final -= sum(map(self._final_blocks, without))
             staying = [other for other in self if other.request_id not in leaving]
         if number != BASE:
-            num_missing = adapters.num_missing(number, packed)
+            num_missing = adapters.num_missing(number, candidate.packed)
             num_available -= num_missing
             num_adapter_blocks += num_missing
         num_shared = len(hit.block_ids) - hit.num_free_blocks
-        num_chunk = self._kv.num_blocks_for(hit.num_tokens + query_len) - num_shared
+        num_chunk = self._kv.num_blocks_for(hit.num_tokens + candidate.query_len) - num_shared
         if not staying:
             return num_chunk <= num_available
         num_total, num_blocks_for = self._kv.num_total_blocks, self._kv.num_blocks_for

@@ -59,12 +59,12 @@ from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
 from penstock.sched.choosing.beams import Beams
 from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import StepDraft
+from penstock.sched.draft import StepDraft, TokenBudget
 from penstock.sched.extending import Extending
 from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
 from penstock.sched.padding import Padding
-from penstock.sched.policies.base import BudgetView, GateDecision, Policies, StepLimits, StepRecord
+from penstock.sched.policies.base import BudgetView, Policies, StepLimits, StepRecord
 from penstock.sched.progress import Advance, StepOutcome
 from penstock.sched.queue import WaitingQueue
 from penstock.sched.running import Running, most_blocks
@@ -271,12 +271,9 @@ class Scheduler:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
-        decision = self._joining.ask_gate(now_ns)
         capacity = self.capacity
-        limits = StepLimits(capacity.max_step_tokens)
-        draft = StepDraft(
-            limits, is_ahead=bool(self._flights), takes_whole_texts=capacity.is_one_pass, max_scored=capacity.max_scored
-        )
+        budget = TokenBudget(StepLimits(capacity.max_step_tokens), StepCounts(), capacity.is_one_pass)
+        draft = StepDraft(now_ns, budget, self._joining.ask_gate(now_ns), bool(self._flights), capacity.max_scored)
         if self._padding.is_active:
             self._padding.begin(draft)
         prefills = self._extending.decodes(draft, sitting_out)
@@ -285,12 +282,12 @@ class Scheduler:
         draft.counts.most_ns = self._most_step_ns()
         draft.budget.limits = self._ask_budget(draft.counts, prefills)
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
-            self._share_out(draft, prefills, decision, now_ns)
+            self._share_out(draft, prefills)
         if draft.counts.sat_out and not draft.rows:  # nobody else can go on
             self._extending.decodes(draft)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
-        return self._build(draft, now_ns) if draft.rows or draft.padding_rows else None
+        return self._build(draft) if draft.rows or draft.padding_rows else None
 
     def _ask_budget(self, counts: StepCounts, prefills: Sequence[Request]) -> StepLimits:
         view = BudgetView(
@@ -306,33 +303,33 @@ class Scheduler:
             limits = replace(limits, max_tokens=self.capacity.max_step_tokens)
         return limits
 
-    def _share_out(self, draft: StepDraft, prefills: list[Request], decision: GateDecision, now_ns: int) -> None:
+    def _share_out(self, draft: StepDraft, prefills: list[Request]) -> None:
         """Give the tokens that decodes left to running prefills and waiting requests.
 
         Requests that join leave running prefills the blocks for all their tokens, so that no step both admits and preempts.
         """
         has_waiting = len(self._waiting) > 0
         if has_waiting:
-            self._joining.call_back(draft, now_ns)
+            self._joining.call_back(draft)
         if prefills:
             budget = draft.budget
             self._extending.note_long(draft, prefills)
-            draft.promised.num_blocks += sum(map(self._running.missing_blocks, prefills))
-            for request in self._joining.rank(prefills, now_ns, tuple(budget.late)):
+            draft.num_promised_blocks += sum(map(self._running.missing_blocks, prefills))
+            for request in self._joining.rank(prefills, draft.now_ns, tuple(budget.late)):
                 if has_waiting:
-                    self._joining.admit(draft, decision, now_ns, before=request)
-                self._joining.keep_tokens(draft, request, now_ns)
+                    self._joining.admit(draft, before=request)
+                self._joining.keep_tokens(draft, request)
                 self._extending.prefill(draft, request)
                 if request in budget.late:
                     budget.late.remove(request)
             budget.num_kept_tokens = 0
         if has_waiting:
             admit = self._joining.admit_texts if self.capacity.is_one_pass else self._joining.admit
-            admit(draft, decision, now_ns)
+            admit(draft)
         if len(self._waiting):  # perhaps just preempted
             draft.counts.waits_for = self._joining.waits_for(draft)
 
-    def _build(self, draft: StepDraft, now_ns: int) -> StepPlan:
+    def _build(self, draft: StepDraft) -> StepPlan:
         counts = draft.counts
         if self.kv.adapters.num_pinned:
             draft.group_by_adapter(self._running.requests)
@@ -345,7 +342,7 @@ class Scheduler:
             self._padding.add_tails(draft)
             rows += tuple(draft.padding_rows)
         releases = self._running.take_releases(draft.admits)
-        plan = StepPlan(self._num_steps, now_ns, tuple(draft.admits.values()), rows, releases)
+        plan = StepPlan(self._num_steps, draft.now_ns, tuple(draft.admits.values()), rows, releases)
         self._num_steps += 1
         self._flights.depart(plan, counts)
         return plan

@@ -47,6 +47,8 @@ FILE_NAME = "blocks.penstock-kv"
 class BlockFile:
     """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
 
+    outlives_process = True
+
     def __init__(self, path: Path, *, max_bytes: int, content_bytes: int, fingerprint: bytes) -> None:
         """Open or create the file, of at most `max_bytes`. Contents with another fingerprint are discarded.
 
@@ -58,8 +60,8 @@ class BlockFile:
         self._content_bytes = content_bytes
         self.slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
         """Size of a slot in the file."""
-        self._num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
-        if self._num_slots < 1:
+        self.num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
+        if self.num_slots < 1:
             raise ValueError(f"{max_bytes} bytes do not hold one block of {self.slot_bytes}")
         self._sequence = 0
         self._lock = threading.Lock()
@@ -70,19 +72,11 @@ class BlockFile:
             os.close(self._fd)
             raise
 
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def outlives_process(self) -> bool:
-        return True
-
     def entries(self) -> Sequence[tuple[int, bytes]]:
         """Return (slot, hash) of slots that seem to have content, first written first. Reads one page of each."""
         found: list[tuple[int, int, bytes]] = []
         with self._lock:
-            for slot in range(min(self._num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
+            for slot in range(min(self.num_slots, os.fstat(self._fd).st_size // self.slot_bytes)):
                 data = os.pread(self._fd, _RECORD.size, self._offset(slot))
                 if len(data) < _RECORD.size:
                     break
@@ -94,8 +88,8 @@ class BlockFile:
         return [(slot, block_hash) for _, slot, block_hash in found]
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
-        if len(content) != self._content_bytes or not 0 <= slot < self._num_slots:
-            raise ValueError(f"slot {slot} of {self._num_slots} does not hold {len(content)} bytes")
+        if len(content) != self._content_bytes or not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} of {self.num_slots} does not hold {len(content)} bytes")
         with self._lock:
             record = bytearray(_RECORD.pack(RECORD_MAGIC, 0, self._sequence, block_hash, self._content_bytes))
             struct.pack_into("<I", record, 4, _checksum(record, content))
@@ -158,7 +152,7 @@ class BlockFile:
                 )
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, header, 0)
-        end = self._offset(self._num_slots)
+        end = self._offset(self.num_slots)
         if os.fstat(self._fd).st_size > end:
             os.ftruncate(self._fd, end)
 

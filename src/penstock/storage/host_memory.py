@@ -24,22 +24,16 @@ LOCK_TIMEOUT_S = 1.0
 class HostMemory:
     """Implements `engine.ports.BlockStore`. Any thread may call its methods."""
 
+    outlives_process = False
+
     def __init__(self, num_slots: int, *, content_bytes: int) -> None:
         """Raises MemoryError if there is not enough."""
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._memory = np.empty((num_slots, content_bytes), np.uint8)
         self._names: dict[int, bytes] = {}
         """Slot -> hash."""
         self._lock = threading.Lock()
         self._is_closed = False
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def outlives_process(self) -> bool:
-        return False
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
         return ()

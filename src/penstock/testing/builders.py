@@ -123,20 +123,7 @@ def make_core(
     *,
     observer: Observer | None = None,
     journal: RequestJournal | None = None,
-    enable_prefix_caching: bool = True,
-    tier: Tier | None = None,
-    adapters: AdapterSource | None = None,
-    max_adapters: int = DEFAULT_MAX_ADAPTERS,
-    **capacity_fields: Any,
+    **fields: Any,
 ) -> EngineCore:
-    """Return a core over `make_scheduler`."""
-    scheduler = make_scheduler(
-        capacity,
-        policies,
-        enable_prefix_caching=enable_prefix_caching,
-        tier=tier,
-        adapters=adapters,
-        max_adapters=max_adapters,
-        **capacity_fields,
-    )
-    return EngineCore(scheduler, observer=observer, journal=journal)
+    """Return a core over a scheduler; other fields as in `make_scheduler`."""
+    return EngineCore(make_scheduler(capacity, policies, **fields), observer=observer, journal=journal)

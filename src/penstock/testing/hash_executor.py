@@ -246,6 +246,8 @@ class HashExecutor:
     guesses are written behind them.
     """
 
+    max_adapter_rank = 1
+
     def __init__(
         self,
         capacity: Capacity = DEFAULT_CAPACITY,
@@ -261,7 +263,8 @@ class HashExecutor:
         self.num_computed_tokens = 0
         """Recomputed ones and padding included."""
         self.num_padding_tokens = 0
-        self._capacity = capacity
+        self.capacity = capacity
+        self.block_bytes = capacity.block_size * SLOT_BYTES
         self._step_ns = step_ns
         self._slots = [POISON] * (capacity.num_blocks * capacity.block_size)
         self._ends = [0] * capacity.num_blocks
@@ -271,7 +274,8 @@ class HashExecutor:
         """Block id -> rows that have it in their table."""
         self._written: set[int] = set()
         """Blocks filled or overwritten since the last step. Rows that had them must be released with the next."""
-        self._adapters: dict[int, PlacedAdapter] = {}
+        self.adapters: dict[int, PlacedAdapter] = {}
+        """Placed adapters by number."""
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
         self._in_flight: deque[HashStep] = deque()
         self._to_compute: deque[HashStep] = deque()
@@ -280,30 +284,17 @@ class HashExecutor:
         self._is_closed = False
 
     @property
-    def capacity(self) -> Capacity:
-        return self._capacity
-
-    @property
     def num_known_requests(self) -> int:
         """Requests admitted and not released."""
         return len(self._rows)
 
-    @property
-    def max_adapter_rank(self) -> int:
-        return 1
-
-    @property
-    def adapters(self) -> Mapping[int, PlacedAdapter]:
-        """Placed adapters by number."""
-        return self._adapters
-
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
-        if number in self._adapters:
+        if number in self.adapters:
             raise ValueError(f"adapter {number} is placed already")
         assert isinstance(packed, HashAdapter), f"{packed} was packed by another executor"
         assert number != BASE, "the base is no adapter"
         assert len(set(block_ids)) == len(block_ids) == packed.num_pages, f"{packed.num_pages} pages are put into {block_ids}"
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         pages = packed.pages(size)
         for block_id, page in zip(block_ids, pages, strict=True):
             self._check_block_id(block_id)
@@ -312,19 +303,19 @@ class HashExecutor:
             self._written.add(block_id)
             self._slots[block_id * size : (block_id + 1) * size] = page
             self._ends[block_id] = size
-        self._adapters[number] = PlacedAdapter(packed.root, tuple(block_ids), pages)
+        self.adapters[number] = PlacedAdapter(packed.root, tuple(block_ids), pages)
 
     def drop_adapter(self, number: int) -> None:
-        placed = self._adapters.pop(number, None)
+        placed = self.adapters.pop(number, None)
         for step in self._in_flight:
             assert placed is None or all(row.placed is not placed for row in step.rows), f"adapter {number} is in flight"
 
     def _check_no_adapter(self, block_id: int) -> None:
-        for number, placed in self._adapters.items():
+        for number, placed in self.adapters.items():
             assert block_id not in placed.block_ids, f"block {block_id} is given out, and adapter {number} lies in it"
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         for source, destination in pairs:
             self._check_block_id(source)
             self._check_block_id(destination)
@@ -335,13 +326,9 @@ class HashExecutor:
             self._slots[destination * size : (destination + 1) * size] = content
             self._ends[destination] = self._ends[source]
 
-    @property
-    def block_bytes(self) -> int:
-        return self._capacity.block_size * SLOT_BYTES
-
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         self._check_may_move()
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         for block_id, target in zip(block_ids, out, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is read")
@@ -351,7 +338,7 @@ class HashExecutor:
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         self._check_may_move()
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         for block_id, content in zip(block_ids, contents, strict=True):
             self._check_block_id(block_id)
             self._check_not_in_flight(block_id, "is written")
@@ -372,10 +359,10 @@ class HashExecutor:
             assert self._holders[block_id] == 0, f"block {block_id} is held by a row and was overwritten"
         self._written.clear()
         for request_id, known in self._rows.items():
-            assert self._adapters.get(known.adapter) is known.placed, f"the adapter of {request_id!r} was dropped"
+            assert self.adapters.get(known.adapter) is known.placed, f"the adapter of {request_id!r} was dropped"
         for admit in plan.admits:
             self._admit(admit)
-        assert len(self._rows) <= self._capacity.max_rows, f"{len(self._rows)} requests of at most {self._capacity.max_rows}"
+        assert len(self._rows) <= self.capacity.max_rows, f"{len(self._rows)} requests of at most {self.capacity.max_rows}"
         for row in plan.rows:
             self._append_blocks(row)
         rows = [self._advance(row) for row in plan.rows]
@@ -432,16 +419,16 @@ class HashExecutor:
         assert all(plan.step_id != step.plan.step_id for step in self._in_flight), f"step {plan.step_id} was submitted already"
         ids = [row.request_id for row in plan.rows]
         assert len(set(ids)) == len(ids), "a request has two rows"
-        assert plan.num_tokens <= self._capacity.max_step_tokens, (
-            f"{plan.num_tokens} tokens of at most {self._capacity.max_step_tokens}"
+        assert plan.num_tokens <= self.capacity.max_step_tokens, (
+            f"{plan.num_tokens} tokens of at most {self.capacity.max_step_tokens}"
         )
 
     def _check_scored(self, step: HashStep) -> None:
         num_scored = sum(len(_scored(plan, row)) for plan, row in zip(step.plan.rows, step.rows, strict=True))
-        assert num_scored <= self._capacity.max_scored, f"{num_scored} positions of at most {self._capacity.max_scored} tell"
+        assert num_scored <= self.capacity.max_scored, f"{num_scored} positions of at most {self.capacity.max_scored} tell"
 
     def _check_block_id(self, block_id: int) -> None:
-        assert NULL_BLOCK < block_id < self._capacity.num_blocks, f"block {block_id} is the null block or does not exist"
+        assert NULL_BLOCK < block_id < self.capacity.num_blocks, f"block {block_id} is the null block or does not exist"
 
     def _check_may_move(self) -> None:
         assert self.depth > 1 or not self._in_flight, "a backend of depth 1 is asked for contents during a step"
@@ -456,8 +443,8 @@ class HashExecutor:
 
     def _num_unread(self, num_computed_tokens: int) -> int:
         """Return the blocks that lie before the window of the next position."""
-        window = self._capacity.window
-        return max(0, num_computed_tokens - window + 1) // self._capacity.block_size if window else 0
+        window = self.capacity.window
+        return max(0, num_computed_tokens - window + 1) // self.capacity.block_size if window else 0
 
     def _forget_unread(self, row: HashRow) -> None:
         """Let others have the blocks that the row's next step does not read. A step in flight has noted those that it reads."""
@@ -476,13 +463,13 @@ class HashExecutor:
         num_computed, num_tokens = admit.num_computed_tokens, len(admit.token_ids)
         row = HashRow(list(admit.token_ids), admit.num_prompt_tokens, admit.sampling, num_computed, num_tokens)
         row.second_at, row.num_scored = admit.second_at, admit.num_scored
-        assert admit.adapter == BASE or admit.adapter in self._adapters, f"the adapter of {admit.request_id!r} is not placed"
-        row.adapter, row.placed = admit.adapter, self._adapters.get(admit.adapter)
+        assert admit.adapter == BASE or admit.adapter in self.adapters, f"the adapter of {admit.request_id!r} is not placed"
+        row.adapter, row.placed = admit.adapter, self.adapters.get(admit.adapter)
         self._rows[admit.request_id] = row
         if isinstance(admit.request_id, PaddingId):
             self._append_null_blocks(row, admit.block_ids)
             return
-        num_filled = -(-admit.num_computed_tokens // self._capacity.block_size)
+        num_filled = -(-admit.num_computed_tokens // self.capacity.block_size)
         row.num_unread = self._num_unread(admit.num_computed_tokens)
         row.block_ids += admit.block_ids[: row.num_unread]
         self._hold(row, admit.block_ids[row.num_unread : num_filled])
@@ -510,7 +497,7 @@ class HashExecutor:
     def _hold_fresh(self, row: HashRow, block_ids: Sequence[int]) -> None:
         """Take blocks without content: nobody may hold them, and what they contained is lost."""
         self._hold(row, block_ids)
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         for block_id in block_ids:
             assert self._holders[block_id] == 1, f"block {block_id} is given out while another row holds it"
             self._check_not_in_flight(block_id)
@@ -522,13 +509,13 @@ class HashExecutor:
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
         row.num_computed_tokens = end
-        row.num_tokens += plan.samples > 0 and not self._capacity.is_one_pass
+        row.num_tokens += plan.samples > 0 and not self.capacity.is_one_pass
         self.num_computed_tokens += plan.num_positions
         self.num_padding_tokens += plan.query_len * isinstance(plan.request_id, PaddingId)
         return row
 
     def _check_row(self, plan: RowPlan, row: HashRow, end: int) -> None:
-        name, size = plan.request_id, self._capacity.block_size
+        name, size = plan.request_id, self.capacity.block_size
         assert plan.context_len == row.num_computed_tokens, (
             f"{name!r} has {row.num_computed_tokens} computed, not {plan.context_len}"
         )
@@ -537,12 +524,12 @@ class HashExecutor:
         assert (plan.samples > 0) == (end == row.num_tokens), f"{name!r} must sample exactly when it has caught up"
         assert plan.samples < 2 or self.depth == 1, f"{name!r} may sample several tokens, and the next step is planned already"
         end = plan.context_len + plan.num_positions
-        if self._capacity.is_one_pass:
+        if self.capacity.is_one_pass:
             assert plan.samples or isinstance(name, PaddingId), f"{name!r} is computed in part, or twice"
             assert plan.query_len == row.num_tokens or isinstance(name, PaddingId), f"{name!r} is not computed whole"
-            assert end <= self._capacity.max_model_len, f"{name!r} is longer than max_model_len"
+            assert end <= self.capacity.max_model_len, f"{name!r} is longer than max_model_len"
         else:
-            assert end < self._capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
+            assert end < self.capacity.max_model_len, f"{name!r} would grow beyond max_model_len"
         assert len(row.block_ids) * size >= end, f"{name!r} writes beyond its blocks"
         for block_id in row.block_ids[plan.context_len // size : (end - 1) // size + 1]:
             assert block_id == NULL_BLOCK or self._holders[block_id] == 1, "a row writes to a block that others hold"
@@ -557,7 +544,7 @@ class HashExecutor:
         prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         states: dict[str, bytes] = {}
         for plan, row in zip(step.plan.rows, step.rows, strict=True):
-            if not self._capacity.is_one_pass:
+            if not self.capacity.is_one_pass:
                 self._run(plan, row, step.masks.get(plan.request_id), token_ids, logprobs)
                 if scored := _scored(plan, row):
                     prompt_logprobs[plan.request_id] = self._score(row, scored)
@@ -601,7 +588,7 @@ class HashExecutor:
         """Return the value before position 0, after checking all pages of the row's adapter."""
         if row.placed is None:
             return ROOT
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         for block_id, page in zip(row.placed.block_ids, row.placed.pages, strict=True):
             content = self._slots[block_id * size : (block_id + 1) * size]
             assert content == page, f"block {block_id} of adapter {row.adapter} is another's"
@@ -620,17 +607,17 @@ class HashExecutor:
         return tuple(row.token_ids[-num_tokens:])
 
     def _slot(self, row: HashRow, position: int) -> int:
-        size = self._capacity.block_size
+        size = self.capacity.block_size
         return row.block_ids[position // size] * size + position % size
 
     def _write(self, row: HashRow, position: int, value: int) -> None:
         slot = self._slot(row, position)
         self._slots[slot] = value
-        self._ends[slot // self._capacity.block_size] = slot % self._capacity.block_size + 1
+        self._ends[slot // self.capacity.block_size] = slot % self.capacity.block_size + 1
 
     def _read_window(self, row: HashRow, position: int) -> int:
         """Return the value before a position, after checking the whole window."""
-        first = max(0, position - self._capacity.window + 1) if self._capacity.window else position - 1
+        first = max(0, position - self.capacity.window + 1) if self.capacity.window else position - 1
         value = self._content(row, first)
         for idx in range(first + 1, position):
             value = mix(value, row.token_ids[idx])
@@ -644,8 +631,8 @@ class HashExecutor:
 
     def _read(self, row: HashRow, position: int) -> int:
         """Return the block's content, plus its recurrent state if it has any."""
-        block_id, offset = divmod(self._slot(row, position), self._capacity.block_size)
-        if self._capacity.has_state and block_id != NULL_BLOCK:
+        block_id, offset = divmod(self._slot(row, position), self.capacity.block_size)
+        if self.capacity.has_state and block_id != NULL_BLOCK:
             end = self._ends[block_id]
             assert end == offset + 1, f"block {block_id} has the state after {end} positions, and {offset + 1} are wanted"
         return self._content(row, position)

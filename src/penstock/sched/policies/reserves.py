@@ -73,15 +73,12 @@ class Watermark(Reserve):
     """Per running request, or less if all of them together can't grow by as much."""
     swap_growth_tokens: int = 16
     """The same if a preempted request is loaded back instead of computed again, when idle blocks cost more."""
-    is_whole_prompt: bool = True
-    """False: only the first chunk's blocks."""
 
     def required_blocks(self, view: AdmissionView) -> int:
-        own = view.num_prompt_blocks if self.is_whole_prompt else view.num_chunk_blocks
         growth_tokens = min(self.growth_tokens, self.swap_growth_tokens) if view.swaps else self.growth_tokens
         num_wanted = view.num_running * math.ceil(growth_tokens / view.block_size)
         growth = min(num_wanted, view.num_growth_blocks, view.num_peak_blocks)
-        return own + growth + math.ceil(self.share * view.num_total_blocks)
+        return view.num_prompt_blocks + growth + math.ceil(self.share * view.num_total_blocks)
 
 
 RESERVES = {
