@@ -23,9 +23,7 @@ class TenantLimits:
     max_concurrent: int | None = None
     """Requests that may run or wait at once."""
     tokens_per_minute: int | None = None
-    """Prompt and output tokens."""
     requests_per_minute: int | None = None
-    """Calls that come in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +31,8 @@ class Ask:
     """A call at the door: what is known before its prompt is tokenised."""
 
     num_requests: int = 1
-    """Choices to generate."""
     num_chars: int = 0
-    """Characters of its text prompts."""
     num_token_ids: int = 0
-    """Tokens of its prompts given as token ids."""
     max_new_tokens: int | None = None
     """Per choice; None: the rest of the context."""
     min_new_tokens: int = 1
@@ -48,16 +43,13 @@ class Ask:
     priority: int = 0
     """Lower is served first, if the order reads it."""
     deadline_ns: int | None = None
-    """When its answer must be complete."""
     queue_deadline_ns: int | None = None
     """When it must have begun to run."""
     first_token_deadline_ns: int | None = None
     slo_ttft_ns: int | None = None
-    """Its own target of the time to first token."""
     claim: bytes | None = None
     """Equal for repetitions of the same call; None if unknown."""
     is_retry: bool = False
-    """The client marks it as a retry."""
     arm: str = ""
     """Arm of the A/B test; empty where there is none."""
     adapter: AdapterRef | None = None
@@ -84,13 +76,11 @@ class DoorView:
     """The stricter of the call's and the server's targets; None: it may wait."""
     num_prompt_tokens: int
     num_new_tokens: int
-    """Predicted length of one choice."""
     ttft_ns: int
     """Expected time from now to the first token; 0 before any measurement."""
     own_prefill_ns: int
     """The part of `ttft_ns` for the call's own prompt."""
     step_ns: int
-    """Expected time between tokens."""
     ns_per_request: int | None
     """Expected time between two ends while others wait; None before any measurement."""
     num_blocks_demanded: int
@@ -113,9 +103,7 @@ class Refusal:
 
 
 class Check(Protocol):
-    def refusal(self, view: DoorView) -> Refusal | None:
-        """Return why the call may not come in, or None."""
-        ...
+    def refusal(self, view: DoorView) -> Refusal | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +136,6 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class QueueLength:
-    """Limits the waiting queue."""
-
     max_queue: int
     """Requests that may wait at once, >= 1."""
 

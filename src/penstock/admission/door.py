@@ -59,8 +59,6 @@ _NO_OUTLOOK = AdapterOutlook()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """The settings of admission, as plain values."""
-
     max_queue: int = 1024
     """Requests that may wait at once, >= 1."""
     slo_ttft_ns: int | None = None
@@ -82,7 +80,6 @@ class Place:
 
     view: DoorView
     account: Account | None
-    """Its tenant's account, where tenants have limits."""
 
 
 class Admission:
@@ -173,7 +170,6 @@ class Admission:
         return Place(view, self._tenants.hold(view) if is_limited else None)
 
     def enter(self, place: Place, requests: Sequence[Request], now_ns: int) -> None:
-        """Count the call's requests, which are about to be submitted."""
         view = place.view
         if not view.ask.num_token_ids:
             prompts = {id(request.prompt_token_ids): request.num_prompt_tokens for request in requests}  # choices share theirs

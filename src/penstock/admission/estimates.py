@@ -87,8 +87,6 @@ class Pace:
 
 @dataclass(slots=True)
 class _Mean:
-    """A decaying ratio of sums."""
-
     total: float
     weight: float
 
@@ -117,7 +115,6 @@ class Lengths:
             self._tokens_per_char.add(num_tokens, num_chars)
 
     def on_end(self, num_prompt_tokens: int, num_cached_tokens: int, num_generated_tokens: int) -> None:
-        """Learn from an answer that ended by itself."""
         self._output_tokens.add(num_generated_tokens)
         self._cached_share.add(num_cached_tokens, num_prompt_tokens)
 
@@ -252,17 +249,12 @@ class _BusyWindow:
 
 @dataclass(slots=True)
 class Entry:
-    """One request, as admitted."""
-
     num_prefill_tokens: int
-    """Prompt tokens expected to be computed."""
     num_blocks: int
-    """KV blocks at the predicted length."""
     expected_ttft_ns: int
     """From arrival."""
     priority: int = 0
     has_started: bool = False
-    """It has its first token."""
     adapter: int = BASE
     num_adapter_blocks: int = 0
     """KV blocks of its adapter, shared by all its requests; 0 if unknown."""
@@ -362,7 +354,6 @@ class Promises:
 
     def __init__(self) -> None:
         self._later: deque[Promise] = deque()
-        """Not due yet, in order of time."""
         self._due: list[Promise] = []
         """A heap by expiry."""
         self._by_claim: dict[bytes, deque[Promise]] = {}

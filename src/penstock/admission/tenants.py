@@ -41,7 +41,6 @@ class Account:
     level_tokens: float = 0.0
     """In the bucket when last refilled."""
     level_requests: float = 0.0
-    """The same for the bucket of calls."""
     looked_ns: int = 0
     num_settled_tokens: int = 0
     """The part of the correction already in `level_tokens`."""
@@ -61,7 +60,6 @@ class Tenants:
         self.entered: dict[str, tuple[Account, int]] = {}
         """Request id -> its account, and its predicted tokens."""
         self._duration_ns = 0.0
-        """Mean duration of a request."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         account = self._account(view.ask.tenant, view.now_ns, view.ask.limits or self._default)

@@ -28,23 +28,17 @@ from penstock.types.stats import AdapterCounts
 
 @dataclass(slots=True)
 class Resident:
-    """An adapter in the pool."""
-
     block_ids: tuple[int, ...]
     num_pins: int = 0
-    """Block tables that use it."""
 
 
 class AdapterPages:
-    """The adapters of one pool, by their numbers."""
-
     def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
         """`take` allocates blocks through the manager."""
         self.residents: dict[int, Resident] = {}
         """Adapter number -> its blocks. Written only here."""
         self._numbers = self.residents.keys()
         self.num_pinned = 0
-        """Adapters in use."""
         self.num_pinned_blocks = 0
         self.num_placements = 0
         """Totals since the start."""
@@ -52,13 +46,11 @@ class AdapterPages:
         self._pool = pool
         self._take = take
         self._number_of: dict[int, int] = {}
-        """Block id -> the adapter stored there."""
         self._drops: list[int] = []
         self._placements: list[AdapterPlacement] = []
 
     @property
     def counts(self) -> AdapterCounts:
-        """The adapters here now, and the totals."""
         num_resident, num_blocks, numbers = len(self.residents), len(self._number_of), self._numbers
         return AdapterCounts(num_resident, self.num_pinned, num_blocks, self.num_placements, self.num_evictions, numbers)
 
@@ -134,12 +126,10 @@ class AdapterPages:
             self.num_evictions += 1
 
     def holds(self, block_id: int) -> bool:
-        """Return whether an adapter lies in the block."""
         return block_id in self._number_of
 
     @property
     def has_orders(self) -> bool:
-        """True if drops or placements are waiting for the executor."""
         return bool(self._drops or self._placements)
 
     def take_drops(self) -> Sequence[int]:

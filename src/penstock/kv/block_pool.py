@@ -41,9 +41,7 @@ class _Group:
     end_idx: int
     """The list's entry in the arrays of neighbours: next is its head, prev its tail."""
     rest_idx: int
-    """The same for the list of resting blocks."""
     num_blocks: int = 0
-    """In both lists."""
     num_resting: int = 0
 
 
@@ -59,7 +57,6 @@ class BlockPool:
         self.num_cached = 0
         """Blocks in the free list with content."""
         self.num_shared = 0
-        """Blocks with more than one reference."""
         self.now_ns = 0
         """Time of the step being planned; set by the scheduler."""
         self._ref_counts = [0] * num_blocks
@@ -69,23 +66,19 @@ class BlockPool:
         self._prev: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
         self._eviction = eviction or LeastRecentlyUsed()
         self._freed_ns = [0] * num_blocks
-        """When each block was last cached."""
         self._rests = bytearray(num_blocks)
         """1 for a block that rests whenever it is cached, until its content is lost."""
         self._spare_ends: list[int] = []
         """Unused list entries behind those of the blocks."""
         self._ungrouped = _Group(NULL_BLOCK_ID, self._new_end())
         self._groups: dict[Hashable, _Group] = {}
-        """Groups that have blocks."""
         self._group_of: dict[int, Hashable] = {}
         """Block id -> group, for blocks in a group's lists."""
 
     def ref_count(self, block_id: int) -> int:
-        """Return how many tables hold the block; 0 if it is free."""
         return self._ref_counts[block_id]
 
     def is_kept(self, block_id: int) -> bool:
-        """Return whether the block is free and has content."""
         return bool(self._is_kept[block_id])
 
     def snapshot(self) -> tuple[list[int], bytes]:
@@ -111,12 +104,10 @@ class BlockPool:
         return group.num_resting if group else 0
 
     def group_size(self, name: Hashable) -> int:
-        """Return the number of a group's cached blocks."""
         group = self._groups.get(name)
         return group.num_blocks if group else 0
 
     def group_of(self, block_id: int) -> Hashable:
-        """Return the group of a cached block, or None."""
         return self._group_of.get(block_id)
 
     def allocate(self, count: int) -> list[int]:
@@ -192,7 +183,6 @@ class BlockPool:
         yield from self._list(group.rest_idx)
 
     def _list(self, end_idx: int) -> Iterator[int]:
-        """Yield the blocks of one list."""
         block_id = self._next[end_idx]
         while block_id != end_idx:
             yield block_id
@@ -236,7 +226,6 @@ class BlockPool:
         return group.rest_idx if rests else group.end_idx
 
     def _new_end(self) -> int:
-        """Return the entry of a new empty list."""
         if self._spare_ends:
             return self._spare_ends.pop()
         end_idx = len(self._next)

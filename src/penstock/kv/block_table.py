@@ -34,7 +34,6 @@ def private_root_hash(request_id: str) -> bytes:
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
-    """Return tokens as bytes, `TOKEN_BYTES` each."""
     return array("i", token_ids).tobytes()
 
 
@@ -56,8 +55,6 @@ def child_key(parent: bytes, token_id: int) -> bytes:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request and the hashes of their content."""
-
     block_ids: list[int] = field(default_factory=list)
     """In order of position; empty while the request waits. The first `num_released` are null blocks."""
     num_released: int = 0
@@ -65,11 +62,9 @@ class BlockTable:
     window: int = 0
     """`Capacity.window`, or 0 for a beam, which keeps all blocks so that others can fork from earlier positions."""
     root: bytes = b""
-    """Parent hash of the first block."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of full blocks. Each block is hashed once, even across preemptions."""
     contents: list[bytes] = field(default_factory=list)
-    """Packed tokens of the same blocks."""
     num_full: int = 0
     """Leading blocks that are full and committed: never written again, and published if there is a cache."""
     group: Hashable = None
@@ -83,7 +78,6 @@ class BlockTable:
 
     @property
     def held(self) -> list[int]:
-        """The blocks without the null blocks."""
         return self.block_ids[self.num_released :]
 
     def num_unread(self, num_computed_tokens: int, block_size: int) -> int:
@@ -91,11 +85,9 @@ class BlockTable:
         return num_unread_blocks(num_computed_tokens, block_size, self.window)
 
     def parent(self, idx: int) -> bytes:
-        """Return the hash of the prefix before block `idx`."""
         return self.hashes[idx - 1] if idx else self.root
 
     def hash_blocks(self, request: Request, num_blocks: int, block_size: int) -> None:
-        """Extend the hashes to `num_blocks` full blocks."""
         num_hashed = len(self.hashes)
         if num_hashed >= num_blocks:
             return
@@ -106,7 +98,6 @@ class BlockTable:
 
 
 def token_at(request: Request, position: int) -> int:
-    """Return the token at a position of prompt and output."""
     num_prompt = request.num_prompt_tokens
     return request.prompt_token_ids[position] if position < num_prompt else request.output_token_ids[position - num_prompt]
 

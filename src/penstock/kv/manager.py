@@ -44,8 +44,6 @@ from penstock.types.request import Request
 
 
 class KVManager:
-    """Block tables by request id."""
-
     def __init__(
         self,
         num_blocks: int,
@@ -93,7 +91,6 @@ class KVManager:
         return tier.load_ns_per_block / self.block_size if tier is not None and tier.is_open else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks needed for `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: str) -> tuple[int, ...]:
@@ -289,7 +286,6 @@ class KVManager:
             self._fences.setdefault(step_id, []).append((request_id, table))
 
     def lift_fence(self, step_id: int) -> None:
-        """Free the blocks that waited for this step."""
         for _, table in self._fences.pop(step_id, ()):
             self._end(table)
 
@@ -349,7 +345,6 @@ class KVManager:
         return [entry for entries in list(self._fences.values()) for entry in entries]
 
     def _table(self, request: Request) -> BlockTable:
-        """Return the request's table, making it on first use."""
         table = self.tables.get(request.request_id)
         if table is None:
             window = self._window if request.sampling.beams is None else 0

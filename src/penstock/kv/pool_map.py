@@ -22,11 +22,8 @@ class BlockState(StrEnum):
     CACHED = "cached"
     """No holder, but content that a prefix hit or a request with the adapter may revive."""
     HELD = "held"
-    """One holder."""
     SHARED = "shared"
-    """Several holders."""
     ADAPTER = "adapter"
-    """An adapter in use."""
     NULL = "null"
     """Block 0, which padding writes to."""
 
@@ -38,13 +35,10 @@ class Run:
     state: BlockState
     num_blocks: int
     owner: int | None = None
-    """Index among the owners."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOwner:
-    """A request with blocks."""
-
     request_id: str
     num_blocks: int
     """Shared ones included."""
@@ -60,11 +54,9 @@ class PoolMap:
     """The null block included."""
     states: Mapping[BlockState, int]
     runs: Sequence[Run]
-    """In order of block ids."""
     owners: Sequence[BlockOwner]
     """In order of admission, then the ended ones."""
     waste: float
-    """See `waste_ratio`."""
 
 
 _FREE, _CACHED, _SHARED, _ADAPTER, _NULL = range(5)
@@ -79,7 +71,6 @@ _FIRST_OWNER = len(_STATES)
 
 
 def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
-    """Return the pool's current state. O(blocks)."""
     requests, fenced = list(running), manager.fenced
     holdings = [manager.block_table(request.request_id) for request in requests]
     holdings += [tuple(table.block_ids) for _, table in fenced]

@@ -59,7 +59,6 @@ class PrefixHit:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The blocks to share, without null blocks."""
         return self.block_ids[self.block_ids.count(NULL_BLOCK_ID) :]
 
 
@@ -75,8 +74,6 @@ class Awaited:
 
 
 class PrefixCache:
-    """The prefixes of one pool."""
-
     def __init__(
         self, pool: BlockPool, block_size: int, tables: Mapping[str, BlockTable], *, is_shared: bool, has_state: bool = False
     ) -> None:
@@ -92,7 +89,6 @@ class PrefixCache:
         """Hits may end inside a block."""
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
-        """Hash of a prefix -> when it was evicted."""
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
         """(tenant, tokens of the first block) -> root hash. Kept per tenant, since a salt must not let others learn
         anything."""
@@ -226,7 +222,6 @@ class PrefixCache:
         return known is not None and known != root
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget blocks whose content is about to be lost."""
         for block_id in block_ids:
             self._answers.pop(block_id, None)
         for block_hash in self.index.forget(block_ids):
@@ -330,15 +325,12 @@ class PrefixIndex:
         return found
 
     def has_child(self, key: bytes) -> bool:
-        """Return whether there is a block at this `child_key`."""
         return key in self._children
 
     def goes_on(self, parent: bytes) -> bool:
-        """Return whether a block continues this prefix."""
         return parent in self._num_children
 
     def has_more(self, block_id: int, num_tokens: int) -> bool:
-        """Return whether the block has more than `num_tokens` known tokens."""
         return len(self._contents[block_id]) > START + num_tokens * TOKEN_BYTES
 
     def lookup_child(self, parent: bytes, content: bytes) -> tuple[int, int]:
@@ -428,7 +420,6 @@ class PrefixIndex:
                 self._children[key] = children[0]
 
     def check(self) -> None:
-        """Verify that the maps agree. Raises AssertionError. O(blocks)."""
         for block_hash, block_id in self._block_ids.items():
             assert self.hash_of(block_id) == block_hash, f"block {block_id} is known under two hashes"
         num_full = sum(not content.startswith(TAIL) for content in self._contents.values())
@@ -444,7 +435,6 @@ class PrefixIndex:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of tokens with which both begin."""
     num_bytes = min(len(one), len(other))
     difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
     if not difference:

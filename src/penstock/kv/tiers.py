@@ -56,9 +56,7 @@ class Load:
     slot: int
     block_hash: bytes
     group: Hashable = None
-    """Eviction group that the content will join."""
     request_id: str = ""
-    """The request that waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,6 @@ class Tier:
         self._spills: list[Spill] = []
         self._loads: list[list[Load]] = []
         self._waits: dict[str, _Wait] = {}
-        """By request id."""
 
     # For the manager.
 
@@ -169,7 +166,6 @@ class Tier:
         return wait is not None and now_ns < wait.until_ns
 
     def end_wait(self, request_id: str) -> None:
-        """Note that the request was admitted or has ended."""
         self._waits.pop(request_id, None)
 
     def next_timeout_ns(self, now_ns: int) -> int | None:
@@ -222,7 +218,6 @@ class Tier:
         self.is_open, self._may_probe = True, False
 
     def check(self) -> None:
-        """Verify the slots. Raises AssertionError. O(slots)."""
         self.slots.check()
 
 
@@ -239,7 +234,6 @@ class Swapping:
         take: Callable[[int], list[int]],
         block_size: int,
     ) -> None:
-        """`take` allocates blocks of the pool."""
         self._tier, self._pool, self._prefix, self._index = tier, pool, prefix, prefix.index
         self._tables, self._eviction, self._take, self._block_size = tables, eviction, take, block_size
 
@@ -354,7 +348,6 @@ class SlotIndex:
         """Busy content to forget when it is idle."""
 
     def __len__(self) -> int:
-        """Contents that can be read now."""
         return len(self._present)
 
     def state(self, block_hash: bytes) -> SlotState | None:
@@ -406,7 +399,6 @@ class SlotIndex:
         self._free.append(self._slots.pop(block_hash))
 
     def touch(self, block_hash: bytes) -> None:
-        """Mark content as just used."""
         if block_hash in self._present:
             self._present.move_to_end(block_hash)
 

@@ -33,7 +33,6 @@ class TokenBudget:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that prefills may still take."""
         return max(0, self.limits.max_tokens - self.counts.num_tokens - self.num_kept_tokens)
 
     @property
@@ -190,7 +189,6 @@ class StepDraft:
 
 
 def num_pairs(row: RowPlan) -> int:
-    """Return the number of pairs of a row's token and a token before it."""
     return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2
 
 

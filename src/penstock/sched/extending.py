@@ -24,8 +24,6 @@ MAX_FORCED_TOKENS = 15
 
 
 class Extending:
-    """Plans the next tokens of the running requests."""
-
     def __init__(self, kv: KVManager, running: Running, speculation: Speculation | None = None) -> None:
         self._kv = kv
         self._running = running

@@ -57,8 +57,6 @@ from penstock.types.stats import StepCounts
 
 @dataclass(slots=True)
 class Flight:
-    """One step."""
-
     step_id: int
     counts: StepCounts
     void: frozenset[str] = frozenset()
@@ -67,13 +65,10 @@ class Flight:
     """Blocks are fenced until it ends."""
 
     def live(self, rows: tuple[RowPlan, ...]) -> tuple[RowPlan, ...]:
-        """Return its rows that are not void."""
         return tuple([row for row in rows if row.request_id not in self.void])
 
 
 class Flights:
-    """The steps in flight, oldest first."""
-
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
         self._flights: deque[Flight] = deque()
@@ -82,7 +77,6 @@ class Flights:
         return len(self._flights)
 
     def depart(self, plan: StepPlan, counts: StepCounts) -> None:
-        """Add a planned step."""
         self._flights.append(Flight(plan.step_id, counts))
 
     def leave(self, request: Request) -> None:
@@ -106,7 +100,6 @@ class Flights:
         return flight
 
     def check(self, running: Iterable[Request]) -> None:
-        """Verify the invariants. Raises AssertionError. O(requests)."""
         assert self._flights or not self._kv.fenced, "a fence is left, and no step is in flight"
         for request in running:
             assert self._flights or not request.num_inflight_tokens, (

@@ -36,8 +36,6 @@ LOAD_STEPS = 4
 
 
 class Joining:
-    """Moves requests from the waiting queue to the running ones."""
-
     def __init__(
         self,
         kv: KVManager,
@@ -51,7 +49,6 @@ class Joining:
         max_step_tokens: int,
     ) -> None:
         self.wakeup_ns: int | None = None
-        """When to ask the gate again."""
         self.tells_stops = True
         """Admissions report why prefix hits stopped."""
         self._kv = kv
@@ -280,7 +277,6 @@ class Joining:
         return len(self._running) + self._groups.num_kept_rows + draft.num_promised_rows
 
     def _fresh(self, draft: StepDraft) -> Request | None:
-        """Return the next request that the gate lets in, if it lets in more."""
         return self._waiting.peek(draft.now_ns, draft.gate.bucket) if draft.gate.max_admissions > draft.num_let_in else None
 
     def _next_waiting(self, fresh: Request | None, draft: StepDraft) -> Request | None:
@@ -306,7 +302,6 @@ class Joining:
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
-        """Return whether a waiting request gets tokens before a running one."""
         if self._order.outranks(request, prefill, draft.now_ns):
             return True
         return prefill in draft.budget.late and not self._order.outranks(prefill, request, draft.now_ns)

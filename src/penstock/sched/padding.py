@@ -34,8 +34,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class PaddingRow:
-    """One run of padding."""
-
     request_id: PaddingId
     owner: str
     """The request in whose row it lies, for readers of a plan."""
@@ -43,7 +41,6 @@ class PaddingRow:
     num_tokens: int
     """Tokens that the executor gets with its admission."""
     is_known: bool = False
-    """The executor knows it."""
 
 
 class Padding:
@@ -73,7 +70,6 @@ class Padding:
         self.is_active = True
 
     def stop(self) -> None:
-        """End the padding with its batch."""
         for row in (*self._heads.values(), *self._done, *self._tails.values()):
             self._forget(row)
         self._heads.clear()
@@ -126,7 +122,6 @@ class Padding:
                 self._forget(row)
 
     def check(self, num_members: int, max_rows: int) -> None:
-        """Verify the invariants. Raises AssertionError."""
         assert self.is_active or not (self._heads or self._done or self._tails), "padding without a batch"
         assert num_members + len(self._tails) <= max_rows or not self.is_active, (
             "a batch and its padding are more than its rows"

@@ -29,7 +29,6 @@ from penstock.types.stats import StepCounts
 
 
 def limit(request: Request, max_total_tokens: int) -> None:
-    """Set the token limit of a request that is being queued."""
     request.max_total_tokens = max_total_tokens
 
 
@@ -46,7 +45,6 @@ def admit(request: Request, num_hit_tokens: int, now_ns: int, members: Iterable[
 
 
 def plan(request: Request, query_len: int) -> None:
-    """Note that a step computes the request's next tokens."""
     request.num_inflight_tokens = query_len
 
 
@@ -68,7 +66,6 @@ def preempt(request: Request) -> None:
 
 
 def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-    """End the request in any state."""
     request.status = RequestStatus.FINISHED
     request.num_inflight_tokens = 0
     request.finish_reason = reason
@@ -95,7 +92,6 @@ def note_first_token(request: Request, now_ns: int) -> None:
 
 
 def replace_output(request: Request, token_ids: Sequence[int]) -> None:
-    """Replace the request's output."""
     request.output_token_ids = list(token_ids)
     request.num_tokens = request.num_prompt_tokens + len(token_ids)
 

@@ -41,7 +41,6 @@ class KeyedHeap(Generic[T]):
         self._entries: list[tuple[OrderKey, int, T]] = []
         self._numbers = count()
         self._dead: set[int] = set()
-        """Discarded entries not yet removed."""
 
     def __len__(self) -> int:
         return len(self._entries) - len(self._dead)
@@ -77,17 +76,12 @@ class KeyedHeap(Generic[T]):
 
 @dataclass(slots=True)
 class Lane:
-    """The waiting requests of one lane, at least one."""
-
     name: str
     requests: KeyedHeap[Request] = field(default_factory=KeyedHeap)
     number: int = -1
-    """Number in the heap of lanes."""
 
 
 class Lanes:
-    """A queue by an order's keys."""
-
     def __init__(self, order: Order) -> None:
         self._order = order
         self._lanes: dict[str, Lane] = {}
@@ -118,7 +112,6 @@ class Lanes:
         self._places[request.request_id] = lane, lane.requests.push(self._order.key(request, now_ns), request)
 
     def peek(self, now_ns: int) -> Request | None:
-        """Return the next request, or None."""
         lane = self._first_lane()
         while lane is not None and (first := lane.requests.peek()) is not None:
             known_key, _, request = first
@@ -184,8 +177,6 @@ class Bucket(Lanes):
 
 @dataclass(frozen=True, slots=True)
 class AwaitedAdapter:
-    """An adapter being loaded."""
-
     number: int
     kept_until_ns: int
     """Until then it keeps its row and blocks."""
@@ -195,8 +186,6 @@ class AwaitedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A request that stands aside."""
-
     request: Request
     awaited: Awaited | AwaitedAdapter
     num_blocks: int
@@ -210,9 +199,7 @@ class WaitingQueue:
         self._order = order
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}
-        """Ascending."""
         self.num_fresh = 0
-        """Requests in the buckets."""
         self._called: OrderedDict[str, Request] = OrderedDict()
         self._held = Lanes(order)
         self.num_held_back = 0
@@ -240,7 +227,6 @@ class WaitingQueue:
 
     @property
     def adapters_aside(self) -> Iterator[tuple[Follower, AwaitedAdapter]]:
-        """Those that wait for an adapter."""
         for follower in self._aside.values():
             if isinstance(follower.awaited, AwaitedAdapter):
                 yield follower, follower.awaited
@@ -252,7 +238,6 @@ class WaitingQueue:
         return tuple([bucket.view() for bucket in self._buckets.values() if bucket])
 
     def push(self, request: Request, now_ns: int) -> None:
-        """Queue a request that never ran."""
         index = self._bucket_of(request)
         bucket = self._buckets.get(index)
         if bucket is None:
@@ -286,7 +271,6 @@ class WaitingQueue:
         self.num_held_back += 1
 
     def peek_preempted(self) -> Request | None:
-        """Return the next preempted request, or None."""
         return self._preempted[0][1] if self._preempted else None
 
     def peek_held(self, now_ns: int) -> Request | None:
@@ -314,12 +298,10 @@ class WaitingQueue:
                 self._called.move_to_end(request.request_id, last=False)
 
     def peek(self, now_ns: int, index: int = 0) -> Request | None:
-        """Return the next request of a bucket, or None."""
         bucket = self._buckets.get(index)
         return None if bucket is None else bucket.peek(now_ns)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it is."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.discard(request):
             self.num_fresh -= 1

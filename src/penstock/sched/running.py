@@ -27,13 +27,10 @@ nothing is known or it measures less. Most of a smaller step is fixed time."""
 
 
 class Running:
-    """Requests that hold a row and blocks."""
-
     def __init__(
         self, kv: KVManager, policies: Policies, waiting: WaitingQueue, groups: Groups, capacity: Capacity, *, max_rows: int
     ) -> None:
         self.max_rows = max_rows
-        """How many requests may run at once."""
         self.requests: dict[str, Request] = {}
         """In order of admission. Changed only here."""
         self.prefill_ns_per_token = 0.0
@@ -57,7 +54,6 @@ class Running:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order of admission."""
         return iter(self.requests.values())
 
     # who runs
@@ -137,7 +133,6 @@ class Running:
             self._releases.append(request.request_id)
 
     def is_untold(self, request: Request) -> bool:
-        """Return whether the next row must come with the request in full."""
         return request.request_id in self._untold
 
     def release(self, request_id: str) -> None:

@@ -106,7 +106,6 @@ class Scheduler:
             )
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
-        """How many requests may run at once."""
         self.kv = KVManager(
             capacity.num_blocks,
             capacity.block_size,
@@ -176,7 +175,6 @@ class Scheduler:
 
     @property
     def running(self) -> Mapping[str, Request]:
-        """In order of admission."""
         return self._running.requests
 
     # requests come and go
@@ -417,7 +415,6 @@ class Scheduler:
         return replace(event, token_ids=token_ids, finish_reason=forced.reason, stop_reason=forced.stop_reason)
 
     def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
-        """Keep the step's log-probabilities of prompts."""
         for row in rows:
             if row.request_id in result.prompt_logprobs:
                 progress.score(self._running.requests[row.request_id], row, result.prompt_logprobs[row.request_id])
@@ -490,7 +487,6 @@ class Scheduler:
 
 
 def max_total_tokens(request: Request, capacity: Capacity) -> int:
-    """Return the limit of a request's tokens, prompt and output."""
     return min(request.num_prompt_tokens + request.sampling.max_tokens, capacity.max_model_len)
 
 

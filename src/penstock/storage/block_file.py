@@ -59,7 +59,6 @@ class BlockFile:
         self.path = path
         self._content_bytes = content_bytes
         self.slot_bytes = -(-(_RECORD.size + content_bytes) // PAGE_BYTES) * PAGE_BYTES
-        """Size of a slot in the file."""
         self.num_slots = (max_bytes - PAGE_BYTES) // self.slot_bytes
         if self.num_slots < 1:
             raise ValueError(f"{max_bytes} bytes do not hold one block of {self.slot_bytes}")

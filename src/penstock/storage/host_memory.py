@@ -31,7 +31,6 @@ class HostMemory:
         self.num_slots = num_slots
         self._memory = np.empty((num_slots, content_bytes), np.uint8)
         self._names: dict[int, bytes] = {}
-        """Slot -> hash."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -70,7 +69,6 @@ class HostMemory:
             self._lock.release()
 
     def close(self) -> None:
-        """Release the memory. Idempotent."""
         with self._lock:
             self._release()
 

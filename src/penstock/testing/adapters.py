@@ -16,7 +16,6 @@ def make_adapter(number: int) -> AdapterRef:
 
 
 def at_once(job: Callable[[], None], is_urgent: bool) -> None:
-    """Run the job at once."""
     del is_urgent
     job()
 
@@ -68,7 +67,6 @@ class FakeAdapters:
         self._wake = wake
 
     def forget_all(self) -> None:
-        """Drop everything from memory."""
         self._states.clear()
 
     def _load(self, ref: AdapterRef) -> None:

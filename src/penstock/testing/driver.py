@@ -23,8 +23,6 @@ STEP_NS = 1_000_000
 
 @dataclass(slots=True)
 class Outcome:
-    """The tokens and events of one request."""
-
     token_ids: list[int] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
 
@@ -73,7 +71,6 @@ class Driver:
     clock: VirtualClock = field(default_factory=VirtualClock)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
-    """Plans of all steps begun."""
     transfers: Transfers | None = None
     """Moves blocks to and from the tier; `worker` runs its jobs while steps run."""
     worker: LateWorker | None = None

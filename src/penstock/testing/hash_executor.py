@@ -50,8 +50,6 @@ def mix(value: int, word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HashAdapter:
-    """The content of an adapter."""
-
     root: int
     num_pages: int = 1
 
@@ -60,7 +58,6 @@ class HashAdapter:
         return self.num_pages * SLOT_BYTES
 
     def pages(self, num_slots: int) -> tuple[list[int], ...]:
-        """Return the contents of its blocks."""
         return tuple([mix(mix(self.root, idx), slot) for slot in range(num_slots)] for idx in range(self.num_pages))
 
 
@@ -193,13 +190,10 @@ class PlacedAdapter:
     root: int
     block_ids: tuple[int, ...]
     pages: tuple[list[int], ...]
-    """The content of each block."""
 
 
 @dataclass(slots=True)
 class HashRow:
-    """The executor's state of one request."""
-
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParams
@@ -223,13 +217,10 @@ class HashRow:
 
 @dataclass(slots=True)
 class HashStep:
-    """A step in flight."""
-
     plan: StepPlan
     rows: list[HashRow]
     """The rows that it computes; they may be released before that."""
     block_ids: frozenset[int]
-    """Blocks of these rows."""
     awaits_masks: bool
     masks: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -275,7 +266,6 @@ class HashExecutor:
         self._written: set[int] = set()
         """Blocks filled or overwritten since the last step. Rows that had them must be released with the next."""
         self.adapters: dict[int, PlacedAdapter] = {}
-        """Placed adapters by number."""
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
         self._in_flight: deque[HashStep] = deque()
         self._to_compute: deque[HashStep] = deque()
@@ -504,7 +494,6 @@ class HashExecutor:
             self._slots[block_id * size : (block_id + 1) * size] = [POISON] * size
 
     def _advance(self, plan: RowPlan) -> HashRow:
-        """Count what a row will compute."""
         row = self._rows[plan.request_id]
         end = plan.context_len + plan.query_len
         self._check_row(plan, row, end)
@@ -668,7 +657,6 @@ class HashMatcher:
     ) -> None:
         """It fails after `fails_after` tokens."""
         self.token_ids: list[int] = []
-        """Accepted so far."""
         self._vocab_size = vocab_size
         self._state = mix(ROOT, seed)
         self._max_tokens = max_tokens

@@ -31,14 +31,10 @@ class PackedAdapter(Protocol):
     """An adapter in the layout that an executor's kernels read. Any executor of the same model and settings accepts it."""
 
     @property
-    def num_pages(self) -> int:
-        """KV blocks that it occupies, >= 1."""
-        ...
+    def num_pages(self) -> int: ...
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory that it occupies."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 TruncationSide = Literal["left", "right"]
-"""The side of a text that is cut off."""
 
 
 class Task(StrEnum):
@@ -57,13 +56,10 @@ class EncoderInfo:
 
     @property
     def is_per_token(self) -> bool:
-        """The result of a text is a matrix with a row per token."""
         return self.pooling == "each"
 
 
 class TextTokens(NamedTuple):
-    """A text, or a pair of texts, as token ids."""
-
     token_ids: tuple[int, ...]
     """Special tokens included."""
     second_at: int

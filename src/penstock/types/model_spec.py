@@ -12,7 +12,6 @@ from penstock.types.kv_dtype import KvDtype, state_bytes
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
 """`swiglu_clamped` acts on a gate and its partner, the others on one number. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
-"""How a router's scores become shares."""
 Mask = Literal["causal", "all"]
 """The tokens of its text that a token sees: itself and earlier ones, or all."""
 Pooling = Literal["first", "last", "mean", "each"]
@@ -93,13 +92,11 @@ class ExpertsMlp:
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
-    """Width of each expert."""
     activation: Activation = "silu"
     scoring: Scoring = "softmax"
     is_renormalised: bool = True
     """The chosen experts' shares are divided by their sum."""
     share_factor: float = 1.0
-    """Factor of the shares after that."""
     has_router_bias: bool = False
     has_selection_bias: bool = False
     """Biases that affect only the choice of experts."""
@@ -116,7 +113,6 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The mixer of a layer that attends."""
         assert isinstance(self.mixer, AttentionSpec)
         return self.mixer
 
@@ -139,7 +135,6 @@ class TextEnding:
     dense: tuple[Dense, ...] = ()
     """Poolers, heads and sentence-transformers' dense modules, in order."""
     is_normalised: bool = False
-    """The answer is divided by its Euclidean length."""
     labels: tuple[str, ...] = ()
     """Names of the answer's columns if a head makes them; empty for an embedding."""
 
@@ -154,13 +149,11 @@ class ModelSpec:
     """In order; often one value many times."""
     norm_eps: float
     max_model_len: int
-    """Positions that the model was trained for."""
     tie_word_embeddings: bool
     embed_scale: float = 1.0
     logit_softcap: float = 0.0
     """If > 0, logits become logit_softcap * tanh(logits / logit_softcap)."""
     logit_scale: float = 1.0
-    """Factor of the logits, before the cap."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
     norm: Literal["rms", "layer"] = "rms"
@@ -174,7 +167,6 @@ class ModelSpec:
 
     @property
     def result_width(self) -> int:
-        """Columns of a text's answer, or of a token's logits."""
         if self.ending is None:
             return self.vocab_size
         return self.ending.dense[-1].width if self.ending.dense else self.hidden_size
@@ -185,7 +177,6 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The attentions of the layers that have one, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> ModelSpec:
@@ -221,7 +212,6 @@ class ModelSpec:
 
     @property
     def has_state(self) -> bool:
-        """True if some layers have recurrent state."""
         return len(self.attentions) < self.num_layers
 
     @property

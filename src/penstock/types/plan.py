@@ -94,8 +94,6 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The part of a step that a cost model sees."""
-
     rows: tuple[tuple[int, int], ...]
     """(query_len, context_len) of each row."""
     num_samples: int
@@ -108,7 +106,6 @@ class Capacity:
     num_blocks: int
     """Blocks in the pool, including the null block 0."""
     block_size: int
-    """KV positions per block."""
     max_rows: int
     max_step_tokens: int
     max_model_len: int

@@ -25,9 +25,7 @@ class Matcher(Protocol):
     """The state of one request's grammar. Methods raise `GrammarFailure` once the grammar can't continue; `forced` and
     `mask` only on the first call after `accept`."""
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Advance by sampled tokens."""
-        ...
+    def accept(self, token_ids: Sequence[int]) -> None: ...
 
     def forced(self) -> Sequence[int]:
         """Return tokens that are each the only one allowed next, as the mask would say. More may follow.
@@ -167,7 +165,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the request. Includes the model's end tokens unless `ignore_eos`."""
     stop: tuple[str, ...] = ()
-    """Stop strings, found by the output stage."""
     lines: LineLimits | None = None
     """Also checked by the output stage."""
     include_stop_str_in_output: bool = False

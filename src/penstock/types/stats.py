@@ -14,13 +14,11 @@ class WaitReason(StrEnum):
     """The resource that the first waiting request lacks after planning; the value appears in metrics."""
 
     NOTHING = ""
-    """Nobody waits."""
     ROWS = "rows"
     """The maximum number of requests runs."""
     TOKENS = "tokens"
     """Other requests, mostly prefills, took the step's tokens."""
     MEMORY = "memory"
-    """KV blocks."""
     LOADING = "loading"
     """The rest of its prefix is being loaded from the tier below the pool."""
     PREFIX = "prefix"
@@ -119,10 +117,8 @@ class StepCounts:
     num_sampled_tokens: int = 0
     """Known once the step is committed."""
     num_padding_tokens: int = 0
-    """Positions of a batch's padding."""
     num_preemptions: int = 0
     num_swaps: int = 0
-    """Preemptions whose blocks the tier below the pool keeps."""
     num_recomputed_tokens: int = 0
     """Positions computed again after a preemption: its cost."""
     num_prefix_query_tokens: int = 0
@@ -131,17 +127,13 @@ class StepCounts:
     most_ns: int = 0
     """How long the step should take at most, since others want the machine; 0: no limit."""
     max_prefill_tokens: int = 0
-    """Tokens that the budget left to prompts."""
     waits_for: WaitReason = WaitReason.NOTHING
     """As when the step was planned."""
     num_blocks_held: int = 0
     """By requests and adapters while the step is computed, including requests that end with it."""
     num_adapters: int = 0
-    """Different adapters among the rows."""
     num_adapter_rows: int = 0
-    """Rows with an adapter."""
     sat_out: Sequence[str] = ()
-    """Running requests without a row, because of slow grammar masks."""
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""
     prefills: list[RowPlan] = field(default_factory=list)
@@ -172,7 +164,6 @@ class StepStats:
     planned_ns: int = 0
     """When it was planned, even if the step before still ran."""
     rows: Sequence[RowPlan] = ()
-    """The plan's rows."""
     waited_ns: int = 0
     """Time in which other models used the machine."""
 
@@ -213,7 +204,6 @@ class TierStats:
     """Slots with content that can be loaded."""
     is_open: bool = False
     num_spilled_blocks: int = 0
-    """Written."""
     num_loaded_blocks: int = 0
     """Read intact."""
     num_dropped_blocks: int = 0
@@ -265,18 +255,15 @@ class EngineLoad:
     waits_for: WaitReason = WaitReason.NOTHING
     """The resource that the first queued request lacks."""
     num_prompt_tokens: int = 0
-    """Prompt tokens of all unfinished requests."""
     num_blocks_total: int = 0
     """Without the null block: free + cached + held."""
     num_blocks_free: int = 0
     num_blocks_cached: int = 0
     num_blocks_shared: int = 0
-    """Held by several requests."""
     num_rows_free: int = 0
     """How many more may run at once, given enough blocks."""
     adapters: AdapterCounts = AdapterCounts()
 
     @property
     def num_blocks_held(self) -> int:
-        """By requests and their adapters."""
         return self.num_blocks_total - self.num_blocks_free - self.num_blocks_cached

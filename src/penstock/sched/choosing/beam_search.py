@@ -31,13 +31,10 @@ class Beam:
     parent_idx: int = 0
     """Index of the beam that it continues, in the previous step."""
     is_stopped: bool = False
-    """The last token is a stop token."""
 
 
 @dataclass(slots=True)
 class BeamSearch:
-    """One search, advanced token by token."""
-
     params: BeamParams
     stop_token_ids: Collection[int]
     max_tokens: int

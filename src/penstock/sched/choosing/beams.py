@@ -29,8 +29,6 @@ from penstock.types.result import StepResult, TokenLogprobs
 
 
 class Beams:
-    """Chooses the tokens of all running searches."""
-
     def __init__(self, kv: KVManager, running: Running, groups: Groups) -> None:
         self._kv = kv
         self._running = running

@@ -19,8 +19,6 @@ MAX_BROKEN = 1000
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """The requests of one search."""
-
     members: list[Request]
     search: BeamSearch
     carriers: list[Request] = field(default_factory=list)
@@ -32,7 +30,6 @@ class BeamGroup:
 
     @property
     def width(self) -> int:
-        """Rows that it may need."""
         return self.search.params.width
 
     @property
@@ -52,14 +49,10 @@ def num_rows_of(request: Request) -> int:
 
 
 class Groups:
-    """Groups by the ids of their requests."""
-
     def __init__(self, block_size: int) -> None:
         self.by_id: dict[str, BeamGroup] = {}
-        """Written only here."""
         self._block_size = block_size
         self._incomplete: dict[str, BeamGroup] = {}
-        """By parent id."""
         self._broken: OrderedDict[str, int] = OrderedDict()
         """Parent id -> requests still to arrive, of searches that have already ended; newest last."""
 
@@ -111,7 +104,6 @@ class Groups:
         return () if group is None else tuple(group.members)
 
     def _all(self) -> Iterator[BeamGroup]:
-        """Yield each group once."""
         return iter({id(group): group for group in self.by_id.values()}.values())
 
     def add(self, request: Request) -> Request | None:
@@ -148,7 +140,6 @@ class Groups:
         return group.is_complete and not group.num_running and group.carriers[0] is request
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended."""
         group = self.by_id.pop(request.request_id, None)
         if group is None:
             return
@@ -170,7 +161,6 @@ class Groups:
         return first
 
     def check(self) -> None:
-        """Verify the invariants. Raises AssertionError. O(beams)."""
         for group in self._all():
             carriers = {carrier.request_id for carrier in group.carriers}
             running = {member.request_id for member in group.members if member.status is RequestStatus.RUNNING}
@@ -181,7 +171,6 @@ class Groups:
 
 
 def _num_equal_tokens(one: Request, other: Request) -> int:
-    """Return how many tokens two beams have in common."""
     pairs = enumerate(zip(one.output_token_ids, other.output_token_ids, strict=False))
     shorter = min(len(one.output_token_ids), len(other.output_token_ids))
     return one.num_prompt_tokens + next((idx for idx, (a, b) in pairs if a != b), shorter)

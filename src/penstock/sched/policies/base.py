@@ -185,7 +185,6 @@ class StepRecord:
     num_decodes: int
     """Tokens of decodes: one each, and forced ones."""
     num_prefill_tokens: int
-    """All other tokens."""
     duration_ns: int
     """From the previous commit to its own: the latency between tokens of decodes. Without decodes, from its plan if that was
     later. Without `waited_ns`."""
@@ -201,7 +200,6 @@ class BudgetView:
 
     max_step_tokens: int
     num_decodes: int
-    """Tokens given away."""
     prefill_context_len: int
     """Computed tokens of the first running prefill; 0 without one."""
     last_step: StepRecord | None
@@ -250,7 +248,6 @@ class AdmissionView:
     running: Collection[Request]
     """Not empty: a request that would run alone is admitted without asking."""
     num_chunk_blocks: int
-    """Blocks for its first chunk."""
     num_prompt_blocks: int
     """Blocks for all tokens that it has, generated ones included. For a beam search that resumes, the blocks of all its
     beams."""
@@ -305,7 +302,6 @@ class VictimView:
     candidates: Sequence[Request]
     """Not empty; in the order of admission."""
     num_needed_blocks: int
-    """Blocks to be found now."""
     num_freed_blocks: Callable[[Request], int]
     """Return the blocks that only this candidate holds. O(its blocks)."""
     num_lost_tokens: Callable[[Request], int]
@@ -345,8 +341,6 @@ class Prediction:
 
 
 class Predictor(Protocol):
-    """Predicts the length of outputs."""
-
     @abstractmethod
     def predict(self, request: Request) -> Prediction | None:
         """Return a prediction for a request that is being queued, or None. Its `max_total_tokens` is known."""
@@ -359,8 +353,6 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """A policy for each seam."""
-
     gate: Gate
     order: Order
     budget: Budget

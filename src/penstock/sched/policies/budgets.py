@@ -92,14 +92,12 @@ class StepCost:
 
     fixed_ns: float = 0.0
     decode_ns: float = 0.0
-    """Per row that decodes."""
     any_prefill_ns: float = 0.0
     """Paid once if a step has prefill tokens. Large where other programs use the cores: each operation on more than one row
     then waits for a thread that does not run."""
     prefill_ns: float = 0.0
     """Per prefill token; at least `MIN_PREFILL_NS` after the first step."""
     attention_ns: float = 0.0
-    """Per pair."""
     _doubt: list[list[float]] = field(default_factory=list)
     """Covariance of the five. [5, 5]"""
     _first_doubts_ns: tuple[float, ...] = ()

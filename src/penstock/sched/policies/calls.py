@@ -31,8 +31,6 @@ MIN_IDLE_TO_SWEEP = 64
 
 @dataclass(slots=True)
 class Call:
-    """The waiting requests of one call."""
-
     due: int
     """When the next request to arrive is due, in its tenant's virtual time."""
     num_waiting: int = 0
@@ -44,11 +42,8 @@ class Tenant:
     due: int = 0
     """When its next request is due, in global virtual time."""
     now: int = 0
-    """Virtual time of its calls."""
     num_waiting: int = 0
-    """Requests."""
     num_calls: int = 0
-    """Calls with waiting requests."""
     calls: dict[str, Call] = field(default_factory=dict)
     """By id: calls with waiting requests, and calls that got more than their share."""
 
@@ -65,7 +60,6 @@ class Tenant:
         return due
 
     def go(self, name: str) -> None:
-        """Remove a waiting request of a call."""
         self.num_waiting -= 1
         call = self.calls[name]
         call.num_waiting -= 1
@@ -93,7 +87,6 @@ class FairCalls(Order):
         """Total shares of tenants with waiting requests, and below the number of those tenants."""
         self._num_tenants = 0
         self._now = 0
-        """Virtual time of the tenants."""
         self._due: dict[str, OrderKey] = {}
         """Request id -> key, while it waits."""
 

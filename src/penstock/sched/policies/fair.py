@@ -36,12 +36,10 @@ class Account:
 
     counter: int
     input_charge: int
-    """Per token."""
     output_charge: int
     base: int = 0
     """The value that the counter would have been lifted to without credit."""
     num_waiting: int = 0
-    """Requests that never ran."""
     waiting_since_ns: int = 0
     """When the first of them arrived, or the tenant's last admission."""
     num_decoding: int = 0
@@ -98,7 +96,6 @@ class FairShares(Order):
         self._max_tenants = max_tenants
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
-        """Tenants that wait."""
         self._max_wait_ns = max_wait_ns
         self._max_credit = max_credit_tokens * _UNIT
         self._now_ns = 0
@@ -106,7 +103,6 @@ class FairShares(Order):
         self._decoding: dict[str, Account] = {}
         """By request id. A request stays with its account until it leaves."""
         self._serving: dict[str, Account] = {}
-        """Tenants with decoding requests."""
         self._joined: set[str] = set()
         """Requests admitted since the last step, whose first chunk is already charged."""
         self._num_admissions = 0

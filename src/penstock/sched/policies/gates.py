@@ -90,7 +90,6 @@ class Dynamic(Gate):
         return GateDecision(size, bucket=bucket, is_batch=True, pad_to_tokens=pad_to)
 
     def _batch_size(self, bucket: BucketView, view: GateView) -> int:
-        """Return how many of a bucket may start now."""
         num_waiting = min(bucket.num_waiting, view.max_rows)
         if num_waiting == view.max_rows or view.now_ns >= bucket.oldest_ns + self.max_queue_delay_ns:
             return num_waiting

@@ -19,8 +19,6 @@ _SMOOTHING = 8
 
 
 class FirstComeFirstServed(Order):
-    """By arrival: no request is overtaken."""
-
     def key(self, request: Request, now_ns: int) -> OrderKey:
         del now_ns
         return (request.arrival_ns,)
@@ -110,9 +108,7 @@ class EarliestDeadlineFirst(Order):
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
         self._max_slack_ns = max_slack_ns
         self._step_ns = 0
-        """Mean duration of a step."""
         self._decode_step_ns = 0
-        """Mean duration of a step without prompts."""
         self._prompt_ns = 0
         """Mean extra time of a step with prompts."""
         self._prompt_tokens = 0

@@ -32,8 +32,6 @@ LOW_SHARE, HIGH_SHARE = 0.1, 0.9
 
 
 class NoPredictions(Predictor):
-    """Predicts nothing."""
-
     def predict(self, request: Request) -> Prediction | None:
         del request
         return None
@@ -60,7 +58,6 @@ class LengthCurve:
         self._ended = [0.0] * len(BOUNDS)
         self._cut = [0.0] * len(BOUNDS)
         self._num_tokens = 0.0
-        """In all observed outputs."""
         self.weight = 0.0
         """Observations, older ones counting less."""
         self._num_unseen = 0
@@ -128,8 +125,6 @@ class LengthCurve:
 
 @dataclass(slots=True)
 class Curves:
-    """The curves of one tenant, or of all."""
-
     total: LengthCurve = field(default_factory=LengthCurve)
     by_prompt: dict[int, LengthCurve] = field(default_factory=dict)
     """Bit length of the prompt's length -> curve; about twenty at most."""

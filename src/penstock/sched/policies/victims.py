@@ -13,15 +13,11 @@ from penstock.types.request import Request
 
 
 class LatestArrived(Victim):
-    """The one that came last."""
-
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, _equal)
 
 
 class LowestPriority(Victim):
-    """The one of the lowest class."""
-
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: request.priority)
 
@@ -63,7 +59,6 @@ def _equal(request: Request) -> int:
 
 
 def _evict(view: VictimView, key: Callable[[Request], Any]) -> Eviction:
-    """Preempt the candidate with the largest key."""
     _, victim = max(enumerate(view.candidates), key=lambda entry: (key(entry[1]), entry[1].arrival_ns, entry[0]))
     return Eviction(victim, view.method)
 
