@@ -108,14 +108,14 @@ def test_a_text_of_the_greatest_length_is_read_and_a_longer_one_refused() -> Non
     outcomes = finish(make_driver(), Add(longest), Add(longer), Add(none))
     assert_answered(outcomes, [longest])
     assert outcomes["longer"].last.reject_reason == RejectReason.CONTEXT_LENGTH
-    assert "The text has 65 tokens, and the model reads 64 at most" in outcomes["longer"].last.detail
+    assert "The text has 65 tokens, but the model reads at most 64" in outcomes["longer"].last.detail
     assert outcomes["none"].last.reject_reason == RejectReason.INVALID
 
 
 def test_nobody_asks_a_reader_of_texts_for_a_search() -> None:
     event = finish(make_driver(), Add(make_text(beams=BeamParams(width=1))))["r0"].last
     assert event.finish_reason is FinishReason.REJECTED
-    assert "writes none" in event.detail
+    assert "only reads texts" in event.detail
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -94,7 +94,7 @@ def test_contents_of_another_model_are_discarded_with_a_warning(
     file.close()
     assert not caplog.records
     other = make(path, **change)  # type: ignore[arg-type]
-    assert "discarded" in caplog.text
+    assert "discarding" in caplog.text
     assert other.entries() == []
     assert path.stat().st_size == len(path.read_bytes()) < PAGE_BYTES
     other.close()

@@ -121,15 +121,16 @@ class Deadlines:
         wait_ns = max(0, ttft_ns - view.own_prefill_ns)
         total_ns = ttft_ns + (ask.min_new_tokens - 1) * view.step_ns
         for reason, what, deadline_ns, least_ns in (
-            (RejectReason.QUEUE_TIMEOUT, "it would wait for its turn", ask.queue_deadline_ns, wait_ns),
-            (RejectReason.FIRST_TOKEN_TIMEOUT, "its first token would take", ask.first_token_deadline_ns, ttft_ns),
-            (RejectReason.DEADLINE, "its answer would take", ask.deadline_ns, total_ns),
+            (RejectReason.QUEUE_TIMEOUT, "the wait", ask.queue_deadline_ns, wait_ns),
+            (RejectReason.FIRST_TOKEN_TIMEOUT, "the first token", ask.first_token_deadline_ns, ttft_ns),
+            (RejectReason.DEADLINE, "the whole answer", ask.deadline_ns, total_ns),
         ):
             if deadline_ns is None:
                 continue
             if view.now_ns >= deadline_ns or (not view.is_idle and view.now_ns + least_ns > deadline_ns):
                 left_ms = max(0.0, (deadline_ns - view.now_ns) / 1e6)
-                detail = f"The deadline can't be met: {what} {least_ns / 1e6:.0f} ms at least, and {left_ms:.0f} ms are left."
+                least = f"{what} would take at least {least_ns / 1e6:.0f} ms"
+                detail = f"The deadline can't be met: {least}, and {left_ms:.0f} ms are left."
                 return Refusal(reason, detail)
         return None
 

@@ -27,7 +27,7 @@ LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
 """A disk loads an adapter in milliseconds, and those of all rows in this time."""
 DEFAULT_MAX_ADAPTERS = 32
-NO_ADAPTERS = "The server has no adapters; --lora-modules or --lora-dir names some."
+NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
 
 
 class Adapters:
@@ -73,8 +73,8 @@ class Adapters:
         if not num_pages or num_pages + num_blocks <= num_total:
             return None
         detail = (
-            f"Its adapter takes {counted(num_pages, 'block')} of the KV cache and its tokens may take {num_blocks}, of "
-            f"{num_total}. Ask for fewer tokens, or give the server more KV cache."
+            f"The adapter takes {counted(num_pages, 'block')} of the KV cache and the request may take {num_blocks}, but there "
+            f"are {num_total}. Ask for fewer tokens, or give the server more KV cache."
         )
         return Rejected(RejectReason.NEVER_FITS, detail, param="max_tokens")
 
@@ -142,7 +142,7 @@ class Adapters:
             elif state.failure:
                 yield request, Rejected(state.reason, state.failure, param="model")
             elif now_ns >= awaited.until_ns:
-                detail = f"Its adapter was not loaded in {LOAD_TIMEOUT_NS // 10**9} s; the server's log may say why."
+                detail = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The server's log may say why."
                 yield request, Rejected(RejectReason.UNAVAILABLE, detail)
 
     def wakeup_ns(self, now_ns: int) -> int | None:

@@ -99,11 +99,9 @@ class Scheduler:
         """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit. Requests with at
         most `max_adapters` different adapters run at once."""
         if speculation is not None and capacity.has_state:
-            raise ValueError("a model with recurrent state can't speculate: what a wrong guess did to the state stays")
+            raise ValueError("a model with recurrent state can't speculate, because a wrong guess can't be undone")
         if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
-            raise ValueError(
-                "a model that keeps nothing of its texts has no prefix cache and no tiers, and speculates about nothing"
-            )
+            raise ValueError("a model that only reads texts can't have a prefix cache, a tier or speculation")
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
         self.kv = KVManager(
@@ -198,16 +196,16 @@ class Scheduler:
         if beams is None:
             return None
         if not self._is_continuous:
-            detail = "A static or dynamic batch takes no beam search, whose rows come and go: that needs --batching continuous."
+            detail = "Beam search needs --batching continuous: its rows come and go, and a static or dynamic batch is fixed."
             return Rejected(RejectReason.INVALID, detail, param="use_beam_search")
         if beams.width > self.max_rows:
             detail = (
-                f"A beam search of width {beams.width} needs as many rows, and {self.max_rows} may run at once: "
-                f"ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
+                f"A beam search of width {beams.width} needs as many rows, but at most {self.max_rows} run at once. "
+                f"Ask for an 'n' of at most {self.max_rows}, or raise --max-num-seqs."
             )
             return Rejected(RejectReason.INVALID, detail, param="n")
         if self._groups.is_broken(request):
-            return Rejected(RejectReason.INVALID, "Another request of this beam search has ended before this one came.")
+            return Rejected(RejectReason.INVALID, "Another request of this beam search ended before this one arrived.")
         return None
 
     def _predict(self, request: Request) -> None:
@@ -498,7 +496,7 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
     if capacity.is_one_pass:
         return _refuse_text(request, capacity)
     if request.sampling.prompt_logprobs is not None and not capacity.max_scored:
-        detail = "The server's backend tells no log-probabilities of prompts: that needs --backend native or reference."
+        detail = "This backend returns no log-probabilities of prompts. The server needs --backend native or reference."
         return Rejected(RejectReason.INVALID, detail, param="prompt_logprobs")
     if num_prompt + 1 > capacity.max_model_len:
         detail = (
@@ -524,13 +522,13 @@ def refusal(request: Request, capacity: Capacity) -> Rejected | None:
 
 def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
     if request.sampling.beams is not None or request.sampling.follows_grammar:
-        return Rejected(RejectReason.INVALID, "The model reads texts and writes none: it takes no beam search and no grammar.")
+        return Rejected(RejectReason.INVALID, "This model only reads texts, so beam search and grammars are not available.")
     if request.adapter is not None:
-        return Rejected(RejectReason.INVALID, "Adapters are for models that write text, and this one reads it.", param="model")
+        return Rejected(RejectReason.INVALID, "This model only reads texts, so it can't use adapters.", param="model")
     if request.num_prompt_tokens <= capacity.max_model_len:
         return None
     detail = (
-        f"The text has {counted(request.num_prompt_tokens, 'token')}, and the model reads {capacity.max_model_len} at most "
+        f"The text has {counted(request.num_prompt_tokens, 'token')}, but the model reads at most {capacity.max_model_len} "
         "(max_model_len)."
     )
     return Rejected(RejectReason.CONTEXT_LENGTH, detail, param="input")

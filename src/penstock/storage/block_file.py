@@ -95,7 +95,7 @@ class BlockFile:
             self._sequence += 1
             num_written = os.pwritev(self._fd, [record, content], self._offset(slot))
         if num_written != len(record) + len(content):
-            raise OSError(errno.ENOSPC, "the file took a part of a block only", str(self.path))
+            raise OSError(errno.ENOSPC, "only part of a block was written", str(self.path))
 
     def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:
         record = bytearray(_RECORD.size)
@@ -144,8 +144,8 @@ class BlockFile:
         if os.pread(self._fd, len(header), 0) != header:
             if num_bytes := os.fstat(self._fd).st_size:
                 _logger.warning(
-                    "%s: %d bytes are discarded, as they are of another model, KV type, block size, kernel or version; "
-                    "a --kv-disk-path for each keeps them apart",
+                    "%s: discarding %d bytes that belong to another model, KV type, block size, kernel or version. "
+                    "To keep both, give each its own --kv-disk-path.",
                     self.path,
                     num_bytes,
                 )
