@@ -94,10 +94,6 @@ class BlockPool:
         """Return each group's cached blocks: oldest first, resting ones last. O(blocks); for checks."""
         return {name: list(self._blocks_of(group)) for name, group in self._groups.items()}
 
-    def rests(self, block_id: int) -> bool:
-        """Return whether the block is cached and rests."""
-        return bool(self._is_kept[block_id] and self._rests[block_id])
-
     def resting(self, name: Hashable = None) -> int:
         """Return the number of a group's resting blocks; None: those of no group."""
         group = self._ungrouped if name is None else self._groups.get(name)

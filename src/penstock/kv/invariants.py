@@ -32,7 +32,7 @@ def check(manager: KVManager) -> None:
     _check_index(manager)
     _check_aliasing(manager)
     if manager.tier is not None:
-        manager.tier.check()
+        manager.tier.slots.check()
     _check_coming(manager)
 
 

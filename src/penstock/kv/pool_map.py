@@ -59,31 +59,21 @@ class PoolMap:
     waste: float
 
 
-_FREE, _CACHED, _SHARED, _ADAPTER, _NULL = range(5)
-_STATES = {
-    _FREE: BlockState.FREE,
-    _CACHED: BlockState.CACHED,
-    _SHARED: BlockState.SHARED,
-    _ADAPTER: BlockState.ADAPTER,
-    _NULL: BlockState.NULL,
-}
-_FIRST_OWNER = len(_STATES)
-
-
 def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
     requests, fenced = list(running), manager.fenced
     holdings = [manager.block_table(request.request_id) for request in requests]
     holdings += [tuple(table.block_ids) for _, table in fenced]
     ref_counts, is_kept = manager.pool.snapshot()
-    codes = list(is_kept)  # 0 and 1: free and cached
-    for idx, block_ids in enumerate(holdings, start=_FIRST_OWNER):
+    # A state, or the index of a block's one owner.
+    codes: list[BlockState | int] = [BlockState.CACHED if kept else BlockState.FREE for kept in is_kept]
+    for idx, block_ids in enumerate(holdings):
         for block_id in block_ids:
-            codes[block_id] = idx if ref_counts[block_id] < 2 else _SHARED
+            codes[block_id] = idx if ref_counts[block_id] < 2 else BlockState.SHARED
     for resident in manager.adapters.residents.values():
         if resident.num_pins:
             for block_id in resident.block_ids:
-                codes[block_id] = _ADAPTER
-    codes[NULL_BLOCK_ID] = _NULL
+                codes[block_id] = BlockState.ADAPTER
+    codes[NULL_BLOCK_ID] = BlockState.NULL
     runs = [_run(code, len(list(same))) for code, same in groupby(codes)]
     states: Counter[BlockState] = Counter(dict.fromkeys(BlockState, 0))
     for run in runs:
@@ -121,6 +111,5 @@ def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
     return min(1.0, num_empty / (num_held * size)) if num_held else 0.0
 
 
-def _run(code: int, num_blocks: int) -> Run:
-    state = _STATES.get(code)
-    return Run(BlockState.HELD, num_blocks, code - _FIRST_OWNER) if state is None else Run(state, num_blocks)
+def _run(code: BlockState | int, num_blocks: int) -> Run:
+    return Run(code, num_blocks) if isinstance(code, BlockState) else Run(BlockState.HELD, num_blocks, code)

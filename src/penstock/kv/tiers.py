@@ -217,9 +217,6 @@ class Tier:
         """Use the tier again, with the content it had."""
         self.is_open, self._may_probe = True, False
 
-    def check(self) -> None:
-        self.slots.check()
-
 
 class Swapping:
     """Moves between one pool and one tier: what to load, where to place it, what to keep."""
