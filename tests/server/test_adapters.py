@@ -23,11 +23,11 @@ from penstock.engine.thread import EngineState
 from penstock.models.architectures import describe
 from penstock.models.catalog import resolve
 from penstock.models.load import load_adapter
+from penstock.serve import loading
 from penstock.serve.app import create_app
 from penstock.serve.asking import find_asked, look_up
 from penstock.serve.cards import Listed
 from penstock.serve.openai import adapters as route_file
-from penstock.serve import loading
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from tiny_adapters import factors_of_llama, write_adapter
