@@ -65,8 +65,6 @@ class ToolFormat:
     """Length of the ids of calls that the template demands, in letters and digits; 0: any id."""
     has_one_call: bool = False
     """Templates take only one call per message."""
-    has_channels: bool = False
-    """The whole answer consists of messages with channels (Harmony)."""
 
     @cached_property
     def marked(self) -> tuple[Way, ...]:
@@ -98,7 +96,6 @@ GENERIC = ToolFormat(name="generic", ways=(_HERMES, *_UNMARKED))
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="openai",  # gpt-oss
-        has_channels=True,
         has_one_call=True,
         marks=("<|channel|>", "<|message|>", "functions."),
         ways=(
@@ -202,10 +199,6 @@ class Dialect:
     @property
     def marks(self) -> frozenset[str]:
         return marks_of(self.tools, self.reasoning)
-
-    @property
-    def has_channels(self) -> bool:
-        return self.reasoning is not None and bool(self.reasoning.lead)
 
 
 def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
@@ -387,7 +380,7 @@ def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
     """The field that templates read. gpt-oss's takes reasoning or content beside a call, not both."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
-    if dialect.has_channels and message.calls:
+    if dialect.reasoning.lead and message.calls:
         texts = [text for text in (message.reasoning, message.content) if text]
         return {"content": "", "thinking": "\n\n".join(texts)}
     return {"reasoning_content": message.reasoning}
