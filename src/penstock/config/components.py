@@ -618,6 +618,21 @@ class SharingConfig(Component):
         minimum=0.05,
         maximum=20.0,
     )
+    split_of: str | None = setting(
+        None,
+        "Name of another model, of whose requests this one answers a part, such as with other settings of the same weights.",
+        default_doc="none",
+    )
+    split_share: float | None = share(
+        None, "The part, as a share of the users that requests name.", minimum=0.0, maximum=1.0, default_doc="0"
+    )
+    split_tenants: tuple[str, ...] = setting(
+        (),
+        "Tenant whose requests all belong to the part; may be repeated.",
+        key="split_tenant",
+        default_doc="none",
+        is_multiple=True,
+    )
 
 
 class LogFormat(StrEnum):

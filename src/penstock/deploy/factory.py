@@ -41,6 +41,7 @@ from penstock.deploy.policies import admission_limits, build_policies
 from penstock.deploy.recorder import check_recording, open_recorder
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.sizing import LEAST_ROOM_BYTES, RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, check_address_space
+from penstock.deploy.splits import read_split
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import Cores, address_space, give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
@@ -109,7 +110,14 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 
         known = [one.path for one in served if one.path is not None]
         find_new = ModelFolder(folder, config_of_found, partial(serve_model, resources=resources), known).find_new
-    deployment = Deployment(served, memory, sources=partial(_sources, configs[0].server), find_new=find_new)
+    splits = [read_split(config.sharing, one.name) for one, config in zip(served, configs, strict=True)]
+    deployment = Deployment(
+        served,
+        memory,
+        sources=partial(_sources, configs[0].server),
+        find_new=find_new,
+        splits=[split for split in splits if split is not None],
+    )
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment
 

@@ -101,6 +101,20 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 
+def find_answering(
+    name: str | None, deployment: Deployment, scope: Scope, config: ServerConfig, user: str = ""
+) -> tuple[ServedModel, AdapterRef | None]:
+    """As `find_allowed`, for a request that will be answered: a name may be split among models.
+
+    A `user` is drawn within its tenant, and a request without a user by its id, so all who ask for one request get the same.
+    """
+    served, adapter = find_allowed(name, deployment, scope)
+    if not deployment.splits or adapter is not None:
+        return served, adapter
+    tenant = read_owner(scope, config).tenant
+    return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
+
+
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """The model that a request names, loaded or not, and its adapter if the name is one's.
 
