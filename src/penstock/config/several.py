@@ -29,7 +29,7 @@ _OF_ONE_MODEL = (
     "split_tenant",
 )
 """Settings of one model, which several can't have in common."""
-_ALONE = ("record", "ab", "ab_share", "ab_by", "ab_secret", "ab_tenant")
+_ALONE = ("record",)
 """Settings of a server that has one model."""
 
 

@@ -27,6 +27,7 @@ from penstock.calls.call import (
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ServedModel
 from penstock.serve.asking import (
     MAX_BIAS,
     check_token_ids,
@@ -179,8 +180,7 @@ class Reader:
         """The model that is asked, the adapter, which begins to be loaded, and the terms."""
         if body.request_id is not None:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
-        user = body.safety_identifier or body.user or ""
-        served, adapter = self.find(body.model, scope, user)
+        served, adapter = self.find(body.model, scope, body.safety_identifier or body.user or "")
         running = served.answerer()
         if adapter is not None and running.adapters is not None and body.model is not None:
             if (rejected := running.adapters.failure(body.model)) is not None:
@@ -198,8 +198,6 @@ class Reader:
             running.clock.now_ns(),
             self._config,
             is_priority_scheduled=is_priority_scheduled,
-            arms=running.arms,
-            user=user,
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             conversation=body.prompt_cache_key or body.session_id or body.user or "",

@@ -158,8 +158,6 @@ class TextsReader:
             running.clock.now_ns(),
             self._config,
             is_priority_scheduled=running.model.is_priority_scheduled,
-            arms=running.arms,
-            user=user or "",
             priority=priority,
         )
         return Asked(running, encoder, terms, claim_of(terms.owner.tenant, data), model or running.name)
