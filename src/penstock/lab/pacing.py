@@ -1,18 +1,15 @@
-"""Which job of a workload is sent next, and when. Called by whatever sends: the HTTP client, and the loop in process.
+"""Which job of a workload is sent next, and when. Called by the loop that sends (`driving`) and by the simulation.
 
-`Pacer` keeps the order: instants and the ends of requests go in, jobs that are due come out. `Tally` keeps the records of those
-that have ended, but for the warm-up. Neither has a clock or sends anything.
+Instants and the ends of requests go into a `Pacer`, jobs that are due come out. It has no clock and sends nothing.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from penstock.lab.records import End, Record, Sent
 from penstock.lab.workload import Workload
 
 
@@ -147,51 +144,3 @@ class Pacer:
             self._num_left[first] = num_left
         elif self._pace.concurrency is not None:
             self._free_since.append(now_ns)
-
-
-class Tally:
-    """The requests of a run that have ended, without those of the warm-up."""
-
-    def __init__(self, workload: Workload, warm_up: WarmUp, on_end: Callable[[], object]) -> None:
-        self.records: list[Record] = []
-        """In any order."""
-        self._jobs = workload.jobs
-        self._warm_up = warm_up
-        self._on_end = on_end
-        self._num_warm_up = 0
-        self._last_ns = 0
-
-    def note_end(self, index: int, intended_ns: int, ended_ns: int) -> bool:
-        """A request has ended. Returns whether it has a record, which those of the warm-up have not."""
-        self._last_ns = max(self._last_ns, ended_ns)
-        is_warm_up = self._warm_up.covers(index, intended_ns)
-        self._num_warm_up += is_warm_up
-        self._on_end()
-        return not is_warm_up
-
-    def add(self, record: Record) -> None:
-        """A request has ended, with that record."""
-        if self.note_end(record.index, record.intended_ns, record.ended_ns):
-            self.records.append(record)
-
-    def add_unsent(self, index: int, now_ns: int, *, intended_ns: int | None = None, end: End, error: str = "") -> None:
-        """A job has ended without a request; it was due now if nothing else is said."""
-        due_ns = now_ns if intended_ns is None else intended_ns
-        tenant = self._jobs[index].tenant
-        self.add(Record(index=index, intended_ns=due_ns, sent_ns=now_ns, ended_ns=now_ns, end=end, error=error, tenant=tenant))
-
-    def add_lost_turn(self, index: int, now_ns: int) -> None:
-        """A turn can't be sent, since the one before it has no answer."""
-        self.add_unsent(index, now_ns, end=End.FAILED, error="The turn before it had no answer.")
-
-    def sent(self, unfinished: list[Record], *, client_cpu_s: float = 0.0, notes: tuple[str, ...] = ()) -> Sent:
-        """The outcome of the run, `unfinished` being the records of requests that had not ended."""
-        return Sent(
-            records=sorted(self.records, key=lambda record: record.index),
-            duration_ns=self._last_ns,
-            client_cpu_s=client_cpu_s,
-            num_warm_up=self._num_warm_up,
-            unfinished=unfinished,
-            num_unsent=len(self._jobs) - len(self.records) - self._num_warm_up - len(unfinished),
-            notes=notes,
-        )

@@ -97,8 +97,7 @@ class MessagesReader:
         if body.thread is not None:
             message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
             raise ApiError(400, message, code=NO_THREADS, param="thread")
-        user = None if body.metadata is None else body.metadata.user_id
-        running = self._reader.find(body.model, scope, user or "")[0].answerer()
+        running = find_model(body.model, self._deployment, scope)
         chat = ChatCompletionBody.model_construct(
             model=body.model,
             max_tokens=body.max_tokens,
@@ -107,7 +106,7 @@ class MessagesReader:
             top_p=body.top_p,
             top_k=body.top_k,
             stop=body.stop_sequences,
-            user=user,
+            user=None if body.metadata is None else body.metadata.user_id,
             **self._chat_fields(body, running.dialect),
         )
         call = self._reader.read_chat(chat, data, scope)

@@ -1,0 +1,178 @@
+"""The loop that sends a workload: starts each job when it is due and keeps the record of its end.
+
+`send` (HTTP) and `in_process.drive` call it, each with its own way to ask for one job. Runs on an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.lab.pacing import Pace, Pacer, WarmUp
+from penstock.lab.records import End, Record, Sent
+from penstock.lab.workload import Job, Workload
+from penstock.types.errors import PenstockError
+
+_NS_PER_S = 1_000_000_000
+
+
+class Ask(Protocol):
+    """Asks for one job and fills its record while the answer comes. A cancelled call ends the request.
+
+    `texts`: what the user and the model said in turn, with the job's own prompt last; empty for a prompt of token ids.
+    `now_ns`: the clock of the record's instants. PenstockError makes the job a failure with that message.
+    """
+
+    async def __call__(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None: ...
+
+
+async def drive(
+    workload: Workload,
+    ask: Ask,
+    *,
+    pace: Pace,
+    warm_up: WarmUp,
+    on_end: Callable[[], object],
+    keeps_text: bool = False,
+    max_s: float | None = None,
+) -> Sent:
+    """Ask for every job and wait until the last has ended. A request that fails is a record, and the run goes on.
+
+    The run ends early, with what there is, after `max_s` seconds or if its task is cancelled, as Ctrl-C does in `asyncio.run`.
+    """
+    driving = _Driving(workload, ask, pace, warm_up, on_end, keeps_text)
+    try:
+        async with asyncio.timeout(max_s):
+            await driving.run()
+    except (TimeoutError, asyncio.CancelledError):
+        pass  # The records say what there is.
+    finally:
+        await driving.stop()
+    return driving.outcome()
+
+
+class _Driving:
+    """A run while it goes on. Instants are nanoseconds from its begin."""
+
+    def __init__(
+        self, workload: Workload, ask: Ask, pace: Pace, warm_up: WarmUp, on_end: Callable[[], object], keeps_text: bool
+    ) -> None:
+        self._jobs = workload.jobs
+        self._ask = ask
+        self._warm_up = warm_up
+        self._on_end = on_end
+        self._keeps_text = keeps_text
+        self._pacer = Pacer(workload, pace)
+        self._records: list[Record] = []
+        """Requests that have ended, in any order, without those of the warm-up."""
+        self._unfinished: list[Record] = []
+        self._num_warm_up = 0
+        self._last_ns = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        """A bug, ours or that of `ask`, which ends the run."""
+        self._has_changed = asyncio.Event()
+        self._said: dict[int, tuple[list[str], int]] = {}
+        """Job -> the texts up to its answer, and how many turns that continue it have not begun."""
+        self._begin_ns = time.perf_counter_ns()
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns() - self._begin_ns
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._pacer.is_over:
+            while (taken := self._pacer.take(self.now_ns())) is not None:
+                task = asyncio.create_task(self._run_job(*taken))
+                self._tasks.add(task)
+                task.add_done_callback(self._look_at)
+            next_ns = self._pacer.next_ns()
+            timer = None
+            if next_ns is not None:
+                timer = loop.call_later(max(0, next_ns - self.now_ns()) / _NS_PER_S, self._has_changed.set)
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            if timer is not None:
+                timer.cancel()
+            if self._error is not None:
+                raise self._error
+
+    async def stop(self) -> None:
+        """End the requests under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+        self._has_changed.set()
+
+    async def _run_job(self, index: int, intended_ns: int) -> None:
+        job = self._jobs[index]
+        record = Record(index=index, intended_ns=intended_ns, sent_ns=self.now_ns(), tenant=job.tenant)
+        texts = [] if job.prompt is None else [*self._said_before(job), job.prompt]
+        try:
+            if job.cancelled_ns is None:
+                await self._ask(job, texts, record, self.now_ns)
+            else:
+                left_ns = intended_ns + job.cancelled_ns - job.arrival_ns - self.now_ns()
+                if left_ns <= 0:
+                    raise TimeoutError
+                async with asyncio.timeout(left_ns / _NS_PER_S):
+                    await self._ask(job, texts, record, self.now_ns)
+        except TimeoutError:
+            record.ended_ns, record.end = 0, End.CANCELLED
+        except asyncio.CancelledError:
+            record.ended_ns, record.end, record.error = self.now_ns(), End.CANCELLED, "The run was over."
+            self._unfinished.append(record)
+            raise
+        except PenstockError as error:
+            record.end, record.error = End.FAILED, str(error)
+        record.ended_ns = record.ended_ns or self.now_ns()
+        self._end(record, texts)
+
+    def _said_before(self, job: Job) -> Sequence[str]:
+        if job.after is None or job.after not in self._said:
+            return ()
+        texts, num_turns = self._said.pop(job.after)
+        if num_turns > 1:
+            self._said[job.after] = texts, num_turns - 1
+        return texts
+
+    def _end(self, record: Record, texts: list[str]) -> None:
+        index, now_ns = record.index, record.ended_ns
+        lost: list[int] = []
+        if record.end in (End.OK, End.CANCELLED):
+            num_turns = self._pacer.end(index, now_ns)
+            if num_turns and texts:
+                self._said[index] = [*texts, record.text], num_turns
+        else:
+            lost = self._pacer.fail(index, now_ns)
+        if not self._keeps_text:
+            record.text = ""
+        self._add(record)
+        for turn in lost:
+            lost_turn = Record(index=turn, intended_ns=now_ns, sent_ns=now_ns, ended_ns=now_ns, tenant=self._jobs[turn].tenant)
+            lost_turn.end, lost_turn.error = End.FAILED, "The turn before it had no answer."
+            self._add(lost_turn)
+
+    def _add(self, record: Record) -> None:
+        self._last_ns = max(self._last_ns, record.ended_ns)
+        if self._warm_up.covers(record.index, record.intended_ns):
+            self._num_warm_up += 1
+        else:
+            self._records.append(record)
+        self._on_end()
+
+    def outcome(self) -> Sent:
+        return Sent(
+            records=sorted(self._records, key=lambda record: record.index),
+            duration_ns=self._last_ns,
+            num_warm_up=self._num_warm_up,
+            unfinished=self._unfinished,
+            num_unsent=len(self._jobs) - len(self._records) - self._num_warm_up - len(self._unfinished),
+        )
