@@ -255,8 +255,8 @@ def test_a_policy_of_a_table_has_no_arguments_of_another() -> None:
     assert [one.budget_args for one in told] == [{"y": 2}] * 3
 
 
-@pytest.mark.parametrize("key", ["served_model_name", "alias", "ab_tenant"])
-def test_several_models_have_no_name_in_common_and_no_test(key: str) -> None:
+@pytest.mark.parametrize("key", ["served_model_name", "alias", "split_tenant"])
+def test_several_models_have_no_name_in_common_and_no_split(key: str) -> None:
     values = {key: ("x",)}
     assert len(configs_of(values, words=["a"])) == 1
     with pytest.raises(ConfigError, match=f"--{key.replace('_', '-')} is .*of one model, and 2 are served"):
@@ -270,7 +270,7 @@ def test_several_models_have_no_name_in_common_and_no_test(key: str) -> None:
         ("kv_disk_path", "[[models]]"),
         ("lora_dir", "[[models]]"),
         ("record", "alone"),
-        ("ab", "alone"),
+        ("split_of", "[[models]]"),
     ],
 )
 def test_what_is_of_one_model_is_refused_for_several_with_the_remedy(key: str, remedy: str) -> None:

@@ -21,7 +21,7 @@ from penstock.sched.policies.orders import ORDERS
 from penstock.sched.policies.predictors import PREDICTORS
 from penstock.sched.policies.presets import PRESETS
 
-ALL = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "ab", "log")
+ALL = ("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +188,6 @@ def test_help_groups_the_settings() -> None:
         "Compute:",
         "Server:",
         "Several models:",
-        "A/B test:",
         "Log:",
     ]
 

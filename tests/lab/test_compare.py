@@ -66,23 +66,6 @@ def test_nor_do_two_runs_of_a_queue() -> None:
     assert np.mean([any(one.is_more_than_noise for one in by_name(each).values()) for each in found]) < 0.12
 
 
-def test_nor_do_two_arms_of_one_queue() -> None:
-    """M/M/1 at a load that rises and falls around 0.7; chance puts each request into an arm."""
-
-    def arms(seed: int) -> list[Result]:
-        rng = np.random.default_rng(seed)
-        gaps_ms, work_ms = rng.exponential(143, 2000), rng.exponential(100, 2000)
-        walk = np.cumsum(work_ms * (1 + 0.3 * np.sin(np.arange(2000) / 300)) - gaps_ms)
-        waits_ms, due_ms = walk - np.minimum.accumulate(walk), np.cumsum(gaps_ms)
-        some = zip(due_ms.tolist(), waits_ms.tolist(), strict=True)
-        records = [record(i, due_ms=due, ttft_ms=50 + wait, gaps_ms=(1, 1)) for i, (due, wait) in enumerate(some)]
-        is_b = (rng.random(2000) < 0.5).tolist()
-        return [result_of(run_of([one for one, b in zip(records, is_b, strict=True) if b is side])) for side in (False, True)]
-
-    found = [compared(*arms(seed), has_rates=False) for seed in range(60)]
-    assert np.mean([any(one.is_more_than_noise for one in by_name(each).values()) for each in found]) < 0.12
-
-
 def test_a_shift_of_a_tenth_is_found() -> None:
     """400 independent requests with a spread of 40 % show 10 % of TTFT at a power that is told beforehand."""
     found = [by_name(compared(made(2 * seed, 1500), made(2 * seed + 1, 1500, slower=1.1))) for seed in range(20)]

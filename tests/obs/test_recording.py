@@ -18,7 +18,6 @@ import pytest
 from penstock.clock import VirtualClock
 from penstock.lab.recording import (
     Arrival,
-    AtDoor,
     Departure,
     Lost,
     RecordingError,
@@ -292,20 +291,6 @@ def test_the_queue_is_bounded_by_rows_and_prompts(tmp_path: Path, monkeypatch: p
     for idx in range(5):
         recorder.on_queued(make_request(f"b{idx}", 160), 0)
     assert (len(recorder._told), recorder.num_lost) == (3, 4), "the writer took the first three"
-    recorder.close()
-
-
-def test_few_lines_wait_for_the_end_of_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that fails after a step does not tell the turn's end, and the door goes on refusing."""
-    monkeypatch.setattr(recording, "POLL_S", 1e6)  # the writer sleeps until the end
-    monkeypatch.setattr(recording, "MAX_LATER", 10)
-    recorder = make_recorder(tmp_path / "r")
-    recorder.on_step(step_stats(0, []))
-    for _ in range(25):
-        recorder.on_refused("", "A", "engine_failed", 9)
-    recorder._settle()
-    assert not recorder._writer._later
-    assert [type(event) for event in open_recording(tmp_path / "r").events()] == [StepDone, *[AtDoor] * 25]
     recorder.close()
 
 

@@ -198,7 +198,8 @@ def test_what_is_known_never_to_fit_is_refused_before_it_waits() -> None:
     driver.turn(Add(request("first")), Add(request("a", 1, prompt=30)))
     refused = driver.outcomes["a"].last
     assert (refused.finish_reason, refused.reject_reason) == (FinishReason.REJECTED, "never_fits")
-    assert "takes 60 blocks of the KV cache and its tokens may take 9, of 64. Ask for fewer tokens" in refused.detail
+    told = "takes 60 blocks of the KV cache and the request may take 9, but there are 64. Ask for fewer tokens"
+    assert told in refused.detail
     assert not worker.num_jobs, "nothing is loaded for it"
     assert finish(driver)["first"].finish_reason is FinishReason.LENGTH
 

@@ -142,7 +142,7 @@ def test_a_batch_is_padded_to_its_longest_text_and_ends_with_its_step() -> None:
 
 
 def test_what_a_reader_of_texts_has_no_use_for_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="no prefix cache"):
+    with pytest.raises(ValueError, match="a prefix cache, a tier or speculation"):
         Scheduler(text_capacity(), make_policies())
     with pytest.raises(ValueError, match="texts of 64 tokens need a step"):
         Capacity(17, 64, 8, 63, 64, is_one_pass=True)

@@ -16,7 +16,6 @@ from penstock.admission.door import Admission, AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.policies import admission_limits
 from penstock.deploy.running import ModelInfo, RunningModel, Sources
 from penstock.engine.bridge import Bridge
 from penstock.engine.output import OutputStage
@@ -127,16 +126,14 @@ def make_runtime(
     clock=None,
     sources=None,
     max_explained=100,
-    arms=None,
     **model_fields,
 ) -> RunningModel:
-    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone. `arms`: an A/B test."""
+    """A started runtime; close it. `limits`: the door's, instead of `max_queue` alone."""
     clock = clock or WallClock()
     executor = executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL)
     tokenizer = make_tokenizer(has_ends=executor.capacity.is_one_pass)
-    metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0], ("A", "B") if arms else ()), Bridge()
-    limits_b = admission_limits(arms.b.admission) if arms else None
-    admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity, limits_b=limits_b)
+    metrics, bridge = Metrics(model_fields.get("served_names", [MODEL_NAME])[0]), Bridge()
+    admission = Admission(limits or AdmissionLimits(max_queue=max_queue), executor.capacity)
     signals = Signals(executor.capacity.max_rows, admission.drain.rate)
     admission.on_call = signals.on_call
     observer = ObserverGroup([metrics, admission, signals])
@@ -188,7 +185,6 @@ def make_runtime(
         clock=clock,
         sources=sources or fixed_sources(),
         journal=journal,
-        arms=arms,
     )
 
 
@@ -217,9 +213,9 @@ def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningMo
     return make_runtime(executor, chat_template=None, encoder=encoder, **fields)
 
 
-def make_client(*models: RunningModel, **config_fields) -> httpx.AsyncClient:
+def make_client(*models: RunningModel, splits=(), **config_fields) -> httpx.AsyncClient:
     """A client that calls the app in process; answers come whole."""
-    app = create_app(Deployment.of(*models), ServerConfig(**config_fields))
+    app = create_app(Deployment.of(*models, splits=splits), ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30)
 

@@ -44,7 +44,6 @@ RUNNING = SimpleNamespace(
     clock=WallClock(),
     sources=Sources(),
     chat_template=None,
-    arms=None,
     dialect=PLAIN,
     adapters=None,
     metrics=Metrics("toy"),

@@ -247,7 +247,6 @@ TERMS = Terms(
     is_retry=False,
     priority=0,
     cache_salt=b"",
-    arm="",
     model_wait_ns=0,
 )
 

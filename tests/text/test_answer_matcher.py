@@ -7,57 +7,16 @@ import pytest
 
 from penstock.text.answer_matcher import AnswerPlan
 from penstock.text.answers import AnswerForm, gather
-from penstock.text.dialects import BY_NAME, REASONING_FORMATS, TOOL_FORMATS
+from penstock.text.dialects import BY_NAME, TOOL_FORMATS
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Grammars, Lead
-from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tool_grammar import Tool, tool_source
-from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.errors import GrammarFailure, Rejected
-from penstock.types.vocab import GgufVocab
+from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
 
-ALPHABET = list(byte_level_alphabet())
-END_ID = 0
-MARKS = [
-    "<|eos|>",
-    "<|end|>",
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|constrain|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[THINK]",
-    "[/THINK]",
-]
-ACROSS = [">\n", '>{"', "l>", "_call>x", "<tool", '{"', "name", '":', "</", "k>\n\n", "k>{"]
 TOOLS = [
     Tool("get", {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}),
     Tool("get_x", None),
 ]
-REASONING = {one.name: one for one in REASONING_FORMATS}
-
-
-def make_tokenizer(specials=("<|eos|>",)):
-    pieces = [*specials, *ALPHABET, *ACROSS]
-    vocab = GgufVocab(
-        model="gpt2",
-        pre="gpt-2",
-        tokens=pieces,
-        token_types=[3] * len(specials) + [1] * len(ALPHABET) + [4] * len(ACROSS),
-        merges=[],
-        scores=[],
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        unknown_token_id=None,
-        add_bos_token=False,
-        add_eos_token=False,
-        add_space_prefix=False,
-    )
-    return load_tokenizer(vocab)
-
-
-PLAIN, SPECIAL = make_tokenizer(), make_tokenizer(tuple(MARKS))
-ALL = {id(tokenizer): Grammars(tokenizer, vocab_size=tokenizer.vocab_size) for tokenizer in (PLAIN, SPECIAL)}
 
 
 def matcher_of(tokenizer, grammar, plan):
@@ -74,32 +33,9 @@ def auto(name, **fields):
     return calls(name, has_trigger=True), AnswerPlan(trigger_of=BY_NAME[name], tool_names=names, **fields)
 
 
-def allowed(matcher, tokenizer):
-    mask = matcher.mask()
-    ids = range(tokenizer.vocab_size)
-    return set(ids) if mask is None else {token_id for token_id in ids if mask[token_id // 8] >> token_id % 8 & 1}
-
-
-def say(matcher, tokenizer, text):
-    """Say a text; every token is allowed."""
-    for token_id in tokenizer.encode(text, add_special_tokens=False):
-        assert token_id in allowed(matcher, tokenizer), (text, tokenizer.token_text(token_id))
-        matcher.accept((token_id,))
-
-
 def across(tokenizer, text):
     [token_id] = [each for each in range(tokenizer.vocab_size) if tokenizer.token_bytes(each) == text.encode()]
     return token_id
-
-
-def wander(matcher, tokenizer, random, text=""):
-    """Go on with tokens at random until the end is allowed; the whole text."""
-    while END_ID not in (ids := allowed(matcher, tokenizer)):
-        token_id = random.choice(sorted(ids))
-        text += tokenizer.token_text(token_id)
-        matcher.accept((token_id,))
-        assert len(text) < 2000
-    return text
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL], ids=["plain", "special"])
@@ -108,7 +44,7 @@ def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
     for way in BY_NAME[name].ways:
         for seed in range(3):
             matcher = matcher_of(tokenizer, *auto(name))
-            is_first = BY_NAME[name].only_at_start or BY_NAME[name].has_channels or way.has_no_mark
+            is_first = BY_NAME[name].only_at_start or name == "openai" or way.has_no_mark
             before, begin = "" if is_first else "Hi <there>! ", way.trigger + 'get"' * way.has_no_mark
             for char in before:
                 say(matcher, tokenizer, char)
@@ -117,7 +53,7 @@ def test_calls_are_free_until_the_trigger_and_valid_after_it(name, tokenizer):
             say(matcher, tokenizer, begin)
             assert END_ID not in allowed(matcher, tokenizer)
             text = wander(matcher, tokenizer, Random(seed), before + begin)
-            reasoning = REASONING["openai"] if BY_NAME[name].has_channels else None
+            reasoning = REASONING["openai"] if name == "openai" else None
             form = AnswerForm(tools=BY_NAME[name], tool_names=frozenset(["get", "get_x"]), reasoning=reasoning)
             reader = form.reader(str)
             answer = gather(reader.push(text) + reader.finish())

@@ -21,7 +21,7 @@ from penstock.text.dialects import REASONING_FORMATS, TOOL_FORMATS
 
 FORMATS = {one.name: one for one in TOOL_FORMATS}
 REASONING = {one.name: one for one in REASONING_FORMATS}
-MARKED = [(one.name, nth) for one in TOOL_FORMATS if not one.has_channels for nth in range(len(one.ways))]
+MARKED = [(one.name, nth) for one in TOOL_FORMATS if one.name != "openai" for nth in range(len(one.ways))]
 CALLS = [("get", '{"a": "}\\"]{", "b": [{}, 1.5]}'), ("get_x", "{}"), ("a.b-c", '{"ü":\n"€"}')]
 
 

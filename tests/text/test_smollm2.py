@@ -1,7 +1,6 @@
 """The default model's real vocabulary against what transformers makes of it (golden/smollm2.json, see make_golden.py)."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from penstock.models.catalog import default_cache_dir, resolve
 from penstock.models.gguf import load_gguf
 from penstock.text.chat import ChatTemplate
 from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
-from work_time import TRIES, others_are_no_garbage
+from work_time import thread_s
 
 pytestmark = pytest.mark.model
 
@@ -72,11 +71,4 @@ def test_every_token_s_bytes_are_its_text(tokenizer, model):
 
 
 def test_tokenizer_is_ready_quickly(model):
-    """By the wall clock, as a start waits for it; the least of several, as other processes take the cores, too."""
-    times_s = []
-    with others_are_no_garbage():
-        for _ in range(TRIES):
-            begin_s = time.perf_counter()
-            load_tokenizer(model.tokenizer_source).encode("hello", add_special_tokens=False)
-            times_s.append(time.perf_counter() - begin_s)
-    assert min(times_s) < MAX_LOAD_S
+    assert thread_s(lambda: load_tokenizer(model.tokenizer_source).encode("hello", add_special_tokens=False)) < MAX_LOAD_S

@@ -13,7 +13,7 @@ from penstock.text.answer_matcher import AnswerPlan
 from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind, Lead
 from penstock.text.structural_tag import of_structural_tag
 from penstock.types.errors import GrammarFailure, Rejected
-from text.test_answer_matcher import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
+from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
 
 X = {"enum": ["q", 7]}
 STRUCTURES = [{"begin": "<f=x>", "schema": X, "end": "</f>"}, {"begin": "<f=y>", "schema": {"const": True}, "end": "</f>"}]

@@ -50,8 +50,6 @@ class Ask:
     claim: bytes | None = None
     """Equal for repetitions of the same call; None if unknown."""
     is_retry: bool = False
-    arm: str = ""
-    """Arm of the A/B test; empty where there is none."""
     adapter: AdapterRef | None = None
 
 

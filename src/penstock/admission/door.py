@@ -35,7 +35,7 @@ from penstock.admission.tenants import Account, Tenants
 from penstock.types.adapter import AdapterOutlook, AdapterRef, AdapterSource
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
-from penstock.types.request import ARM_B, FinishReason, Request
+from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 
 DEFAULT_KV_HEADROOM = 0.2
@@ -93,19 +93,16 @@ class Admission:
         *,
         reads_priority: bool = False,
         window_s: int = 30,
-        limits_b: AdmissionLimits | None = None,
         tenants: Tenants | None = None,
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
     ) -> None:
         """`reads_priority`: the waiting requests are served by their priority.
 
-        `limits_b`: those of arm B of an A/B test; its limits of tenants are not looked at. `tenants`: what they have used of
-        an earlier engine of the same model; None: there was none. `adapters`: where those of calls come from, of which
-        `max_adapters` different ones run at once; None: there are none.
+        `tenants`: what they have used of an earlier engine of the same model; None: there was none. `adapters`: where those of
+        calls come from, of which `max_adapters` different ones run at once; None: there are none.
         """
         self.limits = limits
-        self._limits_b = limits_b or limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
         """Called with the time of each call that does not come back as told; set before the first call."""
@@ -123,9 +120,6 @@ class Admission:
         self._has_tenant_limits = limits.tenant_max_concurrent is not None or limits.tenant_tokens_per_minute is not None
         """For every tenant; a call may bring limits of its own."""
         self._checks = self._make_checks(limits)
-        self._checks_b = self._checks if limits_b is None else self._make_checks(limits_b)
-        targets_ns = [one.slo_ttft_ns for one in (limits, self._limits_b) if one.slo_ttft_ns is not None]
-        self._least_target_ns = min(targets_ns, default=None)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
         """Requests of admitted calls that are not submitted yet."""
@@ -137,10 +131,6 @@ class Admission:
         if limits.kv_headroom:
             checks.append(KvHeadroom(limits.kv_headroom))
         return tuple(checks)
-
-    def limits_of(self, arm: str) -> AdmissionLimits:
-        """The limits for a call of this arm."""
-        return self._limits_b if arm == ARM_B else self.limits
 
     # For the event loop.
 
@@ -157,7 +147,7 @@ class Admission:
             self.on_call(now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
         is_limited = self._has_tenant_limits or ask.limits is not None
-        for check in self._checks_b if ask.arm == ARM_B else self._checks:
+        for check in self._checks:
             if check is self._tenants and not is_limited:
                 continue
             refusal = check.refusal(view)
@@ -230,8 +220,8 @@ class Admission:
             if entry is not None and request.first_token_ns is not None and self._is_telling(entry):
                 self.margin.observe(entry.expected_ttft_ns, request.first_token_ns - request.arrival_ns)
 
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
-        del request, num_gaps, num_late
+    def on_itl(self, num_gaps: int, num_late: int) -> None:
+        del num_gaps, num_late
 
     def on_finish(self, stats: RequestStats) -> None:
         self.drain.on_finish(stats)
@@ -246,7 +236,7 @@ class Admission:
 
     def _is_telling(self, entry: Entry) -> bool:
         """Return whether the expectation was long enough to compare: short times are off by a step or two anyway."""
-        target_ns = self._least_target_ns
+        target_ns = self.limits.slo_ttft_ns
         return target_ns is not None and entry.expected_ttft_ns * self.margin.factor >= target_ns / 2
 
     # What is expected.
@@ -293,9 +283,7 @@ class Admission:
 
     def _target_ttft_ns(self, ask: Ask) -> int | None:
         """Return the stricter target: a call's own can't relax the server's."""
-        targets_ns = [
-            target_ns for target_ns in (ask.slo_ttft_ns, self.limits_of(ask.arm).slo_ttft_ns) if target_ns is not None
-        ]
+        targets_ns = [target_ns for target_ns in (ask.slo_ttft_ns, self.limits.slo_ttft_ns) if target_ns is not None]
         return min(targets_ns, default=None)
 
     def _expect_ns(self, ask: Ask, load: EngineLoad, ns_per_request: int, num_kept: int) -> int:

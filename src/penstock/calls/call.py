@@ -44,8 +44,6 @@ class Terms:
     """The client says that it sends this again."""
     priority: int
     cache_salt: bytes
-    arm: str
-    """Arm of the A/B test; empty where there is none."""
     model_wait_ns: int
     """The time after the arrival in which it waited for its model to be loaded."""
     limits: TenantLimits | None = None

@@ -62,7 +62,6 @@ class Arrival:
     waits_for: str = MODEL
     model_wait_ns: int = 0
     """How long it waited for its model, before the present wait."""
-    arm: str = ""
 
     @classmethod
     def of(cls, call: Call) -> Arrival:
@@ -70,14 +69,14 @@ class Arrival:
         terms, clock = call.terms, call.running.clock
         unix_time_s = call.running.sources.unix_time_s
         arrival = cls(terms.request_id, terms.owner, terms.arrival_ns, clock, unix_time_s, clock.now_ns(), PROMPT)
-        arrival.model_wait_ns, arrival.arm = terms.model_wait_ns, terms.arm
+        arrival.model_wait_ns = terms.model_wait_ns
         return arrival
 
     def told(self) -> Told:
         """Return its explanation now. For any thread."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
-        life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0, arm=self.arm)
+        life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
         life.model_wait_ns = waited_ns if self.waits_for == MODEL else self.model_wait_ns
         life.grammar_wait_ns = waited_ns if self.waits_for == GRAMMAR else 0
         age_ns = now_ns - self.arrival_ns

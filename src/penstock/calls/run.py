@@ -111,8 +111,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Place]:
         try:
             place = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
         except Rejected as rejected:
-            running.metrics.count_rejected(rejected.reason, ask.arm, ask.tenant)
-            running.on_refused(ask.tenant, ask.arm, rejected.reason)
+            running.metrics.count_rejected(rejected.reason, ask.tenant)
             raise
         try:
             yield place
@@ -147,7 +146,6 @@ def ask_of(
         slo_ttft_ns=terms.slo_ttft_ns,
         claim=claim,
         is_retry=terms.is_retry,
-        arm=terms.arm,
         adapter=adapter,
     )
 
@@ -285,7 +283,7 @@ async def _in_time(compiling: Awaitable[list[Matcher]], running: RunningModel, t
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await compiling
     except TimeoutError:
-        running.metrics.count_rejected(reason, terms.arm, terms.owner.tenant)
+        running.metrics.count_rejected(reason, terms.owner.tenant)
         allowed_ms = (limit_ns - terms.arrival_ns) / 1e6
         detail = (
             f"Its grammar was not compiled within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
@@ -564,7 +562,7 @@ def _requests(
     salt = terms.cache_salt
     if in_flight.isolates_tenants(running):
         salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
-    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits_of(terms.arm).slo_ttft_ns
+    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
     requests: list[Request] = []
     for prompt_index, token_ids in enumerate(tokenised.prompts):
@@ -588,7 +586,6 @@ def _requests(
                     model_wait_ns=terms.model_wait_ns,
                     grammar_wait_ns=grammar_wait_ns,
                     parent_id=f"{engine_id}.{prompt_index}",
-                    arm=terms.arm,
                     priority=terms.priority,
                     deadline_ns=terms.deadline_ns,
                     queue_deadline_ns=terms.queue_deadline_ns,

@@ -9,9 +9,7 @@ import click
 
 from penstock.config.units import parse_share
 from penstock.lab import plots, report
-from penstock.lab.arms import EndsCompared, compare_arms, sections_of_arms
 from penstock.lab.compare import Compared, compare_results
-from penstock.lab.recording import open_recording
 from penstock.lab.results import Result, read_result
 from penstock.types.errors import ConfigError, PenstockError, counted
 
@@ -19,11 +17,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("before", type=_FILE, required=False)
-@click.argument("after", type=_FILE, nargs=-1)
-@click.option(
-    "--arms", "recording", type=_FILE, metavar="RECORDING", help="Compare the arms of an A/B test, from a recording of it."
-)
+@click.argument("before", type=_FILE)
+@click.argument("after", type=_FILE, nargs=-1, required=True)
 @click.option("--any-workload", is_flag=True, help="Compare though the workloads differ.")
 @click.option(
     "--fail-if-worse",
@@ -32,9 +27,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--markdown", is_flag=True, help="Print Markdown.")
 def compare(
-    before: Path | None,
+    before: Path,
     after: tuple[Path, ...],
-    recording: Path | None,
     fail_if_worse: str | None,
     *,
     any_workload: bool,
@@ -42,36 +36,23 @@ def compare(
 ) -> None:
     """Say of each figure of AFTER whether it differs from BEFORE by more than noise. Both are files of `penstock bench`."""
     limit = None if fail_if_worse is None else _share(fail_if_worse)
-    if recording is not None:
-        if before is not None:
-            raise click.UsageError("--arms compares the arms of one recording: leave the other files out.")
-        arms = compare_arms(open_recording(recording))
-        sections = list(sections_of_arms(arms))
-        click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
-        _fail_if_worse([arms.compared], arms.ends, limit, fail_if_worse)
-        return
-    if before is None or not after:
-        raise click.UsageError(f"Missing argument '{'BEFORE' if before is None else 'AFTER...'}'.")
     first, others = read_result(before), [read_result(path) for path in after]
     all_compared = compare_results(first, others, any_workload=any_workload)
     for path, compared in zip(after, all_compared, strict=True):
         sections = list(report.sections_of_compared(compared, str(before), str(path)))
         click.echo(report.as_markdown(sections) if markdown else report.as_text(sections))
-    _fail_if_worse(all_compared, (), limit, fail_if_worse)
+    _fail_if_worse(all_compared, limit, fail_if_worse)
 
 
-def _fail_if_worse(
-    all_compared: Sequence[Compared | None], ends: Sequence[EndsCompared], limit: float | None, asked: str | None
-) -> None:
+def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked: str | None) -> None:
     """A side that answers nobody has no latency that is worse: it fails as well."""
     if limit is None:
         return
-    names = [f"requests {one.end} ({one.words})" for one in ends if one.is_worse(limit)]
-    for load, one in (found for compared in all_compared if compared for found in compared.worse(limit)):
-        names.append(f"{one.figure} ({one.words}{f', at {load}' if load else ''})")
+    worse = (found for compared in all_compared for found in compared.worse(limit))
+    names = [f"{one.figure} ({one.words}{f', at {load}' if load else ''})" for load, one in worse]
     if names:
         raise PenstockError(f"{counted(len(names), 'figure')} worse by more than {asked}: {', '.join(names)}.")
-    if not all(compared and compared.has_tested for compared in all_compared):
+    if not all(compared.has_tested for compared in all_compared):
         raise PenstockError(
             f"Whether a figure is worse by more than {asked} can't be said: too few requests were answered on a side.",
             remedy="Send more requests, and look why those that were sent were not answered.",

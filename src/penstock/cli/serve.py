@@ -23,7 +23,7 @@ from penstock.types.errors import ConfigError
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @models_argument
-@config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "ab", "log")
+@config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
 def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **values: Any) -> None:
     """Answer HTTP requests for one MODEL or several: the OpenAI API, until Ctrl-C or SIGTERM."""
     configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))

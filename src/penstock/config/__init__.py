@@ -1,7 +1,6 @@
 """Settings and their defaults: read by `deploy` and `cli`, and by programs that start Penstock from Python. Builds nothing."""
 
 from penstock.config.components import (
-    AbConfig,
     AccessLogKind,
     AdmissionConfig,
     AttentionKernels,
@@ -22,7 +21,6 @@ from penstock.config.components import (
 )
 
 __all__ = [
-    "AbConfig",
     "AccessLogKind",
     "AdmissionConfig",
     "AttentionKernels",

@@ -618,6 +618,21 @@ class SharingConfig(Component):
         minimum=0.05,
         maximum=20.0,
     )
+    split_of: str | None = setting(
+        None,
+        "Name of another model, of whose requests this one answers a part, such as with other settings of the same weights.",
+        default_doc="none",
+    )
+    split_share: float | None = share(
+        None, "The part, as a share of the users that requests name.", minimum=0.0, maximum=1.0, default_doc="0"
+    )
+    split_tenants: tuple[str, ...] = setting(
+        (),
+        "Tenant whose requests all belong to the part; may be repeated.",
+        key="split_tenant",
+        default_doc="none",
+        is_multiple=True,
+    )
 
 
 class LogFormat(StrEnum):
@@ -643,40 +658,6 @@ class LogConfig(Component):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbConfig(Component):
-    """Other settings for a share of the requests. docs/ab.md says which, and how the two are compared."""
-
-    title: ClassVar[str] = "A/B test"
-
-    ab: str | None = path(
-        None,
-        "File with the settings of arm B, where they differ; all other requests are arm A, with the server's own.",
-        default_doc="none: no test",
-    )
-    ab_share: float | None = share(
-        None,
-        "Share of the requests in arm B, drawn by a hash.",
-        minimum=0.001,
-        maximum=0.999,
-        default_doc="50%, with --ab-tenant none",
-    )
-    ab_by: str = choice(
-        "user",
-        "What is drawn: a user with all its requests (safety_identifier or user of the body, else the tenant, else the "
-        "request), or each request alone.",
-        choices=("user", "request"),
-    )
-    ab_secret: str | None = setting(
-        None,
-        "Secret text by which arms are drawn: with it a user has the same arm after a restart, and on other servers.",
-        default_doc="random at each start",
-    )
-    ab_tenants: tuple[str, ...] = setting(
-        (), "Tenant whose requests are arm B; may be repeated.", key="ab_tenant", default_doc="none", is_multiple=True
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything at once: what `build` takes."""
 
@@ -688,7 +669,6 @@ class Config:
     backend: BackendConfig = field(default_factory=BackendConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     sharing: SharingConfig = field(default_factory=SharingConfig)
-    ab: AbConfig = field(default_factory=AbConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

@@ -16,9 +16,20 @@ from penstock.config.components import Config, Load, config_from
 from penstock.config.sources import MODELS, all_settings
 from penstock.types.errors import ConfigError
 
-_OF_ONE_MODEL = ("served_model_name", "alias", "chat_template", "kv_disk_path", "lora_modules", "lora_dir", "merge_lora")
+_OF_ONE_MODEL = (
+    "served_model_name",
+    "alias",
+    "chat_template",
+    "kv_disk_path",
+    "lora_modules",
+    "lora_dir",
+    "merge_lora",
+    "split_of",
+    "split_share",
+    "split_tenant",
+)
 """Settings of one model, which several can't have in common."""
-_ALONE = ("record", "ab", "ab_share", "ab_by", "ab_secret", "ab_tenant")
+_ALONE = ("record",)
 """Settings of a server that has one model."""
 
 

@@ -24,6 +24,7 @@ from penstock.config.units import format_size
 from penstock.deploy.resources import MemoryBudget, MemoryShare
 from penstock.deploy.room import Tenancy, leavers, room_at_ns
 from penstock.deploy.served import ModelState, ServedModel, UnloadReason
+from penstock.deploy.splits import Split, check_splits, part_of
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, ModelAway, ModelError, NotEnoughMemory, PenstockError, Rejected, RejectReason
 
@@ -55,10 +56,11 @@ class Deployment:
         clock: Clock | None = None,
         sources: Callable[[], Sources] | None = None,
         find_new: Callable[[], Sequence[ServedModel]] | None = None,
+        splits: Sequence[Split] = (),
     ) -> None:
         """The first model is the default one. `find_new`: models that have come since it was last called; None: none come.
 
-        Raises ConfigError if two have a name or an alias, or the name of an adapter, in common.
+        Raises ConfigError if two have a name or an alias, or the name of an adapter, in common, or for a split of no model.
         """
         if not served:
             raise ValueError("a deployment has at least one model")
@@ -77,6 +79,8 @@ class Deployment:
                     )
                 self._by_name[name] = one
         self._check_adapters()
+        self.splits = tuple(splits)
+        check_splits(self.splits, self.names)
         self._news = threading.Condition()
         """Guards the next four; the keeper waits for it."""
         self._has_news = False
@@ -106,7 +110,7 @@ class Deployment:
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     @classmethod
-    def of(cls, *models: RunningModel) -> Deployment:
+    def of(cls, *models: RunningModel, splits: Sequence[Split] = ()) -> Deployment:
         """A deployment of models that are running already, and stay."""
 
         def refuse() -> MemoryShare:
@@ -127,7 +131,7 @@ class Deployment:
             )
             for running in models
         ]
-        deployment = cls(served, MemoryBudget(), sources=lambda: models[0].sources)
+        deployment = cls(served, MemoryBudget(), sources=lambda: models[0].sources, splits=splits)
         for one, running in zip(served, models, strict=True):
             deployment._put(one, running, 0)
         return deployment
@@ -221,6 +225,10 @@ class Deployment:
         """The model with this name or alias, the default one for None; None if there is no such model, or no more."""
         served = self.default if name is None else self._by_name.get(name)
         return served if served is None or served.is_there else None
+
+    def part_of(self, name: str | None, tenant: str, unit: str) -> ServedModel | None:
+        """As `find`, for a request that is to be answered. If the name is split, `unit` decides which model has the request."""
+        return self.find(part_of(self.splits, self.default.name if name is None else name, tenant, unit))
 
     def want(self, served: ServedModel) -> Future[RunningModel]:
         """The model once it is loaded; the same for all who wait. Fails with `Rejected`. Do not cancel it."""

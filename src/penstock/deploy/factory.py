@@ -24,7 +24,6 @@ from penstock.config import Config, KvConfig, Load, LoraConfig, ServerConfig
 from penstock.config.saved import settings_hash
 from penstock.config.units import format_size
 from penstock.deploy import device
-from penstock.deploy.arms import Arms, read_arms
 from penstock.deploy.encoders import plan_encoder
 from penstock.deploy.executor import (
     SeatOf,
@@ -41,11 +40,11 @@ from penstock.deploy.policies import admission_limits, build_policies
 from penstock.deploy.recorder import check_recording, open_recorder
 from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
 from penstock.deploy.sizing import LEAST_ROOM_BYTES, RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan, check_address_space
+from penstock.deploy.splits import read_split
 from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
 from penstock.machine import Cores, address_space, give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughMemory, counted
 from penstock.types.plan import Capacity
-from penstock.types.request import ARM_A, ARM_B
 
 if TYPE_CHECKING:
     from penstock.admission.tenants import Tenants
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from penstock.models.formats import WeightFormat
     from penstock.models.weights import LoadedModel
     from penstock.obs.explain.journal import Journal
-    from penstock.sched.policies.base import Policies
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
     from penstock.types.model_spec import Pooling
@@ -109,7 +107,14 @@ def start_deployment(configs: Sequence[Config], config_of_found: Callable[[str, 
 
         known = [one.path for one in served if one.path is not None]
         find_new = ModelFolder(folder, config_of_found, partial(serve_model, resources=resources), known).find_new
-    deployment = Deployment(served, memory, sources=partial(_sources, configs[0].server), find_new=find_new)
+    splits = [read_split(config.sharing, one.name) for one, config in zip(served, configs, strict=True)]
+    deployment = Deployment(
+        served,
+        memory,
+        sources=partial(_sources, configs[0].server),
+        find_new=find_new,
+        splits=[split for split in splits if split is not None],
+    )
     deployment.start([one for one, config in zip(served, configs, strict=True) if config.sharing.load_on == Load.START])
     return deployment
 
@@ -128,7 +133,7 @@ def _folder(config: Config) -> Path | None:
 
 
 def serve_model(config: Config, source: ModelSource, resources: Resources) -> ServedModel:
-    """The model of a source that is present, not loaded yet. Raises ConfigError if its A/B test is none."""
+    """The model of a source that is present, not loaded yet. Raises ConfigError for adapters that can't be named so."""
     from penstock.deploy.served import ServedModel
 
     is_on_gpu = device.is_on_gpu(device.settled(config))
@@ -196,7 +201,7 @@ class Lasting:
         from penstock.obs.metrics import Metrics
 
         self._server, self._admission = config.server, config.admission
-        self.metrics = Metrics(_served_names(config, source)[0], arms=() if read_arms(config) is None else (ARM_A, ARM_B))
+        self.metrics = Metrics(_served_names(config, source)[0])
         self.adapters = open_adapters(config.lora)
         """None: it is served without."""
         if (adapters := self.adapters) is not None:
@@ -262,7 +267,6 @@ def open_executor(config: Config, source: ModelSource) -> tuple[Config, LoadedMo
 
 def _load(config: Config, source: ModelSource, resources: Resources, lasting: Lasting) -> RunningModel:
     check_recording(config)
-    arms = read_arms(config)
     name = _served_names(config, source)[0]
     _check_address_space(config, source)
     available_bytes = resources.memory.available_bytes(name)
@@ -272,10 +276,8 @@ def _load(config: Config, source: ModelSource, resources: Resources, lasting: La
     _log_model(model, config, kv, resources.cores)
     if config.model.experts_on_disk:
         _log.warning("%s", disk_words(model, available_bytes - share.num_bytes))
-    if arms is not None:
-        _log.info("A/B test: %s", arms.words)
     try:
-        return _start(config, source, model, kv, resources, executor, arms, lasting)
+        return _start(config, source, model, kv, resources, executor, lasting)
     except MemoryError as error:
         kv_words = f", the KV cache {format_size(kv.num_bytes)}" if kv.num_bytes else ""
         raise NotEnoughMemory(
@@ -363,7 +365,6 @@ def _start(
     kv: KvPlan,
     resources: Resources,
     executor: Executor | None,
-    arms: Arms | None,
     lasting: Lasting,
 ) -> RunningModel:
     name = _served_names(config, source)[0]
@@ -377,9 +378,7 @@ def _start(
             store = _open_tier(config, model, executor, resources, name)
             if store is not None:
                 undone.callback(store.close)
-            maker = EngineMaker(
-                config, source, kv, resources, lasting, executor=executor, store=store, tokenizer=tokenizer, arms=arms
-            )
+            maker = EngineMaker(config, source, kv, resources, lasting, executor=executor, store=store, tokenizer=tokenizer)
             undone.callback(maker.release)
             undone.callback(lasting.metrics.disconnect)
             running = _assemble(maker, model, executor, chat_template)
@@ -429,22 +428,16 @@ def _check_batch_size(config: Config) -> None:
     policies.gate.max_running(capacity)
 
 
-def _policies(config: Config, arms: Arms | None, capacity: Capacity) -> Policies:
-    is_one_pass = capacity.is_one_pass
-    return build_policies(config, is_one_pass=is_one_pass) if arms is None else arms.policies(config, is_one_pass=is_one_pass)
-
-
 def build_core(
     config: Config,
     capacity: Capacity,
     observer: Observer,
     journal: RequestJournal | None = None,
     tier: Tier | None = None,
-    arms: Arms | None = None,
     most_step_ns: Callable[[], int] = lambda: 0,
     adapters: Adapters | None = None,
 ) -> EngineCore:
-    """The scheduler with the policies that the config names, in an A/B test with those of both arms, and the core around it.
+    """The scheduler with the policies that the config names, and the core around it.
 
     `most_step_ns`: as the scheduler wants it. `adapters`: where those of requests come from.
     """
@@ -453,7 +446,7 @@ def build_core(
 
     scheduler = Scheduler(
         capacity,
-        _policies(config, arms, capacity),
+        build_policies(config, is_one_pass=capacity.is_one_pass),
         enable_prefix_caching=config.kv.prefix_caching,
         tier=tier,
         most_step_ns=most_step_ns,
@@ -481,12 +474,8 @@ class EngineMaker:
         executor: Executor,
         store: BlockStore | None,
         tokenizer: Tokenizer,
-        arms: Arms | None = None,
     ) -> None:
-        """`executor` and `store` are those of the first engine. `config` has the device and the backend decided.
-
-        `arms`: the A/B test, of which `config` has the settings of arm A.
-        """
+        """`executor` and `store` are those of the first engine. `config` has the device and the backend decided."""
         from penstock.admission.door import Admission
         from penstock.clock import WallClock
         from penstock.engine.bridge import Bridge
@@ -494,7 +483,6 @@ class EngineMaker:
         from penstock.obs.signals import Signals
 
         self.config, self.source, self.kv, self._resources = config, source, kv, resources
-        self.arms = arms
         self.name = _served_names(config, source)[0]
         self._first_executor: Executor | None = executor
         self._stores = [store]
@@ -503,7 +491,7 @@ class EngineMaker:
         """The last one that was made."""
         self.tokenizer = tokenizer
         self.clock, self.bridge = WallClock(), Bridge()
-        policies = _policies(config, arms, executor.capacity)
+        policies = build_policies(config, is_one_pass=executor.capacity.is_one_pass)
         self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
         self.adapters = lasting.adapters
         self.metrics.settings_hash = settings_hash(config)
@@ -512,7 +500,6 @@ class EngineMaker:
             admission_limits(config.admission),
             executor.capacity,
             reads_priority=policies.order.reads_priority,
-            limits_b=None if arms is None else admission_limits(arms.b.admission),
             tenants=lasting.tenants,
             adapters=self.adapters,
             max_adapters=config.lora.max_loras,
@@ -521,7 +508,7 @@ class EngineMaker:
         self.admission.on_call = self.signals.on_call
         if self.journal is not None:
             self.journal.speaks_for_calls = executor.capacity.is_one_pass
-        self._recorder = open_recorder(config, self.name, executor, self.clock, arms)
+        self._recorder = open_recorder(config, self.name, executor, self.clock)
         self._journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
         self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
         self._token_observer = TokenObserverGroup([self.metrics, self.admission])
@@ -573,11 +560,6 @@ class EngineMaker:
         if self._recorder is not None:
             self._recorder.close()
 
-    def note_refused(self, tenant: str, arm: str, reason: str) -> None:
-        """The door refused a call. A recording of an A/B test has these, too: an arm may refuse more."""
-        if self._recorder is not None and self.arms is not None:
-            self._recorder.on_refused(tenant, arm, reason, self.clock.now_ns())
-
     def _executor_from_files(self) -> Executor:
         """Another executor, when one has failed, which may still hold its memory."""
         from penstock.models.load import load_model
@@ -612,7 +594,7 @@ class EngineMaker:
         turn_observer = self.metrics if recorder is None else TurnObserverGroup([self.metrics, recorder])
         tier = build_tier(self._stores[-1])
         most_step_ns = partial(self._resources.most_step_ns, self.name)
-        core = build_core(self.config, executor.capacity, self._observer, journal, tier, self.arms, most_step_ns, self.adapters)
+        core = build_core(self.config, executor.capacity, self._observer, journal, tier, most_step_ns, self.adapters)
         return Engine(
             core,
             executor,
@@ -687,8 +669,6 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
             defaults=model.sampling,
             sources=maker.sources,
             journal=maker.journal,
-            arms=maker.arms,
-            on_refused=maker.note_refused,
             adapters=maker.adapters,
             release=maker.release,
         )

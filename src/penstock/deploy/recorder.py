@@ -17,7 +17,6 @@ from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.clock import Clock
-    from penstock.deploy.arms import Arms
     from penstock.engine.ports import Executor
     from penstock.obs.recording import Recorder
 
@@ -33,7 +32,7 @@ def check_recording(config: Config) -> None:
         check_path(Path(config.server.record))
 
 
-def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, arms: Arms | None = None) -> Recorder | None:
+def open_recorder(config: Config, name: str, executor: Executor, clock: Clock) -> Recorder | None:
     """The recorder of the model with this name; None if none is asked for. `config` has device and backend decided.
 
     Raises ConfigError if the file can't be written.
@@ -43,17 +42,13 @@ def open_recorder(config: Config, name: str, executor: Executor, clock: Clock, a
     from penstock.obs.recording import Recorder
 
     has_names = config.server.record_tenant_names
-    header = about(config, name, executor)
-    if arms is not None:
-        told = {key: tuple(_told(key, value, has_names) for value in both) for key, both in arms.differences.items()}
-        header["arms"] = arms.about() | {"differences": told}
     try:
         return Recorder(
             Path(config.server.record),
             max_bytes=config.server.record_size_bytes,
             clock=clock,
             block_size=executor.capacity.block_size,
-            about=header,
+            about=about(config, name, executor),
             has_tenant_names=has_names,
         )
     except OSError as error:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from penstock.admission.door import Admission
 from penstock.clock import Clock, WallClock
-from penstock.deploy.arms import Arms
 from penstock.deploy.off_loop import OffLoop
 from penstock.engine.bridge import Bridge
 from penstock.engine.supervisor import Supervisor
@@ -108,10 +107,6 @@ class RunningModel:
     """The engine's journal; None: no request is explained."""
     adapters: Adapters | None = None
     """Adapters that requests may ask for; None: there are none."""
-    arms: Arms | None = None
-    """The A/B test; None: there is none."""
-    on_refused: Callable[[str, str, str], None] = lambda _tenant, _arm, _reason: None
-    """Called for each call that the door refuses."""
     release: Callable[[], None] = lambda: None
     """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
     on_unused: Callable[[], None] = lambda: None

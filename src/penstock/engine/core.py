@@ -600,5 +600,4 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         grammar_wait_ns=request.grammar_wait_ns,
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
-        arm=request.arm,
     )

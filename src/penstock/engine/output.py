@@ -195,7 +195,7 @@ class _Stream:
     def tell_itl(self, observer: TokenObserver) -> None:
         """Once, when the request has ended."""
         if self._num_gaps:
-            observer.on_itl(self._request, self._num_gaps, self._num_late)
+            observer.on_itl(self._num_gaps, self._num_late)
 
     def go_on(self, event: TokenEvent, gaps_ns: list[int]) -> OutputChunk:
         """The chunk of an event that does not end a request which is under way."""

@@ -242,7 +242,7 @@ class TokenObserver(Protocol):
         """
         ...
 
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+    def on_itl(self, num_gaps: int, num_late: int) -> None:
         """A request with a target of its inter-token latency has ended: of its gaps, so many were longer."""
         ...
 
@@ -309,9 +309,9 @@ class TokenObserverGroup:
         for observer in self._observers:
             observer.on_tokens(first, gaps_ns)
 
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
+    def on_itl(self, num_gaps: int, num_late: int) -> None:
         for observer in self._observers:
-            observer.on_itl(request, num_gaps, num_late)
+            observer.on_itl(num_gaps, num_late)
 
 
 class NullObserver:
@@ -332,8 +332,8 @@ class NullObserver:
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         del first, gaps_ns
 
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
-        del request, num_gaps, num_late
+    def on_itl(self, num_gaps: int, num_late: int) -> None:
+        del num_gaps, num_late
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
         del parts_ns

@@ -117,21 +117,17 @@ class Compared:
         ]
 
 
-def compare_results(
-    before: Result, afters: Sequence[Result], *, any_workload: bool = False, has_rates: bool = True
-) -> list[Compared]:
+def compare_results(before: Result, afters: Sequence[Result], *, any_workload: bool = False) -> list[Compared]:
     """Compare each of `afters` with `before` at each load that both have. One correction covers all of them.
-
-    `has_rates`: False if the sides were offered different loads, as the arms of an A/B test are; rates then say nothing.
 
     Raises ConfigError if no load is common, or if the workloads differ and `any_workload` is false.
     """
-    compared = [_compared(before, after, any_workload, has_rates) for after in afters]
+    compared = [_compared(before, after, any_workload) for after in afters]
     corrected = iter(_after_holm([one for each in compared for one in each.comparisons]))
     return [replace(each, comparisons=[next(corrected) for _ in each.comparisons]) for each in compared]
 
 
-def _compared(before: Result, after: Result, any_workload: bool, has_rates: bool) -> Compared:
+def _compared(before: Result, after: Result, any_workload: bool) -> Compared:
     """Compare without the correction."""
     sides = (_by_load(before), _by_load(after))
     common = [load for load in sides[0] if load in sides[1]]
@@ -150,7 +146,7 @@ def _compared(before: Result, after: Result, any_workload: bool, has_rates: bool
     comparisons = []
     for load in common:
         pair = (sides[0][load], sides[1][load])
-        differences = [one for one in _differences(*pair) if has_rates or not one.is_rate]
+        differences = list(_differences(*pair))
         comparisons.append(Comparison(load=load, num_runs=(len(pair[0]), len(pair[1])), differences=differences))
     if any(min(one.num_runs) < MIN_REPEATS for one in comparisons):
         notes.append(f"With fewer than {MIN_REPEATS} runs on a side, the intervals do not include variation between runs.")

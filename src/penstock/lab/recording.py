@@ -4,7 +4,6 @@ Parts that belong together are read as one, the oldest first. Events come in the
 
     Arrival    a request was queued, or refused for good
     StepDone   a step was planned, computed and taken over; its rows are whole again
-    AtDoor     a call was refused before it was any request; told in an A/B test alone
     Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
     Lost       the writer did not keep up: so many reports are missing here
     Restart    the engine was made anew: no request is left, and steps are counted from 0
@@ -73,9 +72,6 @@ class Header:
     """A hash of model and settings."""
     settings: Mapping[str, Any]
     """Settings of KV cache, scheduling and compute that were not the defaults."""
-    arms: Mapping[str, Any] | None
-    """The A/B test: `share`, `by`, `tenants`, and `differences` (setting -> its value in arm A, in arm B); None: there was
-    none."""
     about: Mapping[str, Any]
     """All that the header says."""
 
@@ -101,18 +97,8 @@ class Arrival:
     """The prompt, the last piece included that fills no block. Empty: not known."""
     is_repeated: bool
     """It was told before, in a part that may be lost."""
-    arm: str = ""
-    """Arm of the A/B test; empty where there was none."""
     adapter: int = BASE
     """Number of its adapter: the same for requests of the same one."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtDoor:
-    at_ns: int
-    tenant: str
-    arm: str
-    reject_reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +163,7 @@ class Restart:
     pass
 
 
-Event = Arrival | AtDoor | Departure | StepDone | Lost | Restart
+Event = Arrival | Departure | StepDone | Lost | Restart
 
 
 @dataclass(slots=True)
@@ -311,7 +297,6 @@ def _read_header(path: Path) -> Header:
             machine=about["machine"],
             config=about["config"],
             settings={key: _setting(value) for key, value in about["settings"].items()},
-            arms=_arms(about.get("arms")),
             about=about,
         )
         _checked(_checked(header).capacity)
@@ -325,13 +310,6 @@ def _read_header(path: Path) -> Header:
 
 def _setting(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _arms(told: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if told is None:
-        return None
-    differences = {key: (_setting(a), _setting(b)) for key, (a, b) in told["differences"].items()}
-    return {"share": told["share"], "by": told["by"], "tenants": told["tenants"], "differences": differences}
 
 
 class _Part:
@@ -367,8 +345,6 @@ class _Part:
                 return _arrival(line)
             case "end":
                 return _departure(line)
-            case "door":
-                return AtDoor(int(line["at"]), str(line["tenant"]), line["arm"], line["why"])
             case "lost":
                 return Lost(int(line["count"]))
             case "restart":
@@ -414,7 +390,6 @@ def _arrival(line: dict[str, Any]) -> Arrival:
         beam_width=line.get("beams", 0),
         blocks=_blocks(line),
         is_repeated=line.get("again", False),
-        arm=line.get("arm", ""),
         adapter=line.get("adapter", BASE),
     )
 

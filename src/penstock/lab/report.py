@@ -102,13 +102,10 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
         yield _section_of_run(run, plots.run_name(run, position) if several else "Figures")
 
 
-def sections_of_compared(
-    compared: Compared, before: str, after: str, heads: tuple[str, str] = ("before", "after")
-) -> Iterator[Section]:
-    """`before` and `after`: what the two results are called; `heads`: the same, above their columns."""
+def sections_of_compared(compared: Compared, before: str, after: str) -> Iterator[Section]:
+    """`before` and `after`: what the two results are called."""
     num_tested = sum(one.change is not None for each in compared.comparisons for one in each.differences)
-    first, second = (head[0].upper() + head[1:] for head in heads)
-    notes = [f"{first}: {before}. {second}: {after}."]
+    notes = [f"Before: {before}. After: {after}."]
     if num_tested:
         notes.append(
             f"{num_tested} figures were tested, and a difference is called one if it holds after correction for that. "
@@ -121,7 +118,7 @@ def sections_of_compared(
             for one in each.differences
         ]
         title = f"{each.load or 'All requests'}, {each.num_runs[0]} and {each.num_runs[1]} runs"
-        yield Section(title, tables=[Table(("latencies in ms", *heads, "difference"), rows, words_last=True)])
+        yield Section(title, tables=[Table(("latencies in ms", "before", "after", "difference"), rows, words_last=True)])
 
 
 def as_text(sections: Sequence[Section]) -> str:

@@ -73,40 +73,6 @@ SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, F
 """The reasons that `request_success_total` counts; a refused request is in `requests_rejected_total`."""
 
 
-class RequestCounts:
-    """Ends and latencies of requests: of all, or of one arm of an A/B test. Times are in nanoseconds."""
-
-    def __init__(self) -> None:
-        self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
-        self.rejected: Counter[str] = Counter()
-        self.slo: Counter[tuple[str, bool]] = Counter()
-        """Requests by target (ttft, itl) and whether it was met; only those that had the target."""
-        self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
-        self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
-        self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
-        self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
-
-    def count_first_token(self, request: Request) -> None:
-        if request.first_token_ns is not None:
-            ttft_ns = request.first_token_ns - request.arrival_ns
-            self.ttft_ns.observe(ttft_ns)
-            if request.slo_ttft_ns is not None:
-                self.slo["ttft", ttft_ns <= request.slo_ttft_ns] += 1
-        if request.first_scheduled_ns is not None:
-            self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns)
-
-    def count_finish(self, stats: RequestStats) -> None:
-        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats):
-            self.slo["ttft", False] += 1
-        if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
-            self.rejected[stats.reject_reason] += 1
-            return
-        self.success[stats.finish_reason] += 1
-        self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
-        if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
-            self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
     """Whether a model is in memory now, and what its loads have come to. Its deployment tells."""
@@ -128,19 +94,24 @@ class Residence:
     """For how long its steps had the machine; 0 of a model that takes no turns."""
 
 
-class Metrics(RequestCounts):
+class Metrics:
     """Counters and histograms of one served model. Implements the engine's `Observer`, `TokenObserver` and `TurnObserver`.
 
     Times are kept in nanoseconds and become seconds when they are rendered.
     """
 
-    def __init__(self, model: str, arms: Sequence[str] = ()) -> None:
-        """`model`: the value of every series' label of that name. `arms`: those of an A/B test; empty: there is none."""
-        super().__init__()
+    def __init__(self, model: str) -> None:
+        """`model`: the value of every series' label of that name."""
         self.model = model
-        self.arms = {arm: RequestCounts() for arm in arms}
-        """The same counts again, for each arm alone."""
         self.lock = threading.Lock()
+        self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
+        self.rejected: Counter[str] = Counter()
+        self.slo: Counter[tuple[str, bool]] = Counter()
+        """Requests by target (ttft, itl) and whether it was met; only those that had the target."""
+        self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
+        self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
+        self.queue_ns = Histogram(LATENCY_BOUNDS_NS)
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
@@ -219,12 +190,10 @@ class Metrics(RequestCounts):
         with self.lock:
             self.grammar_wait_ns.observe(wait_ns)
 
-    def count_rejected(self, reason: str, arm: str = "", tenant: str = "") -> None:
+    def count_rejected(self, reason: str, tenant: str = "") -> None:
         """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
         with self.lock:
             self.rejected[reason] += 1
-            if arm in self.arms:
-                self.arms[arm].rejected[reason] += 1
             if tenant in self.tenants:
                 self.tenant_requests[tenant, "rejected"] += 1
 
@@ -242,8 +211,8 @@ class Metrics(RequestCounts):
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
         self._note(self._count_tokens, first, gaps_ns)
 
-    def on_itl(self, request: Request, num_gaps: int, num_late: int) -> None:
-        self._note(self._count_itl, request.arm, num_late <= num_gaps // 100)
+    def on_itl(self, num_gaps: int, num_late: int) -> None:
+        self._note(self._count_itl, num_late <= num_gaps // 100)
 
     def on_finish(self, stats: RequestStats) -> None:
         """Counted once: as refused if a reason for that is given (a missed deadline, too), else by its finish reason."""
@@ -284,25 +253,36 @@ class Metrics(RequestCounts):
         self.itl_ns.observe_many(gaps_ns)
         searches: set[str] = set()
         for request in first:
-            self.count_first_token(request)
-            if request.arm in self.arms:
-                self.arms[request.arm].count_first_token(request)
+            self._count_first_token(request)
             # All hypotheses of a search come at once, and its prompt was computed once.
             if request.sampling.beams is None or request.parent_id not in searches:
                 self._count_prompt(request)
                 searches.add(request.parent_id)
 
-    def _count_itl(self, arm: str, is_met: bool) -> None:
+    def _count_first_token(self, request: Request) -> None:
+        if request.first_token_ns is not None:
+            ttft_ns = request.first_token_ns - request.arrival_ns
+            self.ttft_ns.observe(ttft_ns)
+            if request.slo_ttft_ns is not None:
+                self.slo["ttft", ttft_ns <= request.slo_ttft_ns] += 1
+        if request.first_scheduled_ns is not None:
+            self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns)
+
+    def _count_itl(self, is_met: bool) -> None:
         self.slo["itl", is_met] += 1
-        if arm in self.arms:
-            self.arms[arm].slo["itl", is_met] += 1
 
     def _count_finish(self, stats: RequestStats) -> None:
-        self.count_finish(stats)
         if stats.tenant in self.tenants:
             self._count_tenant(stats)
-        if stats.arm in self.arms:
-            self.arms[stats.arm].count_finish(stats)
+        if stats.slo_ttft_ns is not None and stats.first_token_ns is None and _is_our_doing(stats):
+            self.slo["ttft", False] += 1
+        if stats.reject_reason or stats.finish_reason is FinishReason.REJECTED:
+            self.rejected[stats.reject_reason] += 1
+            return
+        self.success[stats.finish_reason] += 1
+        self.e2e_ns.observe(stats.ended_ns - stats.arrival_ns)
+        if stats.first_token_ns is not None and stats.num_generated_tokens > 1 and not stats.is_beam:
+            self.tpot_ns.observe((stats.ended_ns - stats.first_token_ns) / (stats.num_generated_tokens - 1))
 
     def _count_tenant(self, stats: RequestStats) -> None:
         is_rejected = bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED

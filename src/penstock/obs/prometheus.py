@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from penstock.obs.metrics import Histogram, Metrics, RequestCounts, Residence
+from penstock.obs.metrics import Histogram, Metrics, Residence
 from penstock.obs.signals import SustainedLoad
 from penstock.types.stats import AdapterCounts, AdapterStats, EngineLoad, TierStats, WaitReason
 
@@ -51,10 +51,6 @@ class _Snapshot:
 
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
-        self._requests: list[tuple[tuple[str, ...], RequestCounts]] = [((), metrics)]
-        """Values of the label `arm`, which only an A/B test has, and the counts under them."""
-        if metrics.arms:
-            self._requests = [((arm,), counts) for arm, counts in metrics.arms.items()]
         # Outside the lock: these have locks of their own.
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         adapters = metrics.read_adapters() if metrics.read_adapters else None
@@ -138,30 +134,22 @@ class _Snapshot:
         return family
 
     def _ends(self, metrics: Metrics) -> Iterator[Metric]:
-        labels = ["model", *self._arm_label]
         success = CounterMetricFamily(
-            _PREFIX + "request_success", "Requests that ended, by finish reason.", labels=[*labels, "finish_reason"]
+            _PREFIX + "request_success", "Requests that ended, by finish reason.", labels=["model", "finish_reason"]
         )
-        rejected = CounterMetricFamily(_PREFIX + "requests_rejected", "Requests that were refused.", labels=[*labels, "reason"])
+        rejected = CounterMetricFamily(_PREFIX + "requests_rejected", "Requests that were refused.", labels=["model", "reason"])
         slo = CounterMetricFamily(
-            _PREFIX + "slo_attainment", "Requests that had a target, by whether they met it.", labels=[*labels, "slo", "met"]
+            _PREFIX + "slo_attainment",
+            "Requests that had a target, by whether they met it.",
+            labels=["model", "slo", "met"],
         )
-        for arm, counts in self._requests:
-            for reason, count in counts.success.items():
-                success.add_metric([self._model, *arm, reason.name.lower()], count)
-            for why, count in counts.rejected.items():
-                rejected.add_metric([self._model, *arm, why], count)
-            for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
-                slo.add_metric([self._model, *arm, target, str(is_met).lower()], counts.slo[target, is_met])
-        if metrics.arms:
-            for why, count in metrics.rejected.items():
-                if left := count - sum(counts.rejected[why] for counts in metrics.arms.values()):
-                    rejected.add_metric([self._model, "", why], left)  # before it had an arm
+        for reason, count in metrics.success.items():
+            success.add_metric([self._model, reason.name.lower()], count)
+        for why, count in metrics.rejected.items():
+            rejected.add_metric([self._model, why], count)
+        for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
+            slo.add_metric([self._model, target, str(is_met).lower()], metrics.slo[target, is_met])
         yield from (success, rejected, slo)
-
-    @property
-    def _arm_label(self) -> list[str]:
-        return ["arm"] * len(self._requests[0][0])
 
     def _tier(self, tier: TierStats) -> Iterator[Metric]:
         """Only if there is one."""
@@ -228,16 +216,13 @@ class _Snapshot:
         for part, histogram in metrics.step_ns.items():
             steps.add_metric([self._model, part], *histogram.snapshot(_SECOND_NS))
         yield steps
-        for name, text, field in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", "ttft_ns"),
-            ("time_per_output_token_seconds", "Mean gap between tokens, per request.", "tpot_ns"),
-            ("e2e_request_latency_seconds", "From arrival to the end.", "e2e_ns"),
-            ("queue_time_seconds", "From arrival to the first step with the request.", "queue_ns"),
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", metrics.ttft_ns),
+            ("time_per_output_token_seconds", "Mean gap between tokens, per request.", metrics.tpot_ns),
+            ("e2e_request_latency_seconds", "From arrival to the end.", metrics.e2e_ns),
+            ("queue_time_seconds", "From arrival to the first step with the request.", metrics.queue_ns),
         ):
-            family = HistogramMetricFamily(_PREFIX + name, text, labels=["model", *self._arm_label])
-            for arm, counts in self._requests:
-                family.add_metric([self._model, *arm], *getattr(counts, field).snapshot(_SECOND_NS))
-            yield family
+            yield self._histogram(name, text, histogram, _SECOND_NS)
         text = "Waits of calls for their grammars to be compiled; a known one takes microseconds."
         yield self._histogram("grammar_wait_seconds", text, metrics.grammar_wait_ns, _SECOND_NS)
         text = "Each gap between tokens of one request."

@@ -50,11 +50,7 @@ MAX_ALIKE = 64
 """Blocks with one parent and one first token that are compared: the newest, and more than the prefix cache compares."""
 MAX_ENDED = 1024
 """Requests that ended, of which a step that was planned before may still have a row."""
-MAX_LATER = 4096
-"""Lines that wait for the end of a turn. An engine that fails in a turn never tells its end, while the door goes on."""
 MAX_TENANTS = 1 << 16
-MAX_REFUSED = 1 << 14
-"""Calls refused at the door that wait for the writer; it looks twenty times a second."""
 TOKEN_BYTES = 4
 LINE_BYTES = 1 << 16
 """Room for the next line when a part is not yet full; a prompt of a million tokens takes more."""
@@ -172,10 +168,6 @@ class Recorder:
         """Sizes of all reports that the writer took. Written by its thread."""
         self.num_lost = 0
         """Reports that were dropped. Written by the engine thread."""
-        self._refused: deque[tuple[Any, ...]] = deque()
-        """Calls that the door refused, as `_Writer.door` takes them."""
-        self._num_refused_lost = 0
-        """Those that were dropped. Written by the thread of the door."""
         start_ns = clock.now_ns()
         header = {
             "kind": "header",
@@ -217,17 +209,6 @@ class Recorder:
         """The engine is made anew: it starts with no request, and its steps are counted from 0."""
         self._tell(1, _Writer.restart)
 
-    # For the thread of the door.
-
-    def on_refused(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:
-        """A call never reached the engine. Only an A/B test tells it, as one arm may refuse more than the other."""
-        if len(self._refused) < MAX_REFUSED and self._max_told_rows:
-            self._refused.append((tenant, arm, reason, now_ns))
-        else:
-            self._num_refused_lost += 1
-
-    # For the engine thread.
-
     def _tell(self, num_rows: int, *told: object) -> None:
         if self._num_rows_told - self._num_rows_taken < self._max_told_rows:
             self._num_rows_told += num_rows
@@ -254,7 +235,7 @@ class Recorder:
             while not self._is_closing.wait(POLL_S):
                 self._settle()
             self._settle()
-            self._writer.close(self.num_lost + self._num_refused_lost)
+            self._writer.close(self.num_lost)
         except ConfigError as error:
             _logger.error("the recording ends here: %s", error)
         except OSError as error:
@@ -264,7 +245,6 @@ class Recorder:
         finally:
             self._max_told_rows = 0
             self._told.clear()
-            self._refused.clear()
             self._parts.close()
 
     def _settle(self) -> None:
@@ -274,10 +254,7 @@ class Recorder:
             num_rows, write, *arguments = told.popleft()
             write(writer, *arguments)
             self._num_rows_taken += num_rows
-        for _ in range(len(self._refused)):
-            writer.turn_over_if_full()
-            writer.door(*self._refused.popleft())
-        writer.note_lost(self.num_lost + self._num_refused_lost)
+        writer.note_lost(self.num_lost)
         writer.flush()
 
 
@@ -339,8 +316,6 @@ class _Writer:
             "priority": request.priority,
             "blocks": blocks,
         }
-        if request.arm:
-            line["arm"] = request.arm
         if request.deadline_ns is not None:
             line["deadline"] = request.deadline_ns - self._start_ns
         if sampling.beams is not None:
@@ -402,10 +377,6 @@ class _Writer:
         if stats.waited_ns:
             line["waited"] = stats.waited_ns
         self._pending = (line, stats.parts_ns)
-
-    def door(self, tenant: str, arm: str, reason: str, now_ns: int) -> None:
-        line = {"kind": "door", "at": now_ns - self._start_ns, "tenant": self._tenant(tenant), "arm": arm, "why": reason}
-        self._say(line)
 
     def turn(self, parts_ns: Mapping[str, int]) -> None:
         self._end_step(parts_ns)
@@ -486,8 +457,6 @@ class _Writer:
             "prompt": stats.num_prompt_tokens,
             "tenant": self._tenant(stats.tenant),
         }
-        if stats.arm:
-            line["arm"] = stats.arm
         self._say(line)
         return self._num_requests
 
@@ -506,8 +475,6 @@ class _Writer:
     def _say(self, line: dict[str, object]) -> None:
         if self._pending is not None:
             self._later.append(line)
-            if len(self._later) >= MAX_LATER:
-                self._end_step({})
             return
         data = _encode(line).encode() + b"\n"
         self._lines.append(data)

@@ -546,7 +546,6 @@ SCHEMAS: Mapping[str, Schema] = MappingProxyType(
         ),
         "RequestChoice": _object(
             index=_COUNT,
-            arm_if_any=_TEXT,
             state=_TEXT,
             finish_reason=_or_null(_TEXT),
             summary=_TEXT,

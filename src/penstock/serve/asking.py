@@ -20,7 +20,6 @@ from penstock.calls.call import (
 )
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
-from penstock.deploy.arms import Arms
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
@@ -29,7 +28,6 @@ from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_
 from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ConfigError, NameUnknown
-from penstock.types.request import ARM_B
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +99,20 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     raise model_not_found(deployment.default.name if name is None else name, names)
 
 
+def find_answering(
+    name: str | None, deployment: Deployment, scope: Scope, config: ServerConfig, user: str = ""
+) -> tuple[ServedModel, AdapterRef | None]:
+    """As `find_allowed`, for a request that will be answered: a name may be split among models.
+
+    A `user` is drawn within its tenant, and a request without a user by its id, so all who ask for one request get the same.
+    """
+    served, adapter = find_allowed(name, deployment, scope)
+    if not deployment.splits or adapter is not None:
+        return served, adapter
+    tenant = read_owner(scope, config).tenant
+    return deployment.part_of(name, tenant, f"{tenant}\0{user}" if user else identity_of(scope).request_id) or served, None
+
+
 def find_asked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:
     """The model that a request names, loaded or not, and its adapter if the name is one's.
 
@@ -168,22 +180,17 @@ def read_terms(
     config: ServerConfig,
     *,
     is_priority_scheduled: bool,
-    arms: Arms | None = None,
-    user: str = "",
     priority: int | None = None,
     cache_salt: str = "",
     conversation: str = "",
 ) -> Terms:
-    """From the headers, and from fields of the body, which are the last four; time-outs are those of the call's arm.
+    """From the headers, and from fields of the body, which are the last three.
 
     `arrival_ns`: now, unless the request has waited for its model. Raises 400 for what is malformed, contradicts the other or
     asks for what is not there.
     """
     arrival_ns = scope.get(ARRIVAL_KEY, arrival_ns)
-    owner, arm = read_owner(scope, config), ""
-    if arms is not None:
-        arm = arms.arm_of(owner.tenant, user)
-        config = arms.b.server if arm == ARM_B else config
+    owner = read_owner(scope, config)
     headers, key = headers_of(scope), key_of(scope)
     times_ns: list[int | None] = [None] * len(_TIMES)
     priority_of_header = None
@@ -207,7 +214,6 @@ def read_terms(
         limits=_limits_of(key),
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
-        arm=arm,
         model_wait_ns=scope.get(LOADED_KEY, arrival_ns) - arrival_ns,
     )
 

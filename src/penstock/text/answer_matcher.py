@@ -1,14 +1,13 @@
-"""One answer's way through reasoning and free text to a grammar: implements `types.sampling.Matcher`. Made by `text.grammar`.
+"""Follows an answer through reasoning and free text to a grammar: implements `types.sampling.Matcher`. Made by `text.grammar`.
 
-As long as an answer is free its next token is not restricted, and costs a look at its bytes. From the trigger of a call, or
-from the end of the reasoning block, the grammar says what may come:
+While an answer is free, its next token is not restricted and costs a look at its bytes. From the trigger of a call, or from the
+end of the reasoning block, the grammar decides:
 
     <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
     `--- free, counted    `--- free   `--- the grammar
 
-A token may have the end of a mark and the beginning of what follows. So where the text ends in what may become a mark, tokens
-that would end it and could not go on behind it are masked. When it is complete, a copy of the grammar reads these tokens again.
-Used by one thread at a time.
+One token may complete a mark and begin what follows. So where the text may be the beginning of a mark, tokens that would
+complete it and go on wrongly are masked. Once the mark is complete, a new matcher of the grammar reads its tokens again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from penstock.text.answers import match_unmarked
+from penstock.text.answers import held_back, match_unmarked
 from penstock.text.dialects import ReasoningFormat, ToolFormat
 from penstock.types.errors import GrammarFailure
 
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """The parts of an answer before its grammar, and where that begins."""
+    """What comes before the grammar of an answer, and where the grammar begins."""
 
     reasoning: ReasoningFormat | None = None
-    """None: the answer begins at once."""
+    """None: there is no reasoning block."""
     is_reasoning: bool = False
     """The prompt has begun the block already."""
     max_reasoning_tokens: int | None = None
-    """Tokens of the block, after which its end is forced; None: as many as it likes."""
+    """Tokens of the block after which its end is forced; None: no limit."""
     trigger_of: ToolFormat | None = None
     """The grammar begins at this format's triggers; None: with the answer, or behind the reasoning block."""
     tool_names: frozenset[str] = frozenset()
-    """Tools that a call without a mark may name; none: there are no such calls."""
+    """Tools that a call without a mark may name."""
 
     @property
     def begins_free(self) -> bool:
-        """The answer is in its grammar no earlier than behind a trigger, or behind the block that the prompt has begun."""
+        """Whether the grammar begins later than the answer: behind a trigger, or behind a block that the prompt has begun."""
         return self.trigger_of is not None or (self.reasoning is not None and self.is_reasoning)
 
 
@@ -52,31 +51,30 @@ class _State(Enum):
     """The answer may begin with a reasoning block."""
     REASONING = auto()
     WAITING = auto()
-    """For a trigger."""
+    """No trigger has come yet."""
     FOLLOWING = auto()
-    """The grammar."""
+    """The grammar decides."""
     FREE = auto()
 
 
 class AnswerMatcher:
     def __init__(self, plan: AnswerPlan, tokens: GrammarTokens, grammar: CompiledGrammar | None) -> None:
-        """`grammar` has a lead for the reasoning block if it does not begin at a trigger. None: nothing is asked for but the
-        limit of the reasoning block."""
+        """`grammar` has a lead for the reasoning block, unless it begins at a trigger. None: only the reasoning is limited."""
         self._plan = plan
         self._tokens = tokens
         self._grammar = grammar
         self._is_bound = grammar is not None and plan.trigger_of is None
-        """The answer has to follow the grammar, and may not end before."""
+        """The answer may not end before it has followed the grammar."""
         self._inner: GrammarMatcher | None = None
         self._mask: bytes | None = None
         self._num_reasoning = 0
         self._forced: list[int] = []
-        """Tokens of the end of the reasoning block that are still to come."""
+        """Tokens still to come of the forced end of the reasoning block."""
         self._opened_ids: list[int] = []
         """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
-        """The answer, as long as a call without a mark may come of it; None: no more."""
+        """The answer, while it may still become a call without a mark; then None."""
         if plan.reasoning is None:
             self._begin_answer()
         elif plan.is_reasoning:
@@ -158,7 +156,7 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """`read_ids`: tokens in which the answer may have begun already; `text`: all of it so far."""
+        """`read_ids` are tokens in which the answer may have begun already; `text` is the answer so far."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -175,7 +173,10 @@ class AnswerMatcher:
             self._inner = self._inner or self._grammar.matcher()  # it has read what there is
 
     def _begins_call(self) -> bool:
-        """The answer has become a call without a mark. Its text is spelled anew, as its first token may begin elsewhere."""
+        """Follow the grammar if the answer has become a call without a mark.
+
+        Its text is cut into tokens anew, since the first token may have begun before it.
+        """
         assert self._beginning is not None
         assert self._plan.trigger_of is not None
         text = self._beginning.decode(errors="replace")
@@ -216,7 +217,7 @@ class AnswerMatcher:
         return None
 
     def _barred(self) -> list[bytes]:
-        """Masks of tokens that may not come where marks may have begun."""
+        """Masks of tokens to forbid because marks may have begun."""
         assert self._grammar is not None
         bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
         return [bar for bar in bars if bar is not None]
@@ -226,7 +227,7 @@ class _Watch:
     """Looks for marks in the bytes of tokens."""
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
-        """`is_at_start`: a mark counts at the beginning alone, behind white space."""
+        """`is_at_start`: a mark counts only at the beginning, behind white space."""
         self._texts = tuple(marks)
         self._marks = tuple(mark.encode() for mark in marks)
         self._firsts = tuple(mark[:1] for mark in self._marks)
@@ -234,22 +235,22 @@ class _Watch:
         self._sizes: list[int] = []
         self._tail = b""
         self.ids: list[int] = []
-        """The tokens in which a mark may have begun, or has."""
+        """The tokens since a mark may have begun."""
         self.is_over = False
         """No mark can come any more."""
 
     @property
     def text(self) -> bytes:
-        """As far as it is kept: all of it at the start, and from a mark on."""
+        """The text of `ids`."""
         return self._tail
 
     @property
     def behind(self) -> bytes:
-        """Text behind the mark that is complete."""
+        """The text behind the complete mark."""
         return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
 
     def push(self, token_id: int, data: bytes) -> bool:
-        """True if a mark is complete."""
+        """Return whether a mark is complete."""
         self._tail += data
         self.ids.append(token_id)
         self._sizes.append(len(data))
@@ -263,11 +264,11 @@ class _Watch:
             self._forget(0)
             return False
         found = [at for mark in self._marks if (at := self._tail.find(mark)) >= 0]
-        self._forget(len(self._tail) - min(found) if found else self._num_held())
+        self._forget(len(self._tail) - min(found) if found else held_back(self._tail, self._marks))
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
-        """Marks that may have begun, each with what is to come of it."""
+        """Return the marks that may have begun, each with the rest of its text."""
         if not self.ids:
             return []
         if self._is_at_start:
@@ -276,14 +277,8 @@ class _Watch:
         pairs = [(text, at) for text in self._texts for at in range(1, len(text)) if self._tail.endswith(text[:at].encode())]
         return [(text, text[at:]) for text, at in pairs]
 
-    def _num_held(self) -> int:
-        longest = min(len(self._tail), max(map(len, self._marks)) - 1)
-        return next(
-            (num for num in range(longest, 0, -1) if any(mark.startswith(self._tail[-num:]) for mark in self._marks)), 0
-        )
-
     def _forget(self, num_held: int) -> None:
-        """All tokens but those with the last bytes."""
+        """Drop all tokens except those with the last `num_held` bytes."""
         while self._sizes and (not num_held or len(self._tail) - self._sizes[0] >= num_held):
             self._tail = self._tail[self._sizes[0] :]
             del self._sizes[0], self.ids[0]

@@ -1,15 +1,15 @@
-"""The parts of an answer: reasoning, content and calls of tools. Every API's writer makes a form of its own of them.
+"""Takes the text of an answer apart into reasoning, content and calls of tools, for the writers of all APIs.
 
-A reader takes the text of one choice in pieces, as the output stage makes them, and gives parts as soon as it is known what
-they are: text that may begin a mark is held back. The whole does not depend on how the text was cut. Knows no JSON of any API,
-no tokens, and does not judge: arguments are what the model wrote, which a grammar holds to their schema.
+A reader takes the text of one choice in pieces and returns parts as soon as it is known what they are. Text that may begin a
+mark is held back, so the result does not depend on how the text was cut. Arguments are what the model wrote; a grammar makes
+them follow their schema.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, AnyStr, Protocol
 
 from penstock.text.dialects import ReasoningFormat, ToolFormat, Way, marks_of
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 MAX_UNMARKED_CHARS = 256
-"""Characters of an answer in which the name of its first call ends, if that has no mark."""
+"""A call without a mark has its tool's name within so many characters."""
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
 
 
@@ -53,7 +53,7 @@ class CallEnd:
     is_whole: bool
     """False: the answer was cut within the arguments."""
     text: str
-    """All of the call, as the model wrote it."""
+    """The whole call, as the model wrote it."""
 
 
 Part = Reasoning | Content | CallBegin | CallArguments | CallEnd
@@ -74,7 +74,7 @@ class Answer:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    """Whole calls. The text of one that was cut is part of `content`."""
+    """Whole calls. The text of a cut call is part of `content`."""
     is_cut: bool = False
     """A call was cut."""
 
@@ -107,33 +107,33 @@ def gather(parts: Iterable[Part]) -> Answer:
 
 class AnswerReader(Protocol):
     def push(self, text: str) -> list[Part]:
-        """The parts that became certain with this text."""
+        """Return the parts that became certain with this text."""
         ...
 
     def finish(self) -> list[Part]:
-        """The parts that were held back, at the end of the answer."""
+        """Return what was held back, at the end of the answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """How the answers of one call are read; there is none for answers that are nothing but content."""
+    """How the answers of one call are read. Answers that are only content have none."""
 
     tools: ToolFormat | None = None
     """None: no calls are looked for."""
     tool_names: frozenset[str] = frozenset()
-    """Tools that a call without a mark may name; none: there are no such calls."""
+    """Tools that a call without a mark may name."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
     """The prompt has begun the reasoning block already."""
 
     @property
     def marks(self) -> frozenset[str]:
-        """Parts of the marks that readers look for which may be special tokens."""
+        """Parts of the marks that may be special tokens."""
         return marks_of(self.tools, self.reasoning)
 
     def reader(self, new_call_id: Callable[[int], str]) -> AnswerReader:
-        """A reader of one choice. `new_call_id` makes the id of the call with a number."""
+        """Return a reader for one choice. `new_call_id` makes the id of the call with a number."""
         if self.reasoning is not None and self.reasoning.lead:
             return ChannelReader(self, new_call_id)
         return MarkReader(self, new_call_id)
@@ -149,14 +149,14 @@ class MarkReader:
         self._held = ""
         self._parts: list[Part] = []
         self._has_said = False
-        """Content that is no white space was shown."""
+        """Content other than white space was shown."""
         self._call: _CallReader | None = None
         if self._reasoning is None:
             self._step = self._read_content
         else:
             self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
         self._is_fresh = form.is_reasoning
-        """White space is skipped: nothing of a block was shown yet."""
+        """Nothing of the block was shown yet, so white space is skipped."""
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -248,7 +248,7 @@ class MarkReader:
         return True
 
     def _find(self, triggers: Sequence[str]) -> tuple[int, int]:
-        """Where the first trigger stands, and which it is; -1 for nowhere."""
+        """Return where the first trigger stands, or -1, and its index."""
         assert self._tools is not None
         found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
         if self._tools.only_at_start:
@@ -275,14 +275,13 @@ class MarkReader:
 
 
 class HiddenTokens:
-    """Takes the names of special tokens that are no marks out of a text, as far as its tokens were sampled: what a model spells
-    in other tokens stays."""
+    """Removes the names of sampled special tokens from a text, except marks. The same text spelled by other tokens stays."""
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
         self._names: list[str] = []
-        """Names of tokens that were sampled and not yet seen in the text, which may be held back."""
+        """Names of sampled tokens that the text does not have yet, since it may be held back."""
 
     def show(self, text: str, token_ids: Sequence[int]) -> str:
         for token_id in token_ids:
@@ -300,7 +299,7 @@ class HiddenTokens:
 
 
 class _CallReader:
-    """Reads the calls of one answer, from the trigger on."""
+    """Reads the calls of one answer, beginning at the trigger."""
 
     def __init__(self, way: Way, new_call_id: Callable[[int], str]) -> None:
         self._way = way
@@ -311,11 +310,11 @@ class _CallReader:
         self._before = way.begin + before
         self._name = ""
         self._text = ""
-        """All of the call that is being read, as far as it was read."""
+        """What was read of the present call."""
         self._arguments: _ObjectScanner | None = None
         self._step: Callable[[list[Part]], bool] = self._read_before
         self.is_over = False
-        """No call can follow."""
+        """No further call can follow."""
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -325,7 +324,7 @@ class _CallReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """A call that was cut. If its name was not told yet, all of it is content."""
+        """Return the end of a cut call. If its name is not yet known, all of it is content."""
         if self._arguments is not None:
             return [CallEnd(self._index, False, self._text)]
         is_behind = self._step in (self._read_after, self._read_between)
@@ -335,12 +334,12 @@ class _CallReader:
         return [Content(rest), CallEnd(self._index, False, "")] if rest else []
 
     def rest(self) -> str:
-        """Text that was read of no call, and text that was not read; behind the last call white space is none of it."""
+        """Return the text that belongs to no whole call, or an empty text if it is only white space."""
         rest = self._text + self._held
         return rest if rest.strip() else ""
 
     def _match(self, literal: str) -> int | None:
-        """How many characters are the literal; None: more are needed. Text that can't be it ends the calls."""
+        """Return the length of the literal in the text, or None if more text is needed. Other text ends the calls."""
         num = match_literal(self._held, literal)
         if num is not None and num < 0:
             self.is_over = True
@@ -428,7 +427,7 @@ class _CallReader:
 
 
 class ChannelReader:
-    """Reads Harmony: messages, each with a channel and maybe a recipient before its text."""
+    """Reads Harmony: messages with a channel, and maybe a recipient, before their text."""
 
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
@@ -512,7 +511,7 @@ class ChannelReader:
 
 
 def _first_word(header: str) -> str:
-    """As far as the next mark or white space."""
+    """The text up to the next mark or white space."""
     return "".join(header.partition("<|")[0].split()[:1])
 
 
@@ -525,7 +524,7 @@ class _ObjectScanner:
         self.is_closed = False
 
     def push(self, text: str) -> int:
-        """How many characters of the text belong to the object."""
+        """Return how many characters of the text belong to the object."""
         for at, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
@@ -545,9 +544,9 @@ class _ObjectScanner:
 
 
 def match_literal(text: str, literal: str) -> int | None:
-    """How many characters of the text are the literal, in which white space stands for any and for none.
+    """Return how many characters of the text are the literal, whose white space stands for any or none.
 
-    None: the text ends before it is known. -1: the text does not begin with it.
+    None: more text is needed. -1: the text does not begin with the literal.
     """
     at = 0
     for char in literal:
@@ -564,7 +563,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """The way without a mark in which the answer that begins so calls one of the tools. If it is None: whether one may come."""
+    """Return the way without a mark by which this beginning of an answer calls a tool, or None, and whether one may come."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
@@ -579,7 +578,7 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
     return None, may_come and is_short
 
 
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may begin one of the marks."""
+def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
+    """Return how many characters at the end of a text may begin one of the marks."""
     longest = min(len(text), max(map(len, marks)) - 1)
     return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

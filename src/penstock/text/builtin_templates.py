@@ -1,7 +1,7 @@
-"""Chat templates that `--chat-template` takes by name, for models whose files have none: short Jinja, read by `text.chat`.
+"""Chat templates that `--chat-template` takes by name, for models without one.
 
-Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token where the family has one.
-None knows tools: `text.dialects` puts them into the system message.
+Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token if the family has one. None
+knows tools: `text.dialects` puts them into the system message.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SYSTEM_FIRST = (
     "{% set system = messages[0].content if is_led else '' %}"
     "{% set turns = messages[1:] if is_led else messages %}"
 )
-"""Sets `turns` to the messages, and takes a leading system message before a user's out of them into `system`. The families that
-need this have no system turns: they write any other system message as a user's."""
+"""Moves a leading system message before a user's into `system`, and the other messages into `turns`. For families without
+system turns: any other system message is written as a user's."""
 
 BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {

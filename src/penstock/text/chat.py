@@ -1,9 +1,8 @@
-"""Turns chat messages into the prompt text that a model was trained on. Made once at start, used by `serve` and `cli`.
+"""Turns chat messages into the prompt text that a model was trained on. Used by `serve` and `cli`.
 
-Templates are Jinja2 programs that come with the model, and nobody has read them. So they run in a process of their own, which
-the kernel ends at a limit of time or memory (docs/decisions/chat-templates.md). This is the server's half: it starts the
-process, asks it and replaces it. The other half, with the messages between both, is `chat_environment`.
-Knows no tokens and no OpenAI content parts: contents are strings.
+Chat templates are Jinja2 programs that come with the model, and nobody has read them. So they run in a process of their own,
+which the kernel ends at a limit of time or memory (docs/decisions/chat-templates.md). This is the server's half, which starts,
+asks and replaces the process. `chat_environment` is the other half.
 """
 
 from __future__ import annotations
@@ -27,19 +26,13 @@ from penstock.types.errors import ConfigError, Rejected, RejectReason
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_MAX_CHARS = 8 << 20
 MAX_NAMES = 20
-"""Names of a model's templates that a message lists."""
-DEFAULT_MAX_S = 2.0
-"""CPU time of one rendering, and of the compilation."""
+"""Names of a model's templates that an error message lists."""
 _WAIT_FACTOR = 30
-"""By the clock they may take so many times that: a busy machine refuses no template."""
-DEFAULT_MAX_MEMORY_BYTES = 256 << 20
-"""Address space of the template's process, of which Python and Jinja2 take 25 MiB."""
+"""The limit by the clock is so many times the CPU time, so that a busy machine refuses no template."""
 _CONTINUE_MARK = "<|penstock continues here|> "
-"""Put behind the last message to find its end in the rendered text. Its last space shows whether the template trims."""
+"""Put behind the last message to find its end in the rendered text. Its final space shows whether the template trims."""
 _DOUBLED_CALL = r"{{\"name\": <function-name>, \"arguments\": <args-json-object>}}"
-_RETRY_AFTER_S = 5.0
 _REMEDY = "Correct it, or give another one with --chat-template."
 _START = (
     "import json, sys; sys.path[:] = sys.argv[2:]; from penstock.text.chat_environment import serve; "
@@ -48,21 +41,24 @@ _START = (
 
 
 class ChatTemplate:
-    """Thread-safe. Has a process of its own, which ends with it."""
+    """A template in a process of its own, which ends with this object. Thread-safe."""
 
     def __init__(
         self,
         source: str,
         *,
         special_tokens: Mapping[str, str | tuple[str, ...]],
-        max_chars: int = DEFAULT_MAX_CHARS,
-        max_s: float = DEFAULT_MAX_S,
-        max_memory_bytes: int = DEFAULT_MAX_MEMORY_BYTES,
+        max_chars: int = 8 << 20,
+        max_s: float = 2.0,
+        max_memory_bytes: int = 256 << 20,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`special_tokens` are variables of the template (`Tokenizer.special_tokens`); `now` serves `strftime_now`.
+        """`special_tokens` are variables of the template (`Tokenizer.special_tokens`). `now` is the clock of `strftime_now`.
 
-        Raises `ConfigError` if the template is not valid Jinja2, with the line, or if the limits do not let it be compiled.
+        A rendering makes at most `max_chars` and takes at most `max_s` of CPU time, as does the compilation. The process has an
+        address space of `max_memory_bytes`, of which Python and Jinja2 take 25 MiB.
+
+        Raises `ConfigError` if the template is not valid Jinja2, with the line, or reaches a limit when it is compiled.
         """
         self.source = source
         self._process = TemplateProcess(source, max_chars=max_chars, max_s=max_s, max_memory_bytes=max_memory_bytes)
@@ -80,12 +76,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt text, to be encoded with `add_special_tokens=False`.
+        """Return the prompt text, to be encoded with `add_special_tokens=False`.
 
-        `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are
-        further variables of the template (`chat_template_kwargs`, `tools`); plain JSON data.
-        Blocks, for up to thirty times `max_s` and the renderings before it. Raises `Rejected` if the template refuses the
-        messages, fails on them or reaches a limit, and if its process is lost.
+        `continue_final_message` leaves the last message open, so that the model goes on writing it. `variables` are JSON data
+        for the template (`chat_template_kwargs`, `tools`). Blocks, for up to thirty times `max_s` and the renderings before it.
+        Raises `Rejected` if the template refuses the messages, fails on them or reaches a limit, and if its process is lost.
         """
         self._check(messages, variables, add_generation_prompt=add_generation_prompt, is_continued=continue_final_message)
         if continue_final_message:
@@ -132,13 +127,13 @@ class ChatTemplate:
 
 
 def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
-    """The tools as JSON text, which some templates read instead of the list."""
+    """The tools as JSON text, which some templates read instead of a list."""
     tools = variables.get("tools")
     return {"functions": json.dumps(tools, ensure_ascii=False, indent=2)} if tools else {}
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
-    """The template, or a `Rejected` that says what to do for a model that has none."""
+    """Return the template. Raises `Rejected`, with a remedy, if the model has none."""
     if template is None:
         raise _invalid(
             "This model has no chat template, so messages cannot be turned into a prompt. "
@@ -149,11 +144,10 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
-    """The template that `--chat-template` means: one of the model's by its name, a built-in one by its name, the template
-    itself, or a file's path.
+    """Return the template that `--chat-template` means: the name of one of the model's or of a built-in one, the template
+    itself, or a path.
 
-    None: the one that the model calls `default`, if it has one, and for requests with tools its `tool_use`. Raises
-    `ConfigError`.
+    Without a value it is the model's `default`, and for requests with tools its `tool_use`. Raises `ConfigError`.
     """
     named = {name: _with_single_braces(source) for name, source in named.items()}
     if value is None:
@@ -186,31 +180,31 @@ def _with_single_braces(source: str) -> str:
 
 
 def _either(with_tools: str, plain: str) -> str:
-    """One template that is the first where there are tools, else the second.
+    """Return one template that is the first if there are tools, else the second.
 
-    Jinja2 drops a line break at the end of a template, and one behind a tag: hence the suffix and the empty expressions.
+    Jinja2 drops a line break at the end of a template and behind a tag, hence the suffix and the empty expressions.
     """
     with_tools, plain = (source.removesuffix("\n") for source in (with_tools, plain))
     return f"{{% if tools %}}{{{{ '' }}}}{with_tools}{{% else %}}{{{{ '' }}}}{plain}{{% endif %}}"
 
 
 def _cut_at_mark(text: str, content: str) -> str:
-    """The text before the mark; white space at the end of the content goes too if the template trims contents."""
+    """Return the text before the mark, without white space at the content's end if the template trims contents."""
     at = text.rfind(_CONTINUE_MARK)
     if at >= 0:
         return text[:at]
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
         raise _invalid("The chat template does not show the last message, so it cannot be continued.", "messages")
-    # Of a content that is white space alone the template has left nothing: what stands there is its own.
+    # A content of white space is gone entirely, so the white space there is the template's.
     return text[:at].rstrip() if content.strip() else text[:at]
 
 
 class TemplateProcess:
-    """One template, compiled. Thread-safe: callers wait for each other."""
+    """A compiled template, and the process that runs it. Thread-safe: callers wait for each other."""
 
     def __init__(self, source: str, *, max_chars: int, max_s: float, max_memory_bytes: int) -> None:
-        """Raises `ConfigError` if the template is not valid, or reaches a limit already."""
+        """Raises `ConfigError` if the template is not valid or reaches a limit."""
         self._source = source.encode("utf-8", "surrogatepass")
         self._max_s = max_s
         self._max_memory_bytes = max_memory_bytes
@@ -219,9 +213,9 @@ class TemplateProcess:
         self._child = self._start()
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
-        """The text that the template makes of JSON data. A process that has ended is replaced first.
+        """Render JSON data. Replaces the process first if it has ended.
 
-        Raises `Rejected`: INVALID, naming `messages`, for whatever the template does; UNAVAILABLE if there is no process.
+        Raises `Rejected`: INVALID, naming `messages`, for whatever the template does, and UNAVAILABLE without a process.
         """
         try:
             question = json.dumps({"variables": variables, "now": now.isoformat()}).encode()
@@ -262,7 +256,7 @@ class TemplateProcess:
         raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
 
     def _limit(self, error: _Ended) -> str | None:
-        """The limit that ended the process, if one did."""
+        """The limit that ended the process, or None."""
         limits = {
             -signal.SIGPROF: f"{self._max_s:g} s",
             -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
@@ -272,20 +266,20 @@ class TemplateProcess:
 
 
 class _TemplateError(Exception):
-    """The objection of the template, or of Jinja2, to the question."""
+    """The template, or Jinja2, refused or failed."""
 
 
 class _Ended(Exception):
-    """The process has ended instead of answering."""
+    """The process ended instead of answering."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
-        """The exit status; of a signal, its number below zero."""
+        """The exit status, or minus the number of the signal."""
 
 
 class _Child:
-    """A process that runs `chat_environment.serve`. It ends with this object, with this process, or at a limit."""
+    """A process that runs `chat_environment.serve`. It ends with this object, with the server, or at a limit."""
 
     def __init__(self, *, max_s: float, max_memory_bytes: int, max_chars: int) -> None:
         """Raises `ConfigError` if no process can be started."""
@@ -297,7 +291,7 @@ class _Child:
                 "max_chars": max_chars,
             }
         )
-        # The paths are told, so that it needs no `site`: that saves half of its start and a fifth of its memory.
+        # With the paths given it needs no `site`, which saves half of its start and a fifth of its memory.
         paths = [*sys.path, str(Path(__file__).parents[2])]
         self._max_answer_bytes = 4 * max_chars + (1 << 16)
         try:
@@ -318,13 +312,13 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, question: bytes) -> str:
-        """The answer's text. Raises `_TemplateError` or `_Ended`."""
+        """Return the answer's text. Raises `_TemplateError` or `_Ended`."""
         try:
             _write(self._stdin.fileno(), len(question).to_bytes(8) + question)
             text = self._read().decode("utf-8", "surrogatepass")
         except (BrokenPipeError, EOFError):
             raise _Ended(self._process.wait()) from None
-        except BaseException:  # Ctrl-C: the answer that is still to come must not be taken for the next one's
+        except BaseException:  # Ctrl-C: the next question must not get this one's answer
             _end(self._process)
             raise
         if text.startswith("-"):
@@ -361,4 +355,4 @@ def _invalid(detail: str, param: str) -> Rejected:
 
 
 def _unavailable(detail: str) -> Rejected:
-    return Rejected(RejectReason.UNAVAILABLE, detail, retry_after_s=_RETRY_AFTER_S)
+    return Rejected(RejectReason.UNAVAILABLE, detail, retry_after_s=5.0)

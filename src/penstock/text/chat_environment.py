@@ -1,13 +1,12 @@
-"""The process in which a chat template is compiled and rendered: a Jinja2 sandbox under limits that the kernel keeps.
+"""The process that compiles and renders a chat template: a Jinja2 sandbox under limits that the kernel enforces.
 
-Run by `chat` alone, which asks it through pipes; imports Jinja2, and nothing else of Penstock. Its features
-follow transformers' `apply_chat_template`, which model authors write them for: trimmed blocks, loop controls, `tojson`,
-`raise_exception`, `strftime_now` and `{% generation %}`.
+`chat` runs it and asks through pipes; it imports nothing else of Penstock. Templates are written for transformers'
+`apply_chat_template`, so it has trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and
+`{% generation %}`.
 
-A message is its length in bytes (eight bytes, the highest first) and its content. The first question is the template, each
-further one a JSON object with `variables` and `now`, an ISO 8601 time. An answer is `+` and the text (none of the first
-question), or `-` and the error, in UTF-8. At a limit the process ends instead: of time by SIGALRM, of memory with the status
-ENOMEM.
+A message is its length (eight bytes, big-endian) and its content. The first question is the template, each further one a JSON
+object with `variables` and `now`, an ISO 8601 time. An answer is `+` and the text, or `-` and the error, in UTF-8. At a limit
+the process ends instead: for CPU time by SIGPROF, for time by SIGALRM, for memory with the status ENOMEM.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_RANGE_ITEMS = 100_000
-"""Loop rounds that all `range` calls of one rendering may give together."""
+"""Items of all `range` calls of one rendering together."""
 MAX_ERROR_CHARS = 1000
-"""A template can put anything into the message of an error."""
+"""A template can put anything into an error's message."""
 
 
 def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: int) -> None:
     """Answer questions until the pipe is closed.
 
-    Each may take `max_s` of CPU time and `max_wait_s` by the clock; `max_memory_bytes` bounds the whole address space.
+    Each may take `max_s` of CPU time and `max_wait_s` by the clock. `max_memory_bytes` limits the address space.
     """
-    # A service manager sends SIGTERM to every process of a server, which still answers those whom it has let in.
+    # A service manager sends SIGTERM to every process of a server, which still answers the requests that it has admitted.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the server is gone
     for number in (signal.SIGPROF, signal.SIGALRM):  # whoever started the server may have ignored or blocked them
@@ -51,8 +50,8 @@ def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: 
     _set_limit(resource.RLIMIT_CORE, 0)
     template: _Template | None = None
     while (question := _read()) is not None:
-        # A signal ends the process in whatever it is: a loop of the template, or one call that takes minutes. CPU time is
-        # bounded, so that a busy machine refuses no template. The clock's bound is for what takes none.
+        # A signal ends the process whatever it does, even in one call that takes minutes. CPU time is what is limited, so that
+        # a busy machine refuses no template; the limit by the clock is for a template that waits.
         signal.setitimer(signal.ITIMER_PROF, max_s)
         signal.setitimer(signal.ITIMER_REAL, max_wait_s)
         try:
@@ -79,18 +78,18 @@ def _set_limit(kind: int, most: int) -> None:
 
 
 def _read() -> bytes | None:
-    """The next message; None if the other end is closed."""
+    """Return the next message, or None if the other end is closed."""
     head = sys.stdin.buffer.read(8)
     data = sys.stdin.buffer.read(int.from_bytes(head))
     return data if len(head) == 8 and len(data) == int.from_bytes(head) else None
 
 
 class _Refused(Exception):
-    """The template is not valid, or refuses what it is given."""
+    """The template is not valid, or refuses its data."""
 
 
 class _Raised(jinja2.TemplateError):
-    """The message of the template's `raise_exception`; every other error is its fault, and not the messages'."""
+    """The template called `raise_exception`. Any other error is a fault of the template."""
 
 
 class _Template:
@@ -109,7 +108,7 @@ class _Template:
             raise _Refused(f"The chat template cannot be compiled: {error.msg}.") from error
 
     def render(self, question: bytes) -> str:
-        """Raises `_Refused` whatever goes wrong, but for memory: the template is data, and so is what it is given."""
+        """Raises `_Refused` for any error except of memory."""
         try:
             fields = json.loads(question)
             return self._collect(fields["variables"], datetime.fromisoformat(fields["now"]))
@@ -139,7 +138,7 @@ class _Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses to multiply its way to a huge string or number; Jinja2 only bounds a single `range`."""
+    """Also refuses to build a huge string or number by multiplying. Jinja2 itself only limits a single `range`."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_chars: int
@@ -154,7 +153,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Range:
-    """`range` with a budget per rendering, so that nested loops are bounded as well."""
+    """`range` with a budget per rendering, which also bounds nested loops."""
 
     __slots__ = ("_num_left",)
 
@@ -185,7 +184,7 @@ class _Namespace(Namespace):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it only shows its contents."""
+    """`{% generation %}` marks the assistant's part for training. Here it is only a block."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -213,7 +212,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja2's own filter it doesn't escape HTML and keeps the order of keys."""
+    """Unlike Jinja2's filter, does not escape HTML and keeps the order of keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -222,7 +221,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """A function instead of the class, whose attributes a template has no use for."""
+    """Instead of the class, whose attributes templates should not see."""
     return dict(*args, **items)
 
 

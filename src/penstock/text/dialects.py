@@ -1,8 +1,8 @@
-"""How a model writes calls of tools and reasoning, and how its chat template wants to be told of them: a table, and what finds
-a model's lines in it. Made once per model; read by `answers`, `answer_matcher`, `tool_grammar` and `serve`.
+"""The formats in which models write calls of tools and reasoning, and how their chat templates want them. Read by `answers`,
+`answer_matcher`, `tool_grammar` and `serve`.
 
-A format is known by marks in the chat template, or by the name that a setting gives. A model whose template knows no tools is
-told of them in the system message and answers in the generic form. Knows neither tokens nor OpenAI's JSON.
+A format is found by marks in the chat template, or named by a setting. If the template knows no tools, the system message
+describes them and the model answers in the generic format.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Way:
     """One way to write calls. White space in these texts stands for any, and for none."""
 
     trigger: str
-    """The text by which an answer that was free becomes a call: the beginning of `begin` and `call`."""
+    """The text that turns a free answer into a call: the beginning of `begin` and `call`."""
     call: str
     """One call, with NAME and ARGUMENTS in it."""
     begin: str = ""
     """Text before the first call."""
     between: str | None = None
-    """Text between two calls; None: there is only one in an answer."""
+    """Text between two calls; None: an answer has only one."""
     end: str = ""
     """Text after the last call."""
     has_no_mark: bool = False
-    """Data may look like it. So it counts at the beginning of an answer alone. Its trigger ends before the name, and has to be
-    followed by that of a tool which was given."""
+    """Data may look like such a call. So it counts only at the beginning of an answer, and if the name of a given tool follows
+    the trigger."""
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
@@ -55,22 +55,20 @@ class ToolFormat:
     name: str
     """vLLM's name for it, where it has one."""
     ways: tuple[Way, ...]
-    """The first is the one in which calls are written that have to come."""
+    """Calls that are required are written in the first way."""
     only_at_start: bool = False
-    """Triggers count at the beginning of an answer alone."""
+    """Triggers count only at the beginning of an answer."""
     marks: tuple[str, ...] = ()
     """A chat template that has all of these, and none of `but_not`, is of this format."""
     but_not: tuple[str, ...] = ()
     id_chars: int = 0
-    """Letters and digits that make the id of a call, as the model's template wants it; 0: any id will do."""
+    """Length of the ids of calls that the template demands, in letters and digits; 0: any id."""
     has_one_call: bool = False
-    """Templates take one call of a message alone, whatever the model writes."""
-    has_channels: bool = False
-    """The whole answer is messages with channels (Harmony), and not only its calls are marked."""
+    """Templates take only one call per message."""
 
     @cached_property
     def marked(self) -> tuple[Way, ...]:
-        """Ways whose trigger is enough to know them."""
+        """Ways that are known by their trigger alone."""
         return tuple(way for way in self.ways if not way.has_no_mark)
 
     @cached_property
@@ -92,13 +90,12 @@ _UNMARKED = tuple(
 )
 
 GENERIC = ToolFormat(name="generic", ways=(_HERMES, *_UNMARKED))
-"""For models whose template knows no tools: they have seen the commonest form elsewhere, or learn it from the prompt."""
+"""For models whose template knows no tools. They know the commonest format from elsewhere, or learn it from the prompt."""
 
 # Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="openai",  # gpt-oss
-        has_channels=True,
         has_one_call=True,
         marks=("<|channel|>", "<|message|>", "functions."),
         ways=(
@@ -149,7 +146,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     GENERIC,
 )
-"""In the order in which marks are looked for."""
+"""In the order in which their marks are looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +158,7 @@ class ReasoningFormat:
     """Text that begins the answer proper."""
     marks: tuple[str, ...]
     forced: str
-    """Text that ends a block whose budget is used up."""
+    """Text that ends a block when its budget is used up."""
 
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
@@ -184,17 +181,17 @@ REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Facts of one model, as its chat template shows them."""
+    """What the chat template shows about one model."""
 
     tools: ToolFormat = GENERIC
     reasoning: ReasoningFormat | None = None
     tools_variable: str | None = None
-    """The template's variable for tools; None: it knows none, and they are told in a message."""
+    """The template's variable for tools; None: a message describes them."""
     has_tools_in_system: bool = False
-    """The template reads tools from the system message itself, as text."""
+    """The template reads tools from a field of the system message, as text."""
     takes_system: bool = True
     takes_text_arguments: bool = False
-    """The template joins arguments to other text, so they are JSON text there. Others write JSON of an object."""
+    """The template joins arguments to other text, so it needs JSON text. Other templates make JSON of an object."""
     takes_effort: bool = False
     """The template has a variable `reasoning_effort`."""
     takes_enable_thinking: bool = False
@@ -203,13 +200,9 @@ class Dialect:
     def marks(self) -> frozenset[str]:
         return marks_of(self.tools, self.reasoning)
 
-    @property
-    def has_channels(self) -> bool:
-        return self.reasoning is not None and bool(self.reasoning.lead)
-
 
 def marks_of(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
-    """Parts of their texts that may be special tokens."""
+    """Return the parts of these formats that may be special tokens."""
     ways = () if tools is None else tools.ways
     texts = [text for way in ways for text in (way.trigger, way.begin, way.call, way.between or "", way.end)]
     if reasoning is not None:
@@ -226,9 +219,9 @@ _TEXT_ARGUMENTS = re.compile(r"""\+\s*tool(?:_call)?[\w.\[\]'"]*\barguments\b['"
 
 
 def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
-    """The dialect that a chat template shows. `tool_parser` and `reasoning_parser` name formats instead of `auto`.
+    """Return the dialect of a chat template. `tool_parser` and `reasoning_parser` name formats, unless they are `auto`.
 
-    Raises `ConfigError` for a name that is none.
+    Raises `ConfigError` for an unknown name.
     """
     _check_name("--tool-call-parser", tool_parser, TOOL_PARSERS)
     _check_name("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
@@ -298,9 +291,9 @@ class Message:
     content: str = ""
     name: str | None = None
     calls: tuple[PastCall, ...] = ()
-    """Calls that an assistant made."""
+    """Calls of the assistant."""
     call_id: str = ""
-    """The call that a message of the role `tool` answers."""
+    """The call that a `tool` message answers."""
     reasoning: str = ""
 
     @property
@@ -311,9 +304,9 @@ class Message:
 def for_template(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], dialect: Dialect
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages as the model's template wants them, and further variables of it.
+    """Return the messages as the model's template wants them, and further variables for it.
 
-    `tools` are as Hugging Face gives them to templates: `{"type": "function", "function": {...}}`.
+    `tools` have Hugging Face's form: `{"type": "function", "function": {...}}`.
     """
     if dialect.tools_variable is not None:
         names = {call.call_id: call.name for message in messages for call in message.calls}
@@ -338,7 +331,7 @@ def for_template(
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """With a message for each call, its result behind it."""
+    """Give each call a message of its own, followed by its result."""
     changed: list[Message] = []
     groups = [(is_result, list(group)) for is_result, group in groupby(messages, lambda message: message.role == "tool")]
     for at, (is_result, group) in enumerate(groups):
@@ -360,7 +353,7 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
-    """For a template that knows tools."""
+    """A message for a template that knows tools."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -384,17 +377,17 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """Under the names that templates read: DeepSeek's and Qwen's, and gpt-oss's, which takes it or a content beside a call."""
+    """The field that templates read. gpt-oss's takes reasoning or content beside a call, not both."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
-    if dialect.has_channels and message.calls:
+    if dialect.reasoning.lead and message.calls:
         texts = [text for text in (message.reasoning, message.content) if text]
         return {"content": "", "thinking": "\n\n".join(texts)}
     return {"reasoning_content": message.reasoning}
 
 
 def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
-    """For a template that knows system, user and assistant alone."""
+    """A message for a template that knows no tools."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -424,7 +417,7 @@ def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> list[dict[str, Any]]:
-    """With a text in the system message, or before the first message of the user where the template takes no other."""
+    """Put a text in the system message, or before the first user message if the template takes no system message."""
     if dialect.takes_system:
         return _with_system(messages, {}, text)
     at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
@@ -435,7 +428,7 @@ def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> l
 
 
 def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text: str = "") -> list[dict[str, Any]]:
-    """With fields and a text in the first system message; with a new one if there is none."""
+    """Put fields and a text in the leading system message, which is added if there is none."""
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text, **fields}, *messages]
     first = messages[0]
@@ -444,7 +437,7 @@ def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text
 
 
 def _template_id(call_id: str, dialect: Dialect) -> str:
-    """An id as the template wants it: made of the client's where that has another form, the same each time."""
+    """Return an id of the length that the template wants; the same client's id always gives the same one."""
     num_chars = dialect.tools.id_chars
     if not num_chars or re.fullmatch(f"[A-Za-z0-9]{{{num_chars}}}", call_id):
         return call_id
@@ -452,7 +445,7 @@ def _template_id(call_id: str, dialect: Dialect) -> str:
 
 
 def short_id(text: str, num_chars: int) -> str:
-    """Letters and digits that stand for a text."""
+    """Return letters and digits that stand for a text."""
     import hashlib
 
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()[:num_chars]

@@ -3,9 +3,9 @@
 `tokenizer.ggml.model` names the kind: `gpt2` is BPE with the file's merges, mostly byte-level, and so is `gemma4`; `llama` is
 SentencePiece BPE, `t5` SentencePiece unigram and `bert` WordPiece.
 
-How a byte-level vocabulary's text is cut before merging has a name in the file. The names, and which of them cut alike,
-are those of llama.cpp (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). A recipe is what the model's own
-tokenizer.json says, where that is known, and llama.cpp's patterns elsewhere: these come near it.
+The file names the recipe by which a byte-level vocabulary's text is cut before merging. The names, and which of them are alike,
+are llama.cpp's (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). A recipe is that of the model's own
+tokenizer.json if it is known, else llama.cpp's patterns, which come near it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build_backend(vocab: GgufVocab) -> Backend:
 
 
 def check_vocab(vocab: GgufVocab) -> None:
-    """Raises `ModelError` for what can be refused before anything is built, so before weights are loaded."""
+    """Check what is known before weights are loaded. Raises `ModelError`."""
     if vocab.model not in MODELS:
         raise ModelError(
             f"tokenizer.ggml.model is {vocab.model!r}; supported are {', '.join(map(repr, MODELS))}.",
@@ -101,17 +101,17 @@ def _contradiction(cause: str) -> ModelError:
 
 
 def _has_ranks(vocab: GgufVocab) -> bool:
-    """Merges are not listed: a pair becomes one token in the order of the tokens' scores, as in a tekken.json."""
+    """Whether the tokens' scores give the order of merges, as in a tekken.json."""
     return not vocab.merges and len(vocab.scores) == len(vocab.tokens) and any(vocab.scores)
 
 
 def _pre_name(vocab: GgufVocab) -> str:
-    """The name of the recipe; a vocabulary of the kind `gemma4` has no other, whatever its file says."""
+    """The name of the recipe. The kind `gemma4` has only one, whatever the file says."""
     return "gemma4" if vocab.model == "gemma4" else vocab.pre
 
 
 def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
-    """Text is cut as the recipe says, and merged within its parts."""
+    """Text is cut by the recipe and merged within its parts."""
     options = _unknown_options(vocab) if recipe.is_raw else {}
     merges = merges_from_scores(_joinable(vocab)) if _has_ranks(vocab) else _split_merges(vocab.merges)
     model = _bpe(vocab, merges, ignore_merges=recipe.ignore_merges, **options)
@@ -124,7 +124,7 @@ def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Text is one long part: spaces become marks, and merging goes across them."""
+    """Text is one part: spaces become marks, and merging goes across them."""
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
@@ -136,7 +136,7 @@ def _encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Pieces with the largest sum of scores. User-defined ones are found beforehand, as added tokens."""
+    """The pieces with the largest sum of scores. User-defined pieces are added tokens, which are found first."""
     pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
     has_bytes = bool(_unknown_options(vocab)["byte_fallback"])
     try:
@@ -150,7 +150,7 @@ def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """The longest pieces from the left of each word. A GGUF file marks those that begin a word; the library, the others."""
+    """The longest pieces from the left of each word. GGUF files mark pieces that begin a word, the library the others."""
     added = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab), vocab.unknown_token_id}
     pieces: dict[str, int] = {}
     for token_id, token in enumerate(vocab.tokens):
@@ -164,22 +164,22 @@ def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _expansion(vocab: GgufVocab) -> Expansion | None:
-    """How much longer a text can become before it is cut. Raises `ModelError` for a damaged charsmap."""
+    """Raises `ModelError` for a damaged charsmap."""
     if vocab.model == "bert":
         return Expansion(3, 0)
     return Expansion(3 * max(1, check_charsmap(vocab.charsmap)), 3) if vocab.charsmap else None
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
-    """A character without a piece becomes its bytes, if each has a piece; else a run of them becomes one unknown token."""
+    """Characters without a piece become their bytes if each byte has a piece, else a run of them one unknown token."""
     unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
 
 
 def _sentencepiece_steps(vocab: GgufVocab) -> Iterator[normalizers.Normalizer]:
-    """In SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so that a space goes
-    before every one, as in llama.cpp and in transformers' `legacy` tokenizers."""
+    """In SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so each gets a space
+    in front, as in llama.cpp and in transformers' `legacy` tokenizers."""
     if vocab.remove_extra_whitespaces:
         yield normalizers.Replace(Regex(" {2,}"), " ")
         yield normalizers.Replace(Regex(r"\A | \z"), "")
@@ -204,7 +204,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _joinable(vocab: GgufVocab) -> dict[str, float]:
-    """Pieces that merging may give, with their scores: not control, byte or unused ones, which text never becomes."""
+    """The pieces that merging may give, with their scores. Control, byte and unused pieces are not among them."""
     if not vocab.token_types:
         return dict(zip(vocab.tokens, vocab.scores, strict=True))
     rows = zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True)
@@ -216,7 +216,7 @@ def _ids_of_type(vocab: GgufVocab, wanted: int) -> list[int]:
 
 
 def _end_ids(vocab: GgufVocab) -> list[int]:
-    """Files sometimes mark these as normal tokens; they are never text."""
+    """Some files mark these as normal tokens."""
     return [token_id for token_id in (vocab.bos_token_id, vocab.eos_token_id) if token_id is not None]
 
 
@@ -225,8 +225,8 @@ def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[Added
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:
-    """From the encoder, which has the pieces already (150,000 strings of ours take 25 MB), unless some are twice there: it has
-    one id of each then. A WordPiece encoder spells them in another way."""
+    """Uses the encoder's pieces, as 150,000 strings of our own take 25 MB. Ours are needed if a piece is there twice, of which
+    the encoder has one id, and for WordPiece, where the encoder spells them differently."""
     tokens, num_tokens = vocab.tokens, len(vocab.tokens)
     has_same = vocab.model != "bert" and encoder.get_vocab_size() == num_tokens
     find: Callable[[int], str | None] = encoder.id_to_token if has_same else tokens.__getitem__
@@ -238,10 +238,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Pairs (left, right) in the order in which they apply.
-
-    `scores` holds the pieces that text may be joined to, in id order.
-    """
+    """Return the pairs (left, right) in the order in which they apply. `scores` has the pieces that merging may give, by id."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -254,20 +251,20 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Each field that is set cuts the parts that the one before it left, in this order."""
+    """How text is cut before merging. Each field cuts what the field before it has left."""
 
     single_digits: bool = False
-    """Every digit is a part of its own."""
+    """Each digit is a part."""
     splits: tuple[str, ...] = ()
-    """Regular expressions (Oniguruma's, https://github.com/kkos/oniguruma); matches and the gaps between them become parts."""
+    """Oniguruma's regexes (https://github.com/kkos/oniguruma). Matches, and the gaps between them, become parts."""
     gpt2_pattern: bool = False
-    """The pattern of GPT-2, as `tokenizers` has it built in."""
+    """GPT-2's pattern, which `tokenizers` has built in."""
     ignore_merges: bool = False
-    """A part that is in the vocabulary as a whole is taken without merging."""
+    """A part that is a piece is not merged from smaller ones."""
     nfc: bool = False
-    """Unicode-normalise first."""
+    """Normalise to NFC first."""
     is_raw: bool = False
-    """Pieces spell text as it is, a space as U+2581, and not each byte as one character."""
+    """Pieces are text, with U+2581 for a space; else each character is a byte."""
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -298,7 +295,7 @@ _DEEPSEEK_LETTERS = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8F\u2D00-\u2D2F\uA790-\uA7FF\uAB30-\uAB6F"
     r"\x{10570}-\x{105BF}\x{10D40}-\x{10D8F}\x{16E40}-\x{16EFF}\x{1D400}-\x{1DFFF}]]"
 )
-"""Letters with a case, but for some scripts: the same code points as the list of ranges in the model's tokenizer.json."""
+"""Cased letters except of some scripts, as the list of ranges in the model's tokenizer.json has them."""
 _DEEPSEEK_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 _DEEPSEEK_IDENTIFIERS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
 _EAST_ASIAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
@@ -402,13 +399,13 @@ _RECIPES: Mapping[str, Recipe] = {
     "viking": Recipe(splits=(_BLOOM_SPLIT, r"\p{N}")),
     "falcon": Recipe(splits=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_SPLIT, r"[0-9][0-9][0-9]")),
 }
-"""Names, separated by spaces -> what they have in common."""
+"""Names, separated by spaces -> their common recipe."""
 
 RECIPES: Mapping[str, Recipe] = {name: recipe for names, recipe in _RECIPES.items() for name in names.split()}
 
 
 def recipe_for(name: str) -> Recipe:
-    """The recipe of a `tokenizer.ggml.pre` name; an empty name is `default`, as in llama.cpp. Raises `ModelError`."""
+    """Return the recipe of a `tokenizer.ggml.pre` name; an empty name means `default`. Raises `ModelError`."""
     recipe = RECIPES.get(name or "default")
     if recipe is None:
         raise ModelError(
@@ -425,7 +422,7 @@ def make_normalizer(recipe: Recipe) -> normalizers.Normalizer | None:
 
 
 def make_pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
-    """The cuts, then the mapping of bytes to characters, unless pieces spell text."""
+    """The cuts, then the mapping of bytes to characters, unless pieces are text."""
     parts: list[pre_tokenizers.PreTokenizer] = []
     if recipe.single_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))

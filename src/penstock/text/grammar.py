@@ -1,8 +1,4 @@
-"""The grammars that answers may be asked to follow, ready for use: made once per model, asked by `serve` for each request.
-
-Compiles on whatever thread asks, and keeps what it compiled for the next request with the same grammar. Never looks at what
-is sampled: that is the business of the matchers that it hands out.
-"""
+"""Compiles the grammars that answers follow, and keeps them for the next request. Made once per model, used by `serve`."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.text import grammar_source, json_schema, tool_grammar
+from penstock.text import gbnf, grammar_source, json_schema, tool_grammar
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.sampling import Matcher
 
@@ -29,29 +25,27 @@ _log = logging.getLogger(__name__)
 
 MAX_SOURCE_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
-"""Some take the square of their length to compile."""
+"""Some regexes take the square of their length to compile."""
 MAX_LARK_CHARS = 1 << 14
-"""Terminals inside terminals take the square of their number: up to 0.3 s and 20 MB so, 5 s and 310 MB in 64 KiB."""
+"""Terminals inside terminals take the square of their number: 0.3 s and 20 MB here, 5 s and 310 MB in 64 KiB."""
 STACK_BYTES = 1 << 27
-"""Stack of the thread that compiles, as llguidance calls itself for each rule inside a rule: chains of rules in the longest
-source take between 8 and 16 MiB of it, and a thread has 8 MiB as a rule."""
+"""Stack of the thread that compiles. llguidance recurses for each rule inside a rule, and the longest chain of rules takes
+between 8 and 16 MiB. A thread usually has 8 MiB."""
 MAX_KEPT = 16
-"""Grammars that are kept compiled; the one that was not used for the longest time goes first. Each has 1 to 45 MB, by what its
-answers found of it, and takes milliseconds to compile again."""
+"""Compiled grammars that are kept. Each has 1 to 45 MB; the least recently used one goes first."""
 MAX_KEPT_CHARS = 1 << 20
 """Characters in the sources of all grammars that are kept."""
 ANSWERS_PER_COMPILATION = 64
-"""Answers of one compiled grammar share what was found of it, and its limits: the next one is of a grammar compiled anew."""
+"""Answers of one compiled grammar share its automaton, whose size is limited. After so many it is compiled anew."""
 MAX_REFUSED = 256
-"""Grammars that were refused and are remembered, by a hash: the next time that takes no second."""
+"""Refused grammars that are remembered, by a hash, so that refusing one again costs nothing."""
 
 _starting = threading.Lock()
-"""Guards the size of new threads' stacks. That belongs to the process, so a lock of each `Grammars` would not keep two models
-apart that compile at once: this is the one lock of a module."""
+"""Guards the stack size of new threads, which is the process's: two models may compile at once."""
 
 
 class GrammarKind(StrEnum):
-    """The language that a grammar is written in; the value is what error messages call it."""
+    """The language of a grammar. The value is its name in error messages."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -72,7 +66,7 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.CHOICE: grammar_source.of_choices,
     GrammarKind.GRAMMAR: grammar_source.of_grammar,
     GrammarKind.LARK: grammar_source.of_lark,
-    GrammarKind.GBNF: grammar_source.of_gbnf,
+    GrammarKind.GBNF: gbnf.to_lark,
 }
 
 
@@ -82,14 +76,14 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A block that an answer may begin with, and a text before the rest of it that is no call. Marks may be special tokens."""
+    """A reasoning block that an answer may begin with, and the text that begins the rest. Marks may be special tokens."""
 
     open: str
     close: str
     text: str = ""
 
     def block(self, spell: Callable[[str], str]) -> str:
-        """Lark of the block, which holds any text without its end."""
+        """Lark of the block: any text up to its end."""
         opened, closed = spell(self.open), spell(self.close)
         if closed.startswith("<["):  # a special token, which no text holds
             return f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
@@ -98,20 +92,19 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that an answer has to follow, as the client asked for it."""
+    """The form of an answer, as the client asked for it."""
 
     kind: GrammarKind
     source: str = ""
     """JSON text of a schema, or of a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
     for TOOLS the text of `tool_grammar.tool_source`."""
     lead: Lead | None = None
-    """Text that stands before; None: the answer begins with what the grammar describes."""
+    """What may stand before; None: nothing."""
     other: Grammar | None = None
-    """An answer may follow this one instead; only beside TOOLS, and without a lead or another of its own."""
+    """An alternative to TOOLS, without a lead or an alternative of its own."""
 
     def before(self, spell: Callable[[str], str]) -> str:
-        """Lark of the whole, in which `@main` is what `kind` and `source` describe, and `@other` the other; empty if that is
-        all."""
+        """Lark of the whole, with `@main` for `kind` and `source` and `@other` for the alternative; empty if `@main` is all."""
         if self.lead is None and self.other is None:
             return ""
         block = "" if self.lead is None else "(block LINES?)? "
@@ -123,35 +116,34 @@ class Grammar:
 
 
 class Grammars:
-    """Thread-safe. The first grammar takes longer: it reads the vocabulary."""
+    """Thread-safe. The first grammar takes longer, as it reads the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's logits, which may be more than the tokenizer knows."""
-        from penstock.text.grammar_matcher import GrammarTokens  # whoever only names grammars needs no numpy
+        """`vocab_size`: rows of the model's logits, which may be more than the tokenizer has."""
+        from penstock.text.grammar_matcher import GrammarTokens  # naming a grammar needs no numpy
 
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
-        """For what is kept."""
+        """Guards the two below."""
         self._refused: OrderedDict[int, str] = OrderedDict()
-        """Why, by the hash of a grammar."""
+        """The hash of a grammar -> why it was refused."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     def matcher(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher:
-        """A new one at the beginning of an answer. May take up to a second, and microseconds if the grammar is known.
+        """Return a matcher for a new answer. Compiling may take a second; a known grammar takes microseconds.
 
-        `plan` says what comes before the grammar. Raises `Rejected` if the grammar is wrong, too large, or has parts that can't
-        be followed.
+        `plan` says what comes before the grammar. Raises `Rejected` if the grammar is wrong or can't be followed.
         """
         return self._begin(self._ready(grammar), plan)
 
     def free_matcher(self, plan: AnswerPlan) -> Matcher:
-        """A new one of an answer that follows no grammar, for the limit of its reasoning."""
+        """Return a matcher for an answer without a grammar, whose reasoning is limited."""
         from penstock.text.answer_matcher import AnswerMatcher
 
         return AnswerMatcher(plan, self._tokens, None)
 
     def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
-        """Compile it for those who will ask `known` for the same. One that is refused is so when they do."""
+        """Compile a grammar for later calls of `known`, which also report a refusal."""
         with contextlib.suppress(Rejected):
             self._ready(grammar, num_at_once(plan, number))
 
@@ -195,28 +187,26 @@ class Grammars:
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         _check_source(grammar)
-        if grammar.kind is GrammarKind.GRAMMAR:
-            try:
-                return self._of_lark(grammar, self._lark_of(grammar))
-            except Rejected as rejected:
-                told = f"{rejected.detail} {grammar_source.how_read(grammar.source)}"
-                raise Rejected(RejectReason.INVALID, told) from rejected
-        if grammar.kind is not GrammarKind.TOOLS:
-            lark = self._lark_of(grammar)
-            try:
-                return self._of_lark(grammar, lark)
-            except Rejected as rejected:
-                if grammar.kind is not GrammarKind.JSON_SCHEMA:
-                    raise
-                place = json_schema.place_in(grammar.source, rejected.detail)
-                raise Rejected(RejectReason.INVALID, f"{rejected.detail}{place}") from rejected
+        if grammar.kind is GrammarKind.TOOLS:
+            return self._of_tools(grammar)
+        try:
+            return self._of_lark(grammar, self._lark_of(grammar))
+        except Rejected as rejected:
+            if grammar.kind is GrammarKind.GRAMMAR:
+                more = grammar_source.how_read(grammar.source)
+            elif grammar.kind is GrammarKind.JSON_SCHEMA:
+                more = json_schema.place_in(grammar.source, rejected.detail)
+            else:
+                raise
+            raise Rejected(RejectReason.INVALID, f"{rejected.detail}{more}") from rejected
+
+    def _of_tools(self, grammar: Grammar) -> CompiledGrammar:
+        def check(schema: str) -> None:
+            self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.START}%json {schema}\n")
+
         try:
             return self._of_lark(grammar, tool_grammar.of_tools(grammar.source, self._tokens.spell)[0])
         except Rejected as rejected:
-            # Tools that are not strict ask for no more than what can be had: find those that can't be followed.
-            def check(schema: str) -> None:
-                self._of_lark(Grammar(GrammarKind.JSON_SCHEMA), f"{grammar_source.START}%json {schema}\n")
-
             lark, are_followed = tool_grammar.of_tools(grammar.source, self._tokens.spell, check)
             if are_followed:
                 raise
@@ -224,7 +214,7 @@ class Grammars:
             return self._of_lark(grammar, lark)
 
     def _lark_of(self, grammar: Grammar) -> str:
-        """Lark of a grammar of any kind but TOOLS. Raises `Rejected`."""
+        """Return the Lark of any kind but TOOLS. Raises `Rejected`."""
         if grammar.kind is GrammarKind.STRUCTURAL_TAG:
             from penstock.text.structural_tag import of_structural_tag  # few ask for it
 
@@ -260,7 +250,7 @@ class Grammars:
     def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         with self._lock:
             self._kept[grammar] = compiled
-            # Those that became too large have tens of megabytes, and no answer will begin with them.
+            # A grammar that became too large has tens of megabytes, and no answer will begin with it.
             for spent in [other for other, kept in self._kept.items() if not _has_left(kept, 1)]:
                 del self._kept[spent]
             while len(self._kept) > MAX_KEPT or sum(len(other.source) for other in self._kept) > MAX_KEPT_CHARS:
@@ -268,12 +258,12 @@ class Grammars:
 
 
 def num_at_once(plan: AnswerPlan | None, number: int) -> int:
-    """One compilation must have so many left for `number` answers. Those that `plan` lets begin free count later, if at all."""
+    """Return how many matchers a compiled grammar must have left for `number` answers. Answers that begin free count later."""
     return 1 if plan is not None and plan.begins_free else number
 
 
 def _has_left(compiled: CompiledGrammar, number: int) -> bool:
-    """So many further answers may begin with it."""
+    """Return whether `number` more answers may begin with it."""
     return not compiled.has_failed and compiled.num_answers + number <= ANSWERS_PER_COMPILATION
 
 

@@ -1,9 +1,8 @@
-"""One answer's way through a grammar: implements `types.sampling.Matcher` with llguidance. Made by `text.grammar`.
+"""Follows a grammar through one answer: implements `types.sampling.Matcher` with llguidance. Made by `text.grammar`.
 
-A matcher is used by one thread at a time. The model's vocabulary, as llguidance wants it, is made at the first grammar, as that
-takes a moment, and read by every grammar after. Special tokens and ids without a token spell nothing there, so that no grammar
-can allow them. Text that a grammar leaves no choice about is cut into tokens as the model's tokenizer cuts it, but for its end
-where a longer token could still come. Never logs, as grammars and answers are users' own.
+The model's vocabulary is handed to llguidance at the first grammar. Special tokens and unused ids spell nothing there, so no
+grammar can allow them. Forced text is cut into tokens as the model's tokenizer cuts it, except its end, where a longer token
+could still come. Nothing is logged, since grammars and answers are private.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
 
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 PIECES = (r"[\x20\x0A\x0D\x09]+", *[_IN_STRINGS + most for most in ("{1,10}", "{1,15}", "{1,30}", "+")], "[A-Za-z0-9]{1,10}")
-"""Tokens, as regexes, that a mask takes or leaves in one piece where it can: white space, what strings of JSON have, and words.
+"""Regexes of tokens that a mask can take or leave as one set: white space, contents of JSON strings, and words.
 
-Strings with a `maxLength` take the longest piece that they have room for. A mask in one of 20 characters takes 14 us so, and
-150 without the piece of 15; one in an e-mail address takes 16 us, and 100 without the words
+A string with a `maxLength` takes the longest piece that it has room for. In a string of 20 characters a mask takes 14 us, and
+150 without the piece of 15; in an e-mail address 16 us, and 100 without the words
 (`python benchmarks/grammar_masks.py --pieces`, one core of an AMD EPYC, 2026-11-23).
 """
 MAX_CUTS = 4096
-"""Texts whose tokens are remembered, of all grammars together."""
+"""Forced texts whose tokens are remembered, of all grammars together."""
 MAX_CUT_BYTES = 64
-"""Longer ones are not."""
+"""Longer texts are not remembered."""
 
 
 class GrammarTokens:
-    """Thread-safe."""
+    """The model's tokens as grammars need them. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size`: rows of the model's logits."""
@@ -59,9 +58,9 @@ class GrammarTokens:
         self._ready: tuple[LLTokenizer, NDArray[np.uint8]] | None = None
 
     def ready(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
-        """The vocabulary, and the mask of all tokens that any answer may have: [ceil(vocab / 32) * 4].
+        """Return the vocabulary, and the mask of all tokens that an answer may have: [ceil(vocab / 32) * 4].
 
-        Raises `Rejected` for a model that has no end token: its answers could not end.
+        Raises `Rejected` if the model has no end token.
         """
         with self._lock:
             if self._ready is None:
@@ -85,16 +84,16 @@ class GrammarTokens:
         return vocabulary, np.packbits(usable, bitorder="little")
 
     def cut_greedily(self, text: str) -> list[int]:
-        """The tokens of a text in llguidance's own way, which needs no more than their bytes."""
+        """Cut a text into tokens by their bytes alone, as llguidance does."""
         return [] if self._ready is None else self._ready[0].greedy_tokenize(text)
 
     @property
     def end_id(self) -> int:
-        """The end token that a complete answer is given: the tokenizer's own."""
+        """The end token of a complete answer."""
         return self._end_ids[0]
 
     def spell(self, text: str) -> str:
-        """A text as Lark, in which special tokens of the model stand by their ids."""
+        """Write a text as Lark, with special tokens by their ids."""
         parts = [part for part in re.split(SPELLED_PARTS, text) if part]
         ids = [self._special_id(part) for part in parts]
         return " ".join(
@@ -102,11 +101,11 @@ class GrammarTokens:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, special ones included."""
+        """Return the tokens of a text. Names of special tokens become these."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Special tokens spell their name."""
+        """Return the bytes of a token; a special token spells its name."""
         return self._tokenizer.token_bytes(token_id)
 
     def only(self, token_id: int) -> bytes:
@@ -116,7 +115,7 @@ class GrammarTokens:
         return bytes(mask)
 
     def across(self, mark: str) -> Mapping[str, list[int]]:
-        """Tokens that have the end of a mark and more, by that end; not those that have all of it."""
+        """Return the tokens that begin with a proper end of the mark and go on, by that end."""
         with self._lock:
             if mark not in self._across:
                 rests = [mark[at:] for at in range(1, len(mark))]
@@ -132,7 +131,7 @@ class GrammarTokens:
             return self._across[mark]
 
     def any_but(self, barred: Sequence[bytes], *, may_end: bool) -> bytes:
-        """The mask of all tokens but those of some masks, and but the ends if the answer may not end."""
+        """Return the mask of all tokens except those of some masks, and except end tokens if the answer may not end."""
         mask = self._all.copy()
         for bar in barred:
             mask &= ~np.frombuffer(bar, np.uint8)
@@ -142,7 +141,7 @@ class GrammarTokens:
         return mask.tobytes()
 
     def _special_id(self, text: str) -> int | None:
-        """The special token that is spelled so; None if there is none."""
+        """The special token with this name, or None."""
         if not SPELLED_PARTS.fullmatch(text):
             return None
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -156,7 +155,7 @@ class GrammarTokens:
 
 
 class _Vocabulary:
-    """The part of a tokenizer that llguidance asks for."""
+    """The tokenizer as llguidance calls it."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -168,18 +167,18 @@ class _Vocabulary:
         tokenizer: Tokenizer,
         cut_greedily: WeakMethod[Callable[[str], list[int]]],
     ) -> None:
-        """`cut_greedily` is called where the tokenizer does not spell a text. It is weak because llguidance keeps this object,
-        and the garbage collector sees no circle that goes through Rust.
+        """`cut_greedily` is called for a text that the tokenizer can't spell. It is weak because llguidance keeps this object,
+        and the garbage collector sees no cycle through Rust.
         """
         self.tokens = tokens
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
         self._cut_greedily = cut_greedily
         self._cuts: dict[bytes, list[int]] = {}
-        """Tokens of short texts, as the names of an object's fields are forced again and again."""
+        """Tokens of short texts: the names of fields are forced again and again."""
 
     def __call__(self, data: bytes) -> list[int]:
-        """The tokens of a text that goes on after others. They have to spell it, and none of them may be special."""
+        """Return tokens that spell a text behind other text. None of them is special."""
         if (token_ids := self._cuts.get(data)) is None:
             token_ids = self._cut(data)
             if token_ids and len(data) <= MAX_CUT_BYTES:
@@ -200,10 +199,10 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one grammar, in llguidance's own units. Those of `benchmarks/grammar_cases.json` need a tenth of most.
+    """Limits of one grammar, in llguidance's units. `benchmarks/grammar_cases.json` needs a tenth of most.
 
-    25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms; an object of 500 fields that may all be left out
-    needs all of the last two.
+    25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs all of the
+    last two.
     """
 
     initial_lexer_fuel: int = 1_000_000
@@ -216,21 +215,21 @@ class Limits:
 
 JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
-"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms so, and 220 with llguidance's own limits.
-With a vocabulary of 152,000 tokens the function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 in a step."""
+"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms, and 220 with llguidance's defaults. The
+function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 items in a step, with a vocabulary of 152,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text at which a grammar begins to say what comes."""
+    """A text behind which a grammar begins."""
 
     text: str
     before: str = ""
-    """Text that the grammar has before it."""
+    """Text of the grammar before it."""
 
 
 class CompiledGrammar:
-    """A grammar at the beginning of an answer. `matcher` may be called from any thread."""
+    """A grammar at the beginning of an answer. Any thread may call `matcher`."""
 
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
@@ -243,11 +242,11 @@ class CompiledGrammar:
 
     @functools.cached_property
     def first_mask(self) -> bytes:
-        """The tokens that may begin an answer. Raises `GrammarFailure` if there are none."""
+        """The mask of tokens that may begin an answer. Raises `GrammarFailure` if there are none."""
         return self.mask_of(self._start)
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
-        """Find the tokens that may not come where a mark has begun: those with its end, and with more that can't follow it."""
+        """Find tokens to forbid once a mark has begun: those that complete it and go on with what can't follow it."""
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
@@ -257,20 +256,15 @@ class CompiledGrammar:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
     def barred(self, mark: str, rest: str) -> bytes | None:
-        """The mask of tokens that may not come where all of a mark but its rest has come; None: there are none."""
+        """Return the mask of tokens to forbid once all of a mark but `rest` has come, or None."""
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
-        """A new one."""
         self.num_answers += 1  # a lost count does no harm
-        return self.copy()
-
-    def copy(self) -> GrammarMatcher:
-        """A new one for an answer that has one already."""
         return GrammarMatcher(self._start.deep_copy(), self)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
-        """The tokens that may follow. Raises `GrammarFailure`."""
+        """Return the mask of tokens that may follow. Raises `GrammarFailure`."""
         words = np.empty_like(self._usable)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # as bytes it would be copied word by word
         mask = np.bitwise_and(words, self._usable, out=words).tobytes()
@@ -281,7 +275,7 @@ class CompiledGrammar:
         return mask
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
-        """The failure of a matcher that can't go on: no new one shares what it leaves behind."""
+        """Return why a matcher can't go on, and have no further answer begin with this grammar."""
         self.has_failed = True
         return failure(matcher.get_error())
 
@@ -295,10 +289,10 @@ def compile_grammar(
     marks: Sequence[Mark],
     is_free: bool,
 ) -> CompiledGrammar:
-    """From llguidance's Lark. `name` is what an error calls it. Raises `Rejected`.
+    """Compile Lark. `name` is what errors call the grammar. Raises `Rejected`. Recurses as deep as the grammar.
 
-    `start` is the whole, in which `@main` is the one of `larks` with that name; empty if `main` is the whole. `is_free`: the
-    grammar begins behind one of the marks. Recurses as deep as the grammar says.
+    `start` is the whole, where `@main` stands for the grammar of `larks` with that name; empty if `main` is the whole.
+    `is_free`: the grammar begins behind one of the marks.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -323,7 +317,7 @@ def compile_grammar(
 
 
 def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """A mask that has these tokens, too."""
+    """A mask with these tokens added."""
     changed = mask.copy()
     for token_id in token_ids:
         if token_id < 8 * len(mask):
@@ -332,7 +326,7 @@ def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.u
 
 
 class GrammarMatcher:
-    """The engine thread's, once the request is handed over."""
+    """Follows one answer. Used by one thread at a time."""
 
     __slots__ = ("_compiled", "_forced", "_inner", "_is_first", "_mask")
 
@@ -342,11 +336,11 @@ class GrammarMatcher:
         self._compiled = compiled
         self._mask: bytes | None = None
         self._forced: deque[int] | None = None
-        """Forced tokens that are still to come, found once, so that they are the same one by one and all at once. None: not
-        looked for since the last token."""
+        """Forced tokens still to come. Found once, so that they are the same one by one and all at once. None: not yet looked
+        for."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept`. End tokens after the first are no news."""
+        """See `Matcher.accept`. End tokens after the first change nothing."""
         self._mask, self._is_first = None, False
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
@@ -356,7 +350,7 @@ class GrammarMatcher:
             self._forced = None
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher.forced`. None before the first token, where answers share what was found."""
+        """See `Matcher.forced`. Empty before the first token, whose mask answers share."""
         if self._forced is None:
             self._forced = deque(() if self._is_first else self._find_forced())
         return tuple(self._forced)
@@ -373,6 +367,6 @@ class GrammarMatcher:
         return self._mask
 
     def _find_forced(self) -> Sequence[int]:
-        """The tokens that must come; where nothing can come but an end, the tokenizer's own end."""
+        """The tokens that must come; the tokenizer's own end token if only an end can."""
         is_complete = self._inner.is_stopped() and not self._inner.is_error()
         return [self._compiled.tokens.end_id] if is_complete else self._inner.compute_ff_tokens()

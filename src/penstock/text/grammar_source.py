@@ -12,12 +12,10 @@ from typing import Any
 from penstock.text import gbnf, json_schema
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
-MAX_CAUSE_CHARS = 300
-
 START = "\nstart: "
-"""Before a grammar that was not written in Lark, in the Lark that is made of it."""
+"""What our Lark of any other grammar begins with."""
 _OUR_PLACE = "at 2(8): "
-"""The place of what stands behind `START`."""
+"""The place that llguidance names for what stands behind `START`."""
 _TOO_LARGE = (
     "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 )
@@ -55,7 +53,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 
 
 def failure(message: str) -> GrammarFailure:
-    """The failure that a message of `LLMatcher.get_error` describes."""
+    """Translate a message of `LLMatcher.get_error`."""
     cause = _cause(message)
     for pattern, text, remedy in _KNOWN:
         if found := re.search(pattern, cause):
@@ -64,26 +62,26 @@ def failure(message: str) -> GrammarFailure:
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
-    """`name` is what the client called it."""
+    """`name` is the client's word for the grammar."""
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
 def _cause(message: str) -> str:
-    """Without what it quotes of the source as a whole, and without the names of llguidance's own steps."""
+    """The cause alone, without the quoted source and llguidance's own steps."""
     text = message.split("\n<", 1)[0]
     lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$", line)]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", lines[0])
     cause = errors[-1] if errors else " ".join(lines)[place.end() if place else 0 :]
-    cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:MAX_CAUSE_CHARS]
+    cause = re.sub(r'^(failed to compile JSON schema: |failed to parse "%json": )+', "", cause).strip()[:300]
     if place is None or place[0] == _OUR_PLACE:
         return cause
     return f"{cause.rstrip('.')} (line {place[1]}, column {place[2]})"
 
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
-"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds; it is here so that the quotes
-after it, in a string without an end, do not begin one string each: that would take the square of the length."""
+"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds. Skipping it here keeps the
+search linear: in a string without an end, each escaped quote would begin another search."""
 _UNSUPPORTED_LARK = (
     (re.compile(r"<[^<>\s]*>"), "names special tokens, which no answer may have"),
     (
@@ -94,13 +92,13 @@ _UNSUPPORTED_LARK = (
 )
 
 _OF_SETS = re.compile(r"&|~(?!\s*[0-9])")
-"""Intersections and complements; a number after ~ is one of repetitions."""
+"""Intersections and complements. A number after ~ makes it a repetition."""
 MAX_SET_OPERATORS = 8
-"""Each further one may double or triple time and memory: 14 take 0.05 s, 18 take 1 s, and no limit counts them."""
+"""Each further one may triple time and memory: 14 take 0.05 s, 18 take 1 s. llguidance's limits do not count them."""
 
 
 def of_schema(source: str) -> str:
-    """From the text of a JSON schema. Raises `Rejected`."""
+    """`source` is the text of a JSON schema. Raises `Rejected`."""
     schema = _parsed(source, "json_schema")
     if schema is True:
         schema = {}
@@ -117,14 +115,14 @@ def of_json_object(source: str) -> str:
 
 
 def of_regex(source: str) -> str:
-    """From a regex that the whole answer matches."""
+    """`source` is a regex that the whole answer matches."""
     from llguidance import regex_to_lark
 
     return f"{START}/{regex_to_lark(source, '')}/\n"
 
 
 def of_choices(source: str) -> str:
-    """From a JSON array of strings, one of which is the answer. Raises `Rejected`."""
+    """`source` is a JSON array of strings, one of which is the answer. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise _rejected("The choice must be a list of at least one string, none of them empty.")
@@ -132,23 +130,18 @@ def of_choices(source: str) -> str:
 
 
 def of_grammar(source: str) -> str:
-    """From Lark, or from GBNF where rules are written with `::=`. Raises `Rejected`."""
-    return of_gbnf(source) if gbnf.is_gbnf(source) else of_lark(source)
+    """`source` is GBNF if rules are written with `::=`, else Lark. Raises `Rejected`."""
+    return gbnf.to_lark(source) if gbnf.is_gbnf(source) else of_lark(source)
 
 
 def how_read(source: str) -> str:
-    """A sentence that says as what `of_grammar` reads a grammar, and how to say otherwise."""
+    """Return a sentence to append: as what `of_grammar` reads a grammar, and how to say otherwise."""
     as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
-    return f"It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
-
-
-def of_gbnf(source: str) -> str:
-    """From GBNF. Raises `Rejected`."""
-    return gbnf.to_lark(source)
+    return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
 
 
 def of_lark(source: str) -> str:
-    """From Lark, as llguidance reads it. Raises `Rejected`."""
+    """Return Lark as it is. Raises `Rejected` for what it may not have, or not so often."""
     rules = _LITERAL.sub("", source)
     for pattern, what in _UNSUPPORTED_LARK:
         if pattern.search(rules):

@@ -44,11 +44,7 @@ LEAST_NUMBER = 1e-15
 """Smaller bounds become regexes of hundreds of brackets."""
 _PATTERN_SCHEMAS = 5
 """What a string with a pattern or a format counts as, since it is compiled by itself to see whether it is empty."""
-_MAX_COUNT = 2**32 - 1
-_MAX_INDEX_DIGITS = 9
-"""Digits of an item's index in a $ref. Python refuses to read numbers of thousands of digits."""
 _MAX_SHOWN_CHARS = 200
-_MAX_SHOWN_PLACES = 3
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -152,6 +148,8 @@ def place_in(source: str, message: str) -> str:
 
     `source` is the JSON text of the schema. The places are JSON pointers (RFC 6901).
     """
+    if "It stands at" in message:
+        return ""
     if within := re.search(r"while processing json-schema:///(#\S*)", message):
         return _told([_place_of(within[1].rstrip(".;,"))])
     for pattern, keywords in _HINTS:
@@ -226,8 +224,8 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
             _refuse(f"{what}. Leave it out, or give one of fewer digits.", place)
     for name in _COUNTS:
         value = _number(node.get(name))
-        if value is not None and value > _MAX_COUNT:
-            _refuse(f"takes {name} of at most {_MAX_COUNT}, not {_shown(value)}. Leave it out.", place)
+        if value is not None and value >= 2**32:
+            _refuse(f"takes {name} below 2^32, not {_shown(value)}. Leave it out.", place)
         if isinstance(value, float) and value.is_integer():
             node[name] = int(value)
     if node.get("type") == "integer":
@@ -387,7 +385,7 @@ def _find(schema: dict[str, Any], root_id: str, ref: str) -> Any:
     node: Any = schema
     for name in map(_unescaped, names[1:]):
         if isinstance(node, list):
-            is_index = name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS and int(name) < len(node)
+            is_index = name.isdecimal() and len(name) < 10 and int(name) < len(node)
             node = node[int(name)] if is_index else None
         else:
             node = node.get(name) if isinstance(node, dict) and (node is schema or not _has_id(node)) else None
@@ -434,7 +432,7 @@ def _place_of(ref: str) -> Place:
 
 def _told(places: Sequence[Place]) -> str:
     """A sentence to append to a message; empty for the whole schema, and where the place is not known."""
-    shown = [_pointer(place) for place in places[:_MAX_SHOWN_PLACES]]
+    shown = [_pointer(place) for place in places[:3]]
     if shown in ([], ["#"]):
         return ""
     more = f" or {len(places) - len(shown)} more" if len(places) > len(shown) else ""

@@ -1,11 +1,10 @@
-"""Turns text into token ids and back. Made once per model by `load_tokenizer`, used by `serve`, the command line and
-the output stage from any thread. Never applies chat templates, and cuts nothing unless it is told to.
+"""Turns text into token ids and back. `load_tokenizer` makes one per model; any thread may use it.
 
-Encoding recognises the model's added tokens in the text (`<|im_start|>` becomes one token), as transformers
-and vLLM do: chat templates need it. So a user's prompt can contain them, too.
+Encoding recognises the names of added tokens in the text (`<|im_start|>` becomes one token), as chat templates need. So a
+user's prompt can contain them, too, as with transformers and vLLM.
 
-An output is decoded token by token. It continues its prompt, so a SentencePiece model's first space is kept, as vLLM and
-llama.cpp do: "The capital is" + " Paris". The pieces add up to `Tokenizer.decode(..., is_continuation=True)`.
+An output is decoded token by token. It continues its prompt, so a SentencePiece model's first space is kept:
+"The capital is" + " Paris". The pieces add up to `Tokenizer.decode(..., is_continuation=True)`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ def load_tokenizer(
     special_tokens: SpecialTokens = MappingProxyType({}),
     ends: tuple[bool, bool] | None = None,
 ) -> Tokenizer:
-    """A tokenizer from a tokenizer.json, a tokenizer.model or a tekken.json, or from a GGUF file's vocabulary. Raises
-    `ModelError`.
+    """Load a tokenizer.json, a tokenizer.model, a tekken.json or a GGUF file's vocabulary. Raises `ModelError`.
 
-    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
-    comes first: a GGUF vocabulary names one, and `special_tokens` may have an `eos_token`. The others are added to it. `ends`
-    are `add_bos_token` and `add_eos_token` of a tokenizer_config.json, which go before what a tokenizer.json says.
+    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. Of all end tokens the tokenizer's own
+    comes first: the one of a GGUF vocabulary, or the `eos_token` of `special_tokens`. `ends` are `add_bos_token` and
+    `add_eos_token` of a tokenizer_config.json, which override a tokenizer.json.
     """
     if isinstance(source, GgufVocab) or source.suffix == ".model" or source.name == "tekken.json":
         from penstock.text.gguf_vocab import build_backend
@@ -82,7 +80,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that the tokenizer knows. A model's matrices may have more rows."""
+        """Number of ids of the tokenizer. A model's matrices may have more rows."""
         return self._backend.vocab_size
 
     @property
@@ -91,8 +89,8 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, str | tuple[str, ...]]:
-        """The names that chat templates refer to: the tokens that the model's files name; without a word on one of `bos_token`,
-        `eos_token`, `unk_token` and `pad_token`, the token of its id. Names of tokens that the model lacks are absent."""
+        """The tokens that chat templates refer to by name: those of the model's files, and by their ids `bos_token`,
+        `eos_token`, `unk_token` and `pad_token`, if the files do not mention them."""
         ids = {
             "bos_token": self._backend.bos_token_id,
             "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None,
@@ -106,16 +104,15 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """No token spells more bytes, so n bytes that the vocabulary can spell make at least n / max_token_bytes tokens."""
+        """The longest token, so n bytes make at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool, is_continuation: bool = False) -> list[int]:
-        """Token ids. `add_special_tokens` puts bos (and eos) around them where the model wants that: right for
-        plain prompts, wrong for the result of a chat template, which contains them already. `is_continuation` says that the
-        text follows another: no space is put before it.
+        """Return token ids. `add_special_tokens` puts bos and eos around them if the model wants that: right for plain prompts,
+        wrong for the result of a chat template. `is_continuation`: the text follows another, so no space is put before it.
 
         A byte that the vocabulary can't spell is left out, as transformers does (SmolLM2 has none for U+0004).
-        Raises `Rejected` if the text contains a lone surrogate, if the tokenizer could make too much of it, or fails on it.
+        Raises `Rejected` if the text has a lone surrogate, could become too long before it is cut, or makes the tokenizer fail.
         """
         if not is_continuation or not self._backend.starts_with_space:
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -127,7 +124,7 @@ class Tokenizer:
         return token_ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """As `encode`, for several texts at once, on several cores."""
+        """Encode several texts on several cores."""
         return self._encode(texts, add_special_tokens)
 
     def encode_texts(
@@ -137,11 +134,10 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> list[TextTokens]:
-        """The tokens of texts and of pairs of texts, with those around them that the model wants, as encoders read them.
+        """Return the tokens of texts and of pairs of texts for an encoder, special tokens included.
 
-        One that has more than `max_tokens` loses tokens of its own at one side. A pair loses those of the longer text until
-        both are of one length. None: nothing is cut. Raises `Rejected` as `encode`, where the special tokens leave no room for
-        a text, and for pairs of which the tokenizer does not say how they stand together.
+        A text beyond `max_tokens` loses tokens at one side; a pair first loses those of the longer text. None: nothing is cut.
+        Raises `Rejected` as `encode` does, if the special tokens leave no room, and if the tokenizer has no form for pairs.
         """
         lists = [(one,) if isinstance(one, str) else one for one in texts]
         different = list(dict.fromkeys([text for parts in lists for text in parts]))
@@ -158,7 +154,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> TextTokens:
-        """A text, or the two of a pair, as `encode_texts` makes it of their tokens without special ones."""
+        """As `encode_texts`, of one text or the two of a pair that are tokens already, without special ones."""
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
             raise Rejected(
@@ -193,10 +189,10 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
-        """The text of these tokens; bytes that aren't UTF-8 become U+FFFD.
+        """Return the text of these tokens; bytes that aren't UTF-8 become U+FFFD.
 
-        SentencePiece models put a space before a text when they encode it. It is taken away again, unless
-        `is_continuation` says that these tokens follow others.
+        The space that SentencePiece models put before a text is taken away, unless `is_continuation` says that the tokens
+        follow others.
         """
         table = self.bytes_without_special if skip_special_tokens else self.bytes_with_special
         text = b"".join([table[token_id] for token_id in token_ids]).decode("utf-8", "replace")
@@ -205,15 +201,15 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token spells: part of a character for some. Empty for an id without a token."""
+        """Return the bytes of one token, perhaps part of a character. Empty for an id without a token."""
         return self.bytes_with_special[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One token to show to people; incomplete characters become U+FFFD."""
+        """Return one token as text; incomplete characters become U+FFFD."""
         return self.bytes_with_special[token_id].decode("utf-8", "replace")
 
     def is_special(self, token_id: int) -> bool:
-        """Is it a control token, such as the end of a turn?"""
+        """Return whether it is a control token, such as the end of a turn."""
         return token_id in self._special_ids
 
     def _check_size(self, num_bytes: int) -> None:
@@ -234,7 +230,7 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
-    """The texts cut so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
+    """Cut texts so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
     room = max_tokens - num_ends
     if room < len(parts):
         raise Rejected(
@@ -265,7 +261,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Holds at most the three bytes of an incomplete character. Implements `engine.ports.Detokenizer`."""
+    """Implements `engine.ports.Detokenizer`. Holds at most three bytes, of an incomplete character."""
 
     __slots__ = ("_bytes", "_decoder", "_is_within_character", "_texts")
 
@@ -277,7 +273,7 @@ class IncrementalDetokenizer:
         self._is_within_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens; incomplete UTF-8 is held back, invalid UTF-8 becomes U+FFFD."""
+        """Return the text that these tokens complete. Invalid UTF-8 becomes U+FFFD."""
         if len(token_ids) == 1 and not self._is_within_character:
             text = self._texts[token_ids[0]]
             if text is not None:  # nearly every token of nearly every text
@@ -288,13 +284,13 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The text that is still held: U+FFFD for an incomplete character, else nothing."""
+        """Return U+FFFD if an incomplete character is held, else an empty text."""
         self._is_within_character = False
         return self._decoder.decode(b"", True)
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[bool], IncrementalDetokenizer]:
-    """Makes one detokenizer per request; its argument is `skip_special_tokens`."""
+    """Return a function that makes a detokenizer for a request; its argument is `skip_special_tokens`."""
 
     def make(skip_special_tokens: bool, /) -> IncrementalDetokenizer:
         if skip_special_tokens:

@@ -1,9 +1,9 @@
-"""Reads a SentencePiece `tokenizer.model` or Mistral's `tekken.json` as a vocabulary, for directories without a tokenizer.json.
-Called by `load_tokenizer`.
+"""Reads a SentencePiece `tokenizer.model` or Mistral's `tekken.json`, for models without a tokenizer.json. Called by
+`load_tokenizer`.
 
-tokenizer.model is a Protocol Buffer, `ModelProto` of https://github.com/google/sentencepiece (`src/sentencepiece_model.proto`);
-the few fields that are needed are read here. tekken.json: https://github.com/mistralai/mistral-common
-(`tokens/tokenizers/tekken.py`). Tokens that were added later stand in tokenizer_config.json or added_tokens.json beside it.
+tokenizer.model is the Protocol Buffer `ModelProto` of https://github.com/google/sentencepiece
+(`src/sentencepiece_model.proto`). tekken.json is defined by https://github.com/mistralai/mistral-common
+(`tokens/tokenizers/tekken.py`). Tokens that were added later stand in tokenizer_config.json or added_tokens.json.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from penstock.types.vocab import GgufVocab
 
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 1 << 21
-_MOST_FIELDS_OF_PIECES = 16
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
-"""Types of pieces: SentencePiece's numbers, which GGUF files have, too."""
+"""Types of pieces, the same in SentencePiece and GGUF files."""
 _UNIGRAM, _BPE = 1, 2
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""The only pattern that tekken.json has had; `gguf_vocab` knows it as `tekken`."""
+"""The only pattern of any tekken.json; `gguf_vocab` calls it `tekken`."""
 
 
 def read_vocab(path: Path) -> GgufVocab:
-    """The vocabulary of a tokenizer.model or a tekken.json. Raises `ModelError`."""
+    """Read a tokenizer.model or a tekken.json. Raises `ModelError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _unreadable(path, f"it has more than {MAX_FILE_BYTES >> 20} MiB")
@@ -83,7 +82,7 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
     charsmap = b""
     for field, value in _fields(data, MAX_TOKENS):
         if field == 1 and isinstance(value, bytes):
-            piece = dict(_fields(value, _MOST_FIELDS_OF_PIECES))
+            piece = dict(_fields(value, 16))
             tokens.append(_bytes(piece[1]).decode())
             scores.append(struct.unpack("<f", _bytes(piece[2]))[0] if 2 in piece else 0.0)
             types.append(_int(piece.get(3, NORMAL)))
@@ -129,9 +128,9 @@ def _sentencepiece(path: Path, data: bytes) -> GgufVocab:
 
 
 def _fields(data: bytes, limit: int) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of a message's fields: an int, or the bytes of what has a length or a fixed size.
+    """Yield the number and value of a message's fields: an int, or the bytes of a field with a length or a fixed size.
 
-    Raises ValueError, also for more than `limit` fields, each of which takes time.
+    Raises ValueError, also for more than `limit` fields.
     """
     position, end, num_fields = 0, len(data), 0
 
@@ -177,12 +176,12 @@ def _int(value: int | bytes) -> int:
 
 
 def _special_id(value: int) -> int | None:
-    """-1, which is written as 64 bits, is none."""
+    """-1, written as 64 bits, means None."""
     return value if value < 1 << 31 else None
 
 
 def _add_tokens(folder: Path, config: dict[str, Any], tokens: list[str], types: list[int]) -> None:
-    """The tokens that were added to the pieces, or are special though they are pieces. Ids that nobody names stay unused."""
+    """Add tokens to the pieces, and mark special ones. Ids between them stay unused."""
     added = {int(token_id): (text, False) for text, token_id in _json_object(folder / "added_tokens.json").items()}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         added[int(token_id)] = (token["content"], bool(token.get("special")))
@@ -265,7 +264,7 @@ _OLD_SPECIAL_TOKENS = [
         )
     )
 ]
-"""The special tokens of the first files, which do not list them (`DEPRECATED_SPECIAL_TOKENS` of mistral-common)."""
+"""The special tokens of old files, which do not list them (`DEPRECATED_SPECIAL_TOKENS` of mistral-common)."""
 
 
 def _rank(item: dict[str, Any], limit: int) -> int:

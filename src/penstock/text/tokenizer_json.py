@@ -21,7 +21,7 @@ from penstock.types.errors import ModelError
 _log = logging.getLogger(__name__)
 
 MAX_EXPANSION = 64
-"""Bytes that the steps before the vocabulary may make of one. A space that becomes U+2581 makes 3."""
+"""Bytes that the steps before cutting may make of one byte. A space that becomes U+2581 makes 3."""
 MAX_EXTRA_BYTES = 1024
 MAX_PARTS = 64
 MAX_ENDS = 1024
@@ -30,10 +30,10 @@ MAX_ENDS = 1024
 def load_backend(
     path: Path, *, bos_token_id: int | None, eos_token: str | None, ends: tuple[bool, bool] | None = None
 ) -> Backend:
-    """The file doesn't name its bos and eos tokens, so the caller does. Raises `ModelError`.
+    """The file does not name its bos and eos tokens, so the caller does. Raises `ModelError`.
 
-    Truncation and padding that the file may ask for are switched off: they would change prompts silently. `ends`: whether
-    bos and eos are put around a text, whatever the file says; None: as it says.
+    `ends`: whether to put bos and eos around a text; None: as the file says. Truncation and padding by the file are switched
+    off, since they would change prompts silently.
     """
     encoder, expansion = _read(path)
     encoder.no_truncation()
@@ -67,7 +67,7 @@ def load_backend(
 def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
     try:
         text = path.read_text(encoding="utf-8")
-        # Before the library reads it, which normalises the added tokens then.
+        # Check before the library reads it, which normalises the added tokens.
         expansion = _expansion(orjson.loads(text), path)
         return tokenizers.Tokenizer.from_str(text), expansion
     except OSError as error:
@@ -84,7 +84,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
-    """How much longer the file's steps can make a text before it is cut into tokens. Raises `ModelError` if it is too much."""
+    """Return how much longer the file's steps can make a text before it is cut. Raises `ModelError` if too much."""
     parts = [*_flat(file.get("normalizer"), "normalizers"), *_flat(file.get("pre_tokenizer"), "pretokenizers")]
     factor, extra_bytes = 1.0, 0.0
     for part in parts:
@@ -106,7 +106,7 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
 
 
 def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """The steps of a sequence, and of sequences in it, in their order."""
+    """The steps of a sequence, with nested sequences laid flat."""
     steps, pending = [], [part] if part else []
     while pending:
         step = pending.pop(0)
@@ -118,8 +118,8 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """By its fields, as the library does it: `type` may be absent. NFC and NFD count as nothing, though they can make three
-    bytes of one: only of characters that texts have next to none of."""
+    """Steps are known by their fields, as in the library: `type` may be absent. NFC and NFD count as nothing, since the
+    characters of which they make three bytes are very rare."""
     if "pattern" in part and "content" in part:  # Replace
         # The library fails where a pattern matches nothing, so a match has a byte at least.
         num_matched = max(1, len(part["pattern"].get("String", "").encode()))
@@ -139,7 +139,7 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
-    """Check the parts put around a text, and around the two of a pair: a few tokens, and each text itself once."""
+    """Check that a text, or the two of a pair, get a few tokens around them, and each text comes once."""
     num_tokens = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()])
     for name, num_texts in (("single", 1), ("pair", 2)):
         pieces = part.get(name, ())
@@ -160,7 +160,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:
 
 
 def _decoder_steps(encoder: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """The decoder's parts, nested sequences laid flat."""
+    """The decoder's steps, with nested sequences laid flat."""
     if encoder.decoder is None:
         return
     pending = [json.loads(encoder.decoder.__getstate__())]

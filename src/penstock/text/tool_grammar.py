@@ -1,8 +1,8 @@
-"""The grammar of an answer that calls tools, in llguidance's Lark: written from a format of `dialects` and the tools' schemas.
-Called by `text.grammar`, whose source for it is the JSON text that `tool_source` makes.
+"""Writes the grammar of answers that call tools as llguidance's Lark, from a format of `dialects` and the tools' schemas.
+Called by `text.grammar`; the grammar's source is the JSON text of `tool_source`.
 
-A schema is followed as it is where the tool is strict. Elsewhere an object with `properties` takes no further ones unless it
-says so, as they are arguments of a function; and a schema that has parts which can't be followed lets them be any object.
+A strict tool's schema is followed as it is. Otherwise an object with `properties` takes no others unless it says so, since they
+are arguments of a function; and if a schema can't be followed, the arguments may be any object.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 class Tool:
     name: str
     parameters: Mapping[str, Any] | None
-    """Schema of the arguments; None: there are none."""
+    """Schema of the arguments; None: no arguments."""
     is_strict: bool = False
 
 
 def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: bool, has_trigger: bool) -> str:
-    """The source of a grammar. With a trigger it is for answers that were free until then, in any of the format's ways; else
-    it begins with the answer."""
+    """Return the source of a grammar. With a trigger it follows a free beginning, in any of the format's ways; else it begins
+    with the answer."""
     described = [[tool.name, _bare(tool.parameters), tool.is_strict] for tool in tools]
     return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
 
 
 def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A schema without the descriptions inside, which may be long and ask for nothing."""
+    """The schema without descriptions, which may be long."""
     if schema is None:
         return None
     whole = dict(schema)
@@ -64,16 +64,16 @@ def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def triggers_of(source: str) -> tuple[str, ...]:
-    """The triggers at which the grammar begins wherever they stand; none if it begins with the answer."""
+    """Return the triggers at which the grammar begins; none if it begins with the answer."""
     name, _, has_trigger, _ = json.loads(source)
     return tuple(way.trigger for way in BY_NAME[name].marked) if has_trigger else ()
 
 
 def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
-    """Lark, and whether all schemas are followed. `spell` writes a text as Lark, its special tokens by their ids.
+    """Return Lark, and whether all schemas are followed. `spell` writes a text as Lark, special tokens by their ids.
 
-    With `check`, which raises `Rejected` for a schema that can't be followed, arguments of such tools as are not strict are any
-    object instead. Raises `Rejected`, naming the tool.
+    `check` raises `Rejected` for a schema that can't be followed. With it, such arguments may be any object, unless the tool is
+    strict. Raises `Rejected`, naming the tool.
     """
     name, is_parallel, has_trigger, described = json.loads(source)
     tools = [Tool(*each) for each in described]
@@ -94,9 +94,9 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
 
 
 def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
-    """The trigger, and what may stand before it in the token that it begins in."""
+    """The trigger, with the text before it in the same token."""
     trigger = way.trigger
-    if way.has_no_mark:  # it was free text until the tool's name, so any white space may be in it
+    if way.has_no_mark:  # free text until the tool's name, with any white space
         words = "\\s*".join(map(escaped, trigger.split()))
         return f"{rule}[lazy]: /\\s*{words}/"
     spelled = spell(trigger)
@@ -106,9 +106,9 @@ def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
 def _of_way(
     rule: str, way: Way, tools: Sequence[Tool], spell: Callable[[str], str], *, is_parallel: bool, trigger: str
 ) -> list[str]:
-    """Rules for one way to write calls, behind its trigger."""
+    """The rules for one way to write calls, behind its trigger."""
     before, middle, after = way.parts
-    # What is glued to a name is one lexeme with it, so that names which begin alike are told apart.
+    # A name is one lexeme with what is glued to it, so that names which begin alike are told apart.
     glued_before = re.findall(r"\S*$", re.split(SPELLED_PARTS, before)[-1])[0]
     glued_after = re.findall(r"^\S*", re.split(SPELLED_PARTS, middle)[0])[0]
     head, middle = before[: len(before) - len(glued_before)], middle[len(glued_after) :]
@@ -132,13 +132,13 @@ def _of_way(
 
 
 def _flexible(text: str, spell: Callable[[str], str]) -> str:
-    """A text in which white space may be left out, or be as in JSON."""
+    """A text whose white space may be left out, or be as in JSON."""
     parts = re.split(r"(\s+)", text)
     return " ".join("W?" if part.isspace() else spell(part) for part in parts if part)
 
 
 def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
-    """The schema as it stands in Lark, and whether it is the tool's."""
+    """The schema in Lark, and whether it is the tool's."""
     schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
     try:
         if not tool.is_strict:
@@ -155,7 +155,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 
 
 def _close(schema: Any) -> None:
-    """Objects take no properties that they do not name, unless they say so or are put together with others."""
+    """Let objects take no further properties, unless they say so or are put together with others."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
@@ -170,5 +170,5 @@ def _close(schema: Any) -> None:
 
 
 def escaped(text: str) -> str:
-    """A text inside a regex of Lark."""
+    """Return a text as part of a regex of Lark."""
     return re.sub(r"([.+*?()|\[\]{}^$/\\#&~-])", r"\\\1", text)

@@ -1,5 +1,5 @@
-"""A vocabulary ready for use: how its pieces spell bytes, and the `tokenizers` object with what it can't tell. Made by a loader
-(`gguf_vocab`, `tokenizer_json`), owned by one `Tokenizer`; never cuts text into pieces.
+"""A loaded vocabulary: how its pieces spell bytes, and a `tokenizers` object. Made by `gguf_vocab` or `tokenizer_json`, owned
+by a `Tokenizer`.
 
 Three spellings exist. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
 character. SentencePiece vocabularies (https://github.com/google/sentencepiece) write text as it is, a space
@@ -21,7 +21,7 @@ from tokenizers import processors
 
 SPACE_MARK = "\u2581"
 MAX_TEXTS = 4096
-"""Texts of tokens that are kept as strings: half a megabyte. In ShareGPT's replies, six tokens of seven are found there."""
+"""Tokens whose text is kept as a string: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
 
 
 class Spelling(Enum):
@@ -31,7 +31,7 @@ class Spelling(Enum):
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte. Printable Latin-1 stands for itself, the other 68 bytes take U+0100 onwards in order."""
+    """Character -> byte. Printable Latin-1 stands for itself; the other 68 bytes are U+0100 and on, in order."""
     alphabet: dict[str, int] = {}
     num_moved = 0
     for byte in range(256):
@@ -42,7 +42,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_of_piece(piece: str) -> int | None:
-    """The byte that a SentencePiece byte piece stands for, `<0xAB>` -> 0xAB; None if it is not one."""
+    """Return the byte of a SentencePiece byte piece, 0xAB for `<0xAB>`, or None."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return int(piece[3:5], 16)
@@ -52,7 +52,7 @@ def byte_of_piece(piece: str) -> int | None:
 
 
 def piece_decoder(spelling: Spelling) -> Callable[[str], bytes]:
-    """A function from a piece to the bytes that it spells."""
+    """Return a function from a piece to its bytes."""
     if spelling is Spelling.SENTENCEPIECE:
         return _sentencepiece_bytes
     if spelling is Spelling.WORDPIECE:
@@ -80,10 +80,10 @@ def put_ends(
     eos_token_id: int | None,
     between: Sequence[str] = ("eos", "bos"),
 ) -> None:
-    """Have `add_special_tokens` put these tokens around a text, and no others; None: none.
+    """Have `add_special_tokens` put exactly these tokens around a text.
 
-    Those of `between`, by these names, separate the texts of a pair. The second text has the type 1. The template refers to the
-    tokens by alias: their own text could be template syntax.
+    `between` names the tokens between the texts of a pair. The second text has the type 1. The template refers to tokens by
+    alias, since their own text could be template syntax.
     """
     ids = {name: token_id for name, token_id in (("bos", bos_token_id), ("eos", eos_token_id)) if token_id is not None}
     texts = ("$A", "$B:1")
@@ -101,12 +101,12 @@ def put_ends(
 
 
 class Ends(NamedTuple):
-    """The tokens that `add_special_tokens` puts around a text, or around the two of a pair and between them."""
+    """The tokens that `add_special_tokens` puts around a text, or around and between the two of a pair."""
 
     parts: tuple[tuple[int, ...], ...]
     """Token ids before the first text, and after each."""
     has_types: bool
-    """The second text, and all that follows, has the type 1."""
+    """The second text, and all that follows it, has the type 1."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +114,7 @@ class Ends(NamedTuple):
 
 
 def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
-    """The ends of one text, or of a pair; None if they are not of the kind that `Ends` can tell."""
+    """Return the ends of one text, or of a pair, or None if `Ends` can't describe them."""
     encoding = encoder.encode("a", "a" if num_texts == 2 else None)
     texts, types = encoding.sequence_ids, encoding.type_ids
     found = [at for at in range(len(texts)) if texts[at] is not None]
@@ -136,28 +136,26 @@ def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
 
 
 class ByteTable:
-    """Token id -> bytes, filled on first use: 49,152 entries at once would cost start-up time that few replies need.
+    """Token id -> bytes, filled on first use. Thread-safe.
 
-    The bytes that are known lie side by side in one array, some 7 bytes a token and 8 for its place. As objects in maps it
-    would be 200 bytes, and since ever rarer tokens come, a server's memory would grow by them for hours.
-
-    Threads may share it.
+    Known bytes lie side by side in one array: some 7 bytes per token, and 8 for its place. Objects in a dict would take 200,
+    and since ever rarer tokens come, a server's memory would grow for hours.
     """
 
     __slots__ = ("_data", "_ends", "_hidden_ids", "_lock", "_lookup", "_starts")
 
     def __init__(self, lookup: Callable[[int], bytes], num_tokens: int) -> None:
-        """Ids in [0, `num_tokens`) are looked up once, others each time."""
+        """Ids outside of [0, `num_tokens`) are looked up each time."""
         self._lookup = lookup
         self._hidden_ids: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._data = bytearray(1)  # no token ends at 0
         self._starts = array("I", bytes(array("I").itemsize * num_tokens))
         self._ends = array("I", self._starts)
-        """End of each token in `_data`; 0: it was not looked up yet."""
+        """End of each token in `_data`; 0: not yet looked up."""
 
     def hiding(self, token_ids: frozenset[int]) -> ByteTable:
-        """The same table, in which these tokens are empty. A token that is looked up in one is known to the other."""
+        """Return a view of this table in which these tokens are empty."""
         other = copy(self)
         other._hidden_ids = token_ids
         return other
@@ -181,10 +179,7 @@ class ByteTable:
 
 
 class TextTable(dict[int, str | None]):
-    """Token id -> its text, if that is text whatever comes before and after; None for one with part of a character.
-
-    Texts of recent tokens, at most `MAX_TEXTS`: nearly every token of nearly every text is among them.
-    """
+    """Token id -> its text, or None if it has part of a character. Keeps `MAX_TEXTS` recent tokens."""
 
     __slots__ = ("_bytes",)
 
@@ -208,11 +203,11 @@ def _text_or_none(data: bytes) -> str | None:
 
 
 MAX_EXPANDED_BYTES = 8 << 20
-"""Size of one text as it is cut into tokens: twice the longest that a request holds."""
+"""Bytes of one text before it is cut into tokens: twice the longest of a request."""
 
 
 class Expansion(NamedTuple):
-    """How much longer a text can become before it is cut into tokens: n bytes become `n * factor + extra_bytes` at most."""
+    """How long a text can become before it is cut into tokens: n bytes become at most `n * factor + extra_bytes`."""
 
     factor: float
     extra_bytes: int
@@ -224,19 +219,19 @@ class Backend:
     vocab_size: int
     """Number of ids, unused ones included."""
     piece: Callable[[int], str | None]
-    """Piece of an id; None if the vocabulary has no such id (models pad their matrices)."""
+    """Returns the piece of an id, or None if the vocabulary has no such id (models pad their matrices)."""
     spelling: Spelling
     literal_ids: frozenset[int]
     """Added tokens: their piece is their text, whatever the spelling."""
     special_ids: frozenset[int]
-    """Control tokens: part of the protocol, not of the text."""
+    """Control tokens, which are not part of the text."""
     silent_ids: frozenset[int]
-    """Ids that stand for nothing (padding of the vocabulary)."""
+    """Ids that pad the vocabulary."""
     starts_with_space: bool
-    """Encoding puts a space before the text, so decoding a whole text takes it away."""
+    """Encoding puts a space before a text; decoding takes it away."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unknown_token_id: int | None
     padding_token_id: int | None
     expansion: Expansion | None = None
-    """The most that a file's own steps can expand. None: two bytes of one at most, as every byte-level vocabulary makes."""
+    """How much the file's own steps can expand a text. None: to twice its bytes, as byte-level vocabularies do."""

@@ -13,9 +13,6 @@ from penstock.types.plan import scored_positions
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import Matcher, SamplingParams
 
-ARM_A, ARM_B = "A", "B"
-"""Arms of an A/B test: requests as the server's settings say, and those under the other settings."""
-
 
 class RequestStatus(IntEnum):
     WAITING = 0
@@ -43,8 +40,6 @@ class Request:
     arrival_ns: int
     parent_id: str = ""
     """Shared by the requests of one call: the beams of a search, the texts of a list. Empty: it is alone."""
-    arm: str = ""
-    """Arm of the A/B test that it belongs to, `ARM_A` or `ARM_B`; empty where there is no test."""
     priority: int = 0
     """Lower is served first (as in vLLM)."""
     deadline_ns: int | None = None

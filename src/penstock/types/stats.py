@@ -187,8 +187,6 @@ class RequestStats:
     slo_ttft_ns: int | None = None
     is_beam: bool = False
     """A hypothesis of a beam search: all tokens come at its end."""
-    arm: str = ""
-    """As in the request; so is the next."""
     model_wait_ns: int = 0
     grammar_wait_ns: int = 0
 

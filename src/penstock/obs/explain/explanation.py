@@ -52,8 +52,6 @@ class Explanation:
 
     request_id: str
     """Id of the request, or of the call for which it is told."""
-    arm: str
-    """Arm of the A/B test; empty where there is none."""
     phase: Phase
     finish_reason: FinishReason | None
     reject_reason: str
@@ -124,7 +122,6 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     is_waiting = life.phase in (Phase.WAITING, Phase.PAUSED)
     return Explanation(
         request_id=life.call_id or life.request_id,
-        arm=life.arm,
         phase=life.phase,
         finish_reason=life.end.finish_reason if life.end else None,
         reject_reason=life.end.reject_reason if life.end else "",
@@ -161,7 +158,7 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """Return the explanation of a request that the engine has not taken from its inbox."""
-    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, arm=request.arm)
+    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
     life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
     return explain_arrival(life, now_ns, STEP)
 
@@ -266,8 +263,6 @@ def _sentences(told: Explanation) -> Iterator[str]:
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
     if told.finish_reason in _ENDS:
         yield f"{_ENDS[told.finish_reason]}{f' ({told.reject_reason})' if told.reject_reason else ''}."
-    if told.arm:
-        yield f"It was in arm {told.arm} of the A/B test."
 
 
 def waits(reason: str) -> str:

@@ -98,7 +98,7 @@ class Journal:
 
     def _come(self, request: Request, now_ns: int, call_id: str = "") -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
-        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id, request.arm)
+        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
         life.call_id = call_id
         life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
         self._note(self._queue, life, now_ns)

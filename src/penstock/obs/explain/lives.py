@@ -393,8 +393,6 @@ class Life:
     num_prompt_tokens: int
     search_id: str = ""
     """Id of the beam search that it belongs to, if it does."""
-    arm: str = ""
-    """Arm of the A/B test, if there is one."""
     model_wait_ns: int = 0
     """The time after its arrival in which its model was loaded."""
     grammar_wait_ns: int = 0

@@ -97,7 +97,8 @@ class MessagesReader:
         if body.thread is not None:
             message = "'thread' is not supported: no conversation is kept here. Send all of it in 'messages'."
             raise ApiError(400, message, code=NO_THREADS, param="thread")
-        running = find_model(body.model, self._deployment, scope)
+        user = None if body.metadata is None else body.metadata.user_id
+        running = self._reader.find(body.model, scope, user or "")[0].answerer()
         chat = ChatCompletionBody.model_construct(
             model=body.model,
             max_tokens=body.max_tokens,
@@ -106,7 +107,7 @@ class MessagesReader:
             top_p=body.top_p,
             top_k=body.top_k,
             stop=body.stop_sequences,
-            user=None if body.metadata is None else body.metadata.user_id,
+            user=user,
             **self._chat_fields(body, running.dialect),
         )
         call = self._reader.read_chat(chat, data, scope)

@@ -20,7 +20,7 @@ from starlette.types import Scope
 from penstock.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import MAX_BIAS, check_token_ids, find_model
+from penstock.serve.asking import MAX_BIAS, check_token_ids
 from penstock.serve.bodies import (
     INT32_MAX,
     MAX_BAD_WORD_CHARS,
@@ -266,12 +266,12 @@ class LlamaReader:
 
     def completion(self, body: LlamaCompletionBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
         """Raises `ApiError`."""
-        running = find_model(body.model, self._deployment, scope)
+        running = self._reader.find(body.model, scope)[0].answerer()
         return self._call(body, running, read_prompts(body.prompt, "prompt", running.model.vocab_size), data, scope)
 
     def infill(self, body: LlamaInfillBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
         """Raises `ApiError`, also for a model that was not trained for it."""
-        running = find_model(body.model, self._deployment, scope)
+        running = self._reader.find(body.model, scope)[0].answerer()
         if running.model.encoder is None and find_fim(running.tokenizer) is None:
             raise ApiError(
                 400,

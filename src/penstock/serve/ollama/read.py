@@ -20,7 +20,6 @@ from penstock.calls.call import Call
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.asking import find_allowed
 from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -266,7 +265,7 @@ class OllamaReader:
 
     def _begin(self, body: _AnswerBody, scope: Scope) -> RunningModel:
         """Return the model that is asked. Raises 404 and `ModelAway`."""
-        served, _ = find_allowed(name_of(body.model, self._deployment), self._deployment, scope)
+        served, _ = self._reader.find(name_of(body.model, self._deployment), scope)
         running = served.answerer()
         keep(body, served, self._deployment, scope)
         if body.top_logprobs and not body.logprobs:

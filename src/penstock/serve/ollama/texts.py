@@ -10,7 +10,6 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.deploy.deployment import Deployment
-from penstock.serve.asking import find_allowed
 from penstock.serve.ollama.read import OllamaBody, keep, name_of, read_body
 from penstock.serve.texts.call import TextResults
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
@@ -86,5 +85,6 @@ class OllamaTexts:
         name = name_of(body.model, self._deployment)
         asked = self._reader.open(data, scope, model=name)
         require_embeddings(asked)
-        keep(body, find_allowed(name, self._deployment, scope)[0], self._deployment, scope)
+        if (served := self._deployment.find(asked.running.name)) is not None:
+            keep(body, served, self._deployment, scope)
         return asked

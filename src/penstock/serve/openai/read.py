@@ -27,11 +27,12 @@ from penstock.calls.call import (
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.deploy.served import ServedModel
 from penstock.serve.asking import (
     MAX_BIAS,
     check_token_ids,
     claim_of,
-    find_allowed,
+    find_answering,
     read_terms,
 )
 from penstock.serve.bodies import MAX_CHOICES, IgnoredParameters, parse_body
@@ -84,6 +85,10 @@ class Reader:
         self._deployment = deployment
         self._config = config
         self.ignored = ignored
+
+    def find(self, name: str | None, scope: Scope, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
+        """As `find_answering`."""
+        return find_answering(name, self._deployment, scope, self._config, user)
 
     def chat(self, data: bytes, scope: Scope) -> Call:
         """The body of `/v1/chat/completions`. Raises `ApiError`."""
@@ -175,7 +180,7 @@ class Reader:
         """The model that is asked, the adapter, which begins to be loaded, and the terms."""
         if body.request_id is not None:
             identity_of(scope).adopt(body.request_id)  # before all else that may be refused: the refusal carries it
-        served, adapter = find_allowed(body.model, self._deployment, scope)
+        served, adapter = self.find(body.model, scope, body.safety_identifier or body.user or "")
         running = served.answerer()
         if adapter is not None and running.adapters is not None and body.model is not None:
             if (rejected := running.adapters.failure(body.model)) is not None:
@@ -193,8 +198,6 @@ class Reader:
             running.clock.now_ns(),
             self._config,
             is_priority_scheduled=is_priority_scheduled,
-            arms=running.arms,
-            user=body.safety_identifier or body.user or "",
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             conversation=body.prompt_cache_key or body.session_id or body.user or "",

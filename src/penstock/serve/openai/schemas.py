@@ -224,7 +224,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     user: Annotated[str | None, NoEffect()] = None
-    """This and `safety_identifier` choose the arm of an A/B test."""
+    """The name of who asks; `safety_identifier` goes first (docs/ab.md)."""
     safety_identifier: Annotated[str | None, NoEffect()] = None
     prompt_cache_key: Annotated[str | None, NoEffect()] = None
     session_id: Annotated[str | None, NoEffect()] = None

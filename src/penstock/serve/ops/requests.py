@@ -109,10 +109,8 @@ def _candidates(request_id: str) -> list[str]:
 
 def _choice(told: Explanation, index: int) -> dict[str, Any]:
     """The explanation of one choice. Times are milliseconds."""
-    arm = {"arm": told.arm} if told.arm else {}
     return {
         "index": index,
-        **arm,
         "state": told.phase.value,
         "finish_reason": None if told.finish_reason is None else (FINISH_WORDS | _OTHER_ENDS)[told.finish_reason],
         "summary": summary(told),

@@ -37,7 +37,7 @@ class EmbeddingsBody(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     """The vectors' first numbers, so many of them, made a vector of length 1 again."""
     user: Annotated[str | None, NoEffect()] = None
-    """It chooses the arm of an A/B test."""
+    """The name of who asks (docs/ab.md)."""
     prompt_name: str | None = None
     """The name of a prompt of the model's files that is put before each text."""
     truncate_prompt_tokens: KeptTokens | None = None

@@ -16,7 +16,7 @@ from penstock.calls.call import Terms
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import claim_of, find_model, read_terms
+from penstock.serve.asking import claim_of, find_answering, find_model, read_terms
 from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -139,7 +139,7 @@ class TextsReader:
         """The model that is asked, and the terms. Raises 400 if the model is no encoder."""
         if request_id is not None:
             identity_of(scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
-        running = self.find(model, scope)
+        running = find_answering(model, self._deployment, scope, self._config, user or "")[0].answerer()
         encoder = running.model.encoder
         if encoder is None:
             encoders = [one.name for one in self._deployment.served if one.info is not None and one.info.encoder is not None]
@@ -158,8 +158,6 @@ class TextsReader:
             running.clock.now_ns(),
             self._config,
             is_priority_scheduled=running.model.is_priority_scheduled,
-            arms=running.arms,
-            user=user or "",
             priority=priority,
         )
         return Asked(running, encoder, terms, claim_of(terms.owner.tenant, data), model or running.name)

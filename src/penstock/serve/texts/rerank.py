@@ -42,7 +42,7 @@ class RerankBody(Body):
     return_documents: bool | None = None
     """True by default, but at `/v2/rerank`."""
     user: Annotated[str | None, NoEffect()] = None
-    """It chooses the arm of an A/B test."""
+    """The name of who asks (docs/ab.md)."""
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep so many tokens of question and document together; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None

@@ -135,7 +135,7 @@ class _RunningTexts:
             deadline_ns=terms.deadline_ns,
             queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
             first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
-            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits_of(terms.arm).slo_ttft_ns,
+            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
         )
 
     def request_for(self, text: Text) -> Request:
@@ -148,7 +148,6 @@ class _RunningTexts:
             arrival_ns=terms.arrival_ns,
             model_wait_ns=terms.model_wait_ns,
             parent_id=self._engine_id,
-            arm=terms.arm,
             priority=urgency.priority,
             deadline_ns=urgency.deadline_ns,
             queue_deadline_ns=urgency.queue_deadline_ns,

@@ -36,7 +36,7 @@ class TextsBody(Body):
 
     model: str | None = None
     user: Annotated[str | None, NoEffect()] = None
-    """It chooses the arm of an A/B test."""
+    """The name of who asks (docs/ab.md)."""
     truncate_prompt_tokens: KeptTokens | None = None
     """Keep so many tokens of a text; -1: as many as the model takes."""
     truncation_side: TruncationSide | None = None

@@ -1,0 +1,78 @@
+"""Splits: a model that answers a part of the requests for another one, such as the same weights with other settings.
+
+The factory reads them from the configs. The deployment asks them which model answers a request whose name is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from penstock.config import SharingConfig
+from penstock.types.errors import ConfigError
+
+_HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A model's part of the requests for a name."""
+
+    of: str
+    """The name in the requests."""
+    to: str
+    """The name of the model that answers this part."""
+    share: float = 0.0
+    """Share of the users, [0, 1]."""
+    tenants: frozenset[str] = frozenset()
+    """All their requests belong to this part."""
+
+
+def read_split(sharing: SharingConfig, name: str) -> Split | None:
+    """Return the split that the model of this name has in its settings, or None. Raises ConfigError if it has half of one."""
+    share, tenants = sharing.split_share, frozenset(sharing.split_tenants)
+    if sharing.split_of is None:
+        if share is not None or tenants:
+            raise ConfigError(
+                f"{name} has split_share or split_tenant, and no split_of.", remedy="Name the model whose requests are split."
+            )
+        return None
+    if share is None and not tenants:
+        raise ConfigError(
+            f"{name} has split_of = {sharing.split_of!r}, and no part of its requests.",
+            remedy="Set split_share, such as '10%', or split_tenant.",
+        )
+    return Split(of=sharing.split_of, to=name, share=share or 0.0, tenants=tenants)
+
+
+def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
+    """Raise ConfigError for a split of a name that is not among the models' listed `names`, or of more than all requests."""
+    for split in splits:
+        if split.of not in names or split.of == split.to:
+            raise ConfigError(
+                f"{split.to} has split_of = {split.of!r}, which is not the name of another model.",
+                remedy=f"The models are {', '.join(names)}.",
+            )
+        total = sum(other.share for other in splits if other.of == split.of)
+        if total > 1:
+            raise ConfigError(f"The parts of the requests for {split.of} add up to {total:.0%}.", remedy="Lower a split_share.")
+
+
+def part_of(splits: Sequence[Split], name: str, tenant: str, unit: str) -> str:
+    """Return the name of the model that answers: that of one of the splits, or `name` for the rest.
+
+    `unit`: what is drawn, a user or a request. The same unit always goes to the same model. With a larger share, the model of
+    the first split of a name keeps all units that it had.
+    """
+    ours = [split for split in splits if split.of == name]
+    digest = blake2b(f"{name}\0{unit}".encode(), digest_size=_HASH_BYTES).digest()
+    drawn = int.from_bytes(digest, "big") / 2 ** (8 * _HASH_BYTES)
+    for split in ours:
+        if tenant in split.tenants:
+            return split.to
+    for split in ours:
+        if drawn < split.share:
+            return split.to
+        drawn -= split.share
+    return name
