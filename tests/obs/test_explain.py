@@ -201,15 +201,15 @@ def test_steps_that_it_sat_out_for_its_masks_are_told() -> None:
     bench.add("b", 9, max_tokens=3, matcher=SlowMatcher(bench))
     bench.steps(10)
     told = bench.told("b")
-    assert (told.phase, told.num_generated_tokens, told.num_sat_out_steps) == (Phase.DECODE, 1, 8)
+    assert (told.phase, told.num_generated_tokens, told.num_sat_out_steps) == (Phase.DECODE, 2, 7)
     bench.run()
     told, other = bench.told("b"), bench.told("a")
     assert (told.num_generated_tokens, told.num_decode_steps) == (3, 2)
-    assert told.num_sat_out_steps == 28  # until the other had ended: each mask takes eighty tenths of a step
-    assert told.sat_out_ns == told.decode_ns - 2 * MS - 8 * MS  # its own steps, and the mask between them
+    assert told.num_sat_out_steps == 27  # until the other had ended: each token takes eighty tenths of a step
+    assert told.sat_out_ns == told.decode_ns - 2 * MS - 8 * MS  # its own steps, and the first token
     assert told.longest_gap.gap_ns == told.sat_out_ns + 1 * MS
     assert gap_cause(told.longest_gap) == "it sat out, as a mask of its grammar took long"
-    assert f"It sat out 28 steps ({told.sat_out_ns // MS} ms): its masks took long" in summary(told)
+    assert f"It sat out 27 steps ({told.sat_out_ns // MS} ms): its masks took long" in summary(told)
     assert (other.num_sat_out_steps, other.num_decode_steps) == (0, 29)
 
 

@@ -8,7 +8,7 @@ and reads a clock only to know how long masks take.
     core.take_adapter_placements()   adapters to place after that
     ... an executor runs the plan ...
     core.finish(plan, result, now)   its tokens, and what answers may go on with that follow a grammar
-    core.settle_grammars(...)        who sits out for its masks
+    core.settle_grammars(...)        who sits out the next step, as its mask is slow
 
 Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
 or from the `finish` of the last step that has a row of it.
@@ -21,13 +21,13 @@ in which they began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from penstock.clock import Clock
-from penstock.engine.mask_accounts import MadeMask, MaskAccounts
+from penstock.engine.mask_turns import MaskTurns
 from penstock.engine.ports import NullObserver, Observer, RequestJournal
 from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
@@ -111,6 +111,7 @@ class EngineCore:
         self._last_finish_ns = 0
         self._last_step_ns = 0
         """How long the last step took, without its wait for other models."""
+        self._last_num_rows = 1
         self.followed_ns = 0
         """How long grammars took in the last `finish`, if it had a clock."""
         self.snapshot = self._take_snapshot()
@@ -165,7 +166,8 @@ class EngineCore:
 
         With one step in flight also None if that has to be finished first.
         """
-        plan = self.scheduler.schedule(now_ns, self.sitting_out())
+        turns = self._following.turns
+        plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
         news = self.scheduler.news
         if news.admissions or news.preemptions or news.set_aside or news.waits_for is not self._told_wait:
             self._told_wait = news.waits_for
@@ -206,6 +208,7 @@ class EngineCore:
         stats = self._step_stats(plan, result, outcome, now_ns)
         self._last_finish_ns = now_ns
         self._last_step_ns = now_ns - stats.started_ns - stats.waited_ns
+        self._last_num_rows = len(plan.rows)
         self._journal.on_step(stats)
         if outcome.ended and read_end is not None:
             self._read_ends(outcome.events, read_end)
@@ -250,11 +253,8 @@ class EngineCore:
 
     def settle_grammars(self, *, is_beside: bool) -> None:
         """Find out who sits out. After each `finish`, before the next step is planned. `is_beside`: a step is in flight."""
-        self._following.settle(self._last_step_ns, self.scheduler.running, is_beside=is_beside)
-
-    def sitting_out(self) -> Collection[str]:
-        """Ids of requests that have no row in the next step, as their masks took long, if that has rows of others."""
-        return self._following.sitting_out
+        now_ns, running = self._last_finish_ns, self.scheduler.running
+        self._following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
         """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate, a load or an adapter;
@@ -418,44 +418,30 @@ class Following:
 
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
-        self._tenants: dict[str, str] = {}
-        self._new: set[str] = set()
-        """Ids of requests that no step has let sample. They owe nothing yet: many may wait, and debts are left meanwhile."""
+        self._new: dict[str, str] = {}
+        """Tenants by request id of those that no step has let sample. Their first mask came with the grammar."""
         self._put_off: dict[str, Sequence[int]] = {}
         """Tokens by request id that its matcher was not told, as the request sat out: no work is done that nobody may need."""
         self._failed: dict[str, tuple[str, str]] = {}
         """Causes by request id, until they are taken."""
-        self._took: dict[str, tuple[str, int, int]] = {}
-        """Tenant, time on the wall and CPU time by request id, of what grammars did since `settle`."""
-        self._masks_ns = 0
-        """How long all masks of the last step took."""
-        self._accounts = MaskAccounts()
+        self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
-        """Whether `settle` has something to do."""
-        return bool(self._matchers or self._took)
-
-    @property
-    def sitting_out(self) -> Collection[str]:
-        """Ids of requests that owe too much."""
-        return self._accounts.sitting_out
+        return bool(self._matchers or self.turns)
 
     def add(self, request: Request) -> None:
         assert (request.matcher is not None) == request.sampling.follows_grammar, "what a grammar allows has to be known"
         if request.matcher is not None:
             self._matchers[request.request_id] = request.matcher
-            self._tenants[request.request_id] = request.tenant
-            self._new.add(request.request_id)
+            self._new[request.request_id] = request.tenant
 
     def remove(self, request: Request) -> None:
         """It has ended."""
         if self._matchers.pop(request.request_id, None) is not None:
-            del self._tenants[request.request_id]
-            self._new.discard(request.request_id)
+            self._new.pop(request.request_id, None)
             self._put_off.pop(request.request_id, None)
             self._failed.pop(request.request_id, None)
-            if request.request_id not in self._took:  # else `settle` ends it, with one debt: the next one takes over one
-                self._accounts.end(request.request_id)
+            self.turns.leave(request.request_id)
 
     def is_in(self, plan: StepPlan) -> bool:
         """Whether one of them samples in a step."""
@@ -464,19 +450,21 @@ class Following:
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
         """Masks of the requests that sample in a step, have neither ended nor failed, and may not have any token."""
         masks = dict[str, bytes]()
-        begin_ns, _ = began = _times(clock)
+        self.turns.forgive([row.request_id for row in plan.rows])
+        began_ns = _busy_ns(clock)
         for row in plan.rows:
             name = row.request_id
             if row.samples and name in self._matchers and name not in self._failed:
-                if name in self._new:
-                    self._new.remove(name)
-                    self._accounts.begin(name, self._tenants[name])
                 if name in self._put_off:
                     self._accept(name, self._put_off.pop(name), lambda _: 0)
                 if (mask := self._make_mask(name)) is not None:
                     masks[name] = mask
-                began = self._note(name, began, clock)
-        self._masks_ns = began[0] - begin_ns
+                ended_ns = _busy_ns(clock)
+                if name in self._new:
+                    self.turns.join(name, self._new.pop(name))
+                else:
+                    self.turns.note(name, ended_ns - began_ns, is_mask=True)
+                began_ns = ended_ns
         return masks
 
     def follow(
@@ -486,22 +474,24 @@ class Following:
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
     ) -> None:
-        """Tell matchers what a step sampled; later, if a request sits out.
+        """Tell matchers what a step sampled; later, if a new request sits out.
 
         Tokens that have to follow are appended, `max_forced(request_id)` at most, by `force`, whose event takes the place of
         the one before.
         """
-        began = _times(clock)
+        began_ns = _busy_ns(clock)
         for idx, event in enumerate(events):
             request_id = event.request_id
             if event.finish_reason is not None or request_id not in self._matchers:
                 continue
-            if request_id in self._accounts.sitting_out:
+            if self.turns.is_put_off(request_id):
                 self._put_off[request_id] = event.token_ids
                 continue
             if forced := self._accept(request_id, event.token_ids, max_forced):
                 events[idx] = force(event, forced)
-            began = self._note(request_id, began, clock)
+            ended_ns = _busy_ns(clock)
+            self.turns.note(request_id, ended_ns - began_ns, is_mask=False)
+            began_ns = ended_ns
 
     def take_failed(self) -> list[tuple[str, str, str]]:
         """Requests whose grammar can't be followed any further, with the cause in words, and as a `RejectReason` value if the
@@ -535,13 +525,6 @@ class Following:
             self._fail(request_id, error)
             return None
 
-    def _note(self, request_id: str, began: tuple[int, int], clock: Clock | None) -> tuple[int, int]:
-        """A grammar has worked since then. Returns the present."""
-        ended = _times(clock)
-        tenant, wall_ns, busy_ns = self._took.get(request_id) or (self._tenants[request_id], 0, 0)
-        self._took[request_id] = tenant, wall_ns + ended[0] - began[0], busy_ns + ended[1] - began[1]
-        return ended
-
     def _fail(self, request_id: str, error: BaseException) -> None:
         """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -552,21 +535,9 @@ class Following:
             _logger.error("request %s: %s", request_id, BROKEN, exc_info=error)
             self._failed[request_id] = BROKEN, ""
 
-    def settle(self, step_ns: int, running: Mapping[str, Request], *, is_beside: bool) -> None:
-        """Charge what grammars took, after a step of this duration, and find out who sits out."""
-        if len(running) + sum([name not in running for name in self._took]) > 1:  # an end does not undo that others waited
-            made = [MadeMask(request_id, *took) for request_id, took in self._took.items()]
-            step_ns -= 0 if is_beside else self._masks_ns  # at most: threads of the executor may have begun without them
-            self._accounts.settle(made, self._matchers, running, step_ns, is_beside=is_beside)
-        else:
-            self._accounts.forgive()
-        self._took.clear()
-        self._masks_ns = 0
 
-
-def _times(clock: Clock | None) -> tuple[int, int]:
-    """The instant, and the time that the thread has worked."""
-    return (0, 0) if clock is None else (clock.now_ns(), clock.busy_ns())
+def _busy_ns(clock: Clock | None) -> int:
+    return 0 if clock is None else clock.busy_ns()
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:

@@ -32,8 +32,7 @@ class Extending:
     def decodes(self, draft: StepDraft, sitting_out: Collection[str] = ()) -> list[Request]:
         """A row for every running request that decodes, in order of admission. Returns the other ones.
 
-        Those that sit out are passed over once they have computed their prompts, for which others may wait; unless nobody else
-        has something to compute.
+        Those that sit out are passed over once they have computed their prompts, for which others may wait.
         """
         counts, running = draft.counts, tuple(self._running)
         counts.sat_out = ()
@@ -45,8 +44,7 @@ class Extending:
                     staying.append(request.request_id)
                 else:
                     going.append(request)
-            if any(request.num_behind for request in going):
-                counts.sat_out, running = staying, tuple(going)
+            counts.sat_out, running = staying, tuple(going)
         num_slots = self._kv.num_slots if self._speculation is None else NO_SLOTS
         prefills, num_rows = progress.plan_decodes(
             running, num_slots, draft.rows, lambda request: self._extend(draft, request, 1)

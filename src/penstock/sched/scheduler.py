@@ -240,30 +240,33 @@ class Scheduler:
 
     # schedule
 
-    def schedule(self, now_ns: int, sitting_out: Collection[str] = ()) -> StepPlan | None:
+    def schedule(
+        self, now_ns: int, sitting_out: Collection[str] = (), sitting_out_alone: Collection[str] = ()
+    ) -> StepPlan | None:
         """The next step; None if there is nothing to compute, or if the step in flight has to be committed first.
 
-        `sitting_out`: ids of running requests that get no row if others do. In a batch that a gate calls, they do.
+        `sitting_out`: ids of running requests that get no row if others do. `sitting_out_alone`: those that get none either if
+        the others do not. In a batch that a gate calls, all get one.
         """
-        plan = self._schedule(now_ns, sitting_out if self._is_continuous else ())
+        plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self._adapters.seen:
             self._adapters.seen.clear()
         return plan
 
-    def _schedule(self, now_ns: int, sitting_out: Collection[str]) -> StepPlan | None:
+    def _schedule(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
         if not self._flights:
-            return self._plan(now_ns, sitting_out)
+            return self._plan(now_ns, sitting_out, sitting_out_alone)
         assert len(self._flights) == 1, "two steps are in flight"
         if not self._puts_off_pause and self._ahead.begin():
             try:
                 if not self._joining.must_pause(now_ns):
-                    return self._plan(now_ns, sitting_out)
+                    return self._plan(now_ns, sitting_out, sitting_out_alone)
             finally:
                 self._ahead.end()
         self.news = PlanNews(now_ns, self.news.waits_for, (), ())
         return None
 
-    def _plan(self, now_ns: int, sitting_out: Collection[str]) -> StepPlan | None:
+    def _plan(self, now_ns: int, sitting_out: Collection[str], sitting_out_alone: Collection[str]) -> StepPlan | None:
         if self._padding.is_active and not self._running and not self._waiting.num_joining:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
@@ -279,8 +282,9 @@ class Scheduler:
         draft.budget.limits = self._ask_budget(draft.counts, prefills)
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, prefills)
-        if draft.counts.sat_out and not draft.rows:  # nobody else can go on
-            self._extending.decodes(draft)
+        for fewer in (sitting_out_alone, ()):
+            if draft.counts.sat_out and not draft.rows:  # nobody else can go on
+                self._extending.decodes(draft, fewer)
         self._puts_off_pause = draft.puts_off_pause
         self.news = PlanNews(now_ns, draft.counts.waits_for, draft.admissions, draft.preemptions, draft.set_aside)
         return self._build(draft) if draft.rows or draft.padding_rows else None
