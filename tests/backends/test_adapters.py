@@ -172,7 +172,7 @@ def test_what_native_does_not_compute_is_refused(load: Callable[..., LoadedModel
     with pytest.raises(ModelError, match="no finite number"):
         pack(factors)
     a, b = random_factors(program, 4).by_weight["layers.0.q"]
-    with pytest.raises(ModelError, match="which is no matrix"):
+    with pytest.raises(ModelError, match="not a matrix that an adapter can change"):
         pack(AdapterFactors({"layers.0.router": (a, b)}))
     with pytest.raises(ModelError, match=r"wants \[r, 64\] and \[64, r\]"):
         pack(AdapterFactors({"layers.0.q": (a[:, :8], b)}))

@@ -20,7 +20,9 @@ def test_it_is_as_large_as_asked_for() -> None:
 
 
 class LargeBlocks(HashExecutor):
-    block_bytes = MIB  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__(DEFAULT_CAPACITY)
+        self.block_bytes = MIB
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ class LargeBlocks(HashExecutor):
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(num_bytes: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_host_memory(KvConfig(kv_host_size_bytes=num_bytes), LargeBlocks(DEFAULT_CAPACITY), available_bytes=512 * MIB)
+        open_host_memory(KvConfig(kv_host_size_bytes=num_bytes), LargeBlocks(), available_bytes=512 * MIB)
 
 
 def test_memory_that_the_system_does_not_give_is_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +43,4 @@ def test_memory_that_the_system_does_not_give_is_an_error_of_the_setting(monkeyp
 
     monkeypatch.setattr("numpy.empty", refuse)
     with pytest.raises(ConfigError, match="The system gives no 2 MiB"):
-        open_host_memory(KvConfig(kv_host_size_bytes=2 * MIB), LargeBlocks(DEFAULT_CAPACITY), available_bytes=512 * MIB)
+        open_host_memory(KvConfig(kv_host_size_bytes=2 * MIB), LargeBlocks(), available_bytes=512 * MIB)

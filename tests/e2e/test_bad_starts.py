@@ -69,7 +69,7 @@ def test_a_truncated_file(real_file: Path, tmp_path: Path, num_bytes: int) -> No
 @pytest.mark.parametrize(
     ("offset", "new", "cause"),
     [
-        (0, b"GGML", "no GGUF file"),
+        (0, b"GGML", "this is not a GGUF file"),
         (100_000, b"\xff" * 64, "a string at byte"),
     ],
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """What comes before the grammar of an answer, and where the grammar begins."""
+    """The reasoning before an answer that follows a grammar, and where the grammar begins."""
 
     reasoning: ReasoningFormat | None = None
     """None: there is no reasoning block."""

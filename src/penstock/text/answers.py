@@ -310,7 +310,7 @@ class _CallReader:
         self._before = way.begin + before
         self._name = ""
         self._text = ""
-        """What was read of the present call."""
+        """The part of the present call that was read."""
         self._arguments: _ObjectScanner | None = None
         self._step: Callable[[list[Part]], bool] = self._read_before
         self.is_over = False

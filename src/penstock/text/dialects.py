@@ -181,7 +181,7 @@ REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What the chat template shows about one model."""
+    """The formats of one model, as its chat template shows them."""
 
     tools: ToolFormat = GENERIC
     reasoning: ReasoningFormat | None = None

@@ -99,7 +99,7 @@ class Grammar:
     """JSON text of a schema, or of a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
     for TOOLS the text of `tool_grammar.tool_source`."""
     lead: Lead | None = None
-    """What may stand before; None: nothing."""
+    """The text that may stand before the answer, or None."""
     other: Grammar | None = None
     """An alternative to TOOLS, without a lead or an alternative of its own."""
 

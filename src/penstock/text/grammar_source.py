@@ -13,7 +13,7 @@ from penstock.text import gbnf, json_schema
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
 START = "\nstart: "
-"""What our Lark of any other grammar begins with."""
+"""The beginning of our Lark for any other grammar."""
 _OUR_PLACE = "at 2(8): "
 """The place that llguidance names for what stands behind `START`."""
 _TOO_LARGE = (

@@ -43,7 +43,7 @@ MAX_INTEGER = 2**53
 LEAST_NUMBER = 1e-15
 """Smaller bounds become regexes of hundreds of brackets."""
 _PATTERN_SCHEMAS = 5
-"""What a string with a pattern or a format counts as, since it is compiled by itself to see whether it is empty."""
+"""The number of schemas that a string with a pattern or a format counts as: it is compiled by itself to see whether it is empty."""
 _MAX_SHOWN_CHARS = 200
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -169,7 +169,7 @@ def place_in(source: str, message: str) -> str:
 
 
 def _nodes(schema: dict[str, Any], find: Callable[[str], Any]) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Every schema inside a schema, and itself, once. Takes neutral keywords out. What stands in const or enum is no schema."""
+    """Yield a schema and every schema inside it, once, without neutral keywords. Values of const and enum are not schemas."""
     seen_ids: set[int] = set()
     waiting: list[tuple[Any, Place]] = [(schema, None)]
     while waiting:
@@ -368,7 +368,7 @@ def _num_parts(node: dict[str, Any]) -> int:
 
 
 def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
-    """What a schema says of properties and items that only others name."""
+    """Return the schemas for properties and items that the schema does not name itself."""
     properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
     items = [node.get("items"), node.get("additionalItems")]
     return {

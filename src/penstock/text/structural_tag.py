@@ -56,7 +56,7 @@ class _Part:
     kind: Literal["text", "json", "free", "tags"]
     place: str
     lark: str = ""
-    """Of a text the expression of terminals, of tags the name of their rule."""
+    """The expression of terminals for a text, the name of the rule for tags."""
     constants: tuple[str, ...] = ()
     """A text is one of these; empty for a regex."""
     schema: Any = None

@@ -31,7 +31,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer.json, a tokenizer.model, a tekken.json or a GGUF file's vocabulary. Raises `ModelError`.
 
-    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. Of all end tokens the tokenizer's own
+    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
     comes first: the one of a GGUF vocabulary, or the `eos_token` of `special_tokens`. `ends` are `add_bos_token` and
     `add_eos_token` of a tokenizer_config.json, which override a tokenizer.json.
     """
