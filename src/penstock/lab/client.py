@@ -119,8 +119,9 @@ class _BrokenAnswer(Exception):
 class _Connection(asyncio.Protocol):
     """A connection, with one request at a time."""
 
-    def __init__(self, now_ns: Callable[[], int]) -> None:
+    def __init__(self, now_ns: Callable[[], int], open_connections: set[_Connection]) -> None:
         self._now_ns = now_ns
+        self._open = open_connections
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._answer = Answer()
@@ -132,7 +133,7 @@ class _Connection(asyncio.Protocol):
         """Received for this request."""
         self._max_events: int | None = None
         self._ends_with_connection = False
-        self.is_lost = False
+        self.lost = asyncio.Event()
         self.is_reusable = True
         self.ended_ns = 0
         """When the last byte came, or the failure was seen."""
@@ -140,6 +141,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._open.add(self)
 
     async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_events: int | None) -> None:
         """Send a request and fill its answer, until it has ended or has `max_events` events with text.
@@ -191,7 +193,9 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.is_lost, self.is_reusable = True, False
+        self._open.discard(self)
+        self.lost.set()
+        self.is_reusable = False
         self.ended_ns = self._now_ns()
         is_whole = self._answer.status and self._ends_with_connection
         self._end("" if is_whole else f"The connection broke: {exc}." if exc else "The server closed the connection.")
@@ -240,6 +244,7 @@ class _Client:
             "Content-Type: application/json\r\n"
             + (f"Authorization: Bearer {target.api_key}\r\n" if target.api_key is not None else "")
         )
+        self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []
         self._num_uncounted = 0
 
@@ -258,10 +263,10 @@ class _Client:
             raise PenstockError("A prompt of token ids is no message of a chat.", remedy="Use the endpoint of completions.")
 
     async def close(self) -> None:
-        """Close the connections that are kept."""
-        for connection in self._idle:
+        """Close all connections. The loop can end then: every socket is closed."""
+        for connection in tuple(self._open):
             connection.close()
-        await asyncio.sleep(0)  # for the transports to close
+            await connection.lost.wait()
 
     def notes(self) -> tuple[str, ...]:
         if not self._num_uncounted:
@@ -313,7 +318,7 @@ class _Client:
             is_new = not self._idle
             if is_new:
                 loop, where = asyncio.get_running_loop(), (self._address.host, self._address.port)
-                _, connection = await loop.create_connection(lambda: _Connection(now_ns), *where, ssl=self._tls)
+                _, connection = await loop.create_connection(lambda: _Connection(now_ns, self._open), *where, ssl=self._tls)
             else:
                 connection = self._idle.pop()
             record.sent_ns = now_ns()
@@ -321,7 +326,7 @@ class _Client:
             try:
                 await connection.exchange(request, answer, self._options.silence_s, job.cancelled_after_tokens)
             except _BrokenAnswer:
-                if is_new or not connection.is_lost or connection.has_begun:
+                if is_new or not connection.lost.is_set() or connection.has_begun:
                     raise
                 continue  # The server closed it as idle, when the request was on its way.
             finally:

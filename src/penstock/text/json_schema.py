@@ -43,7 +43,7 @@ MAX_INTEGER = 2**53
 LEAST_NUMBER = 1e-15
 """Smaller bounds become regexes of hundreds of brackets."""
 _PATTERN_SCHEMAS = 5
-"""The number of schemas that a string with a pattern or a format counts as: it is compiled by itself to see whether it is empty."""
+"""The number of schemas that a string with a pattern or a format counts as, since it is compiled once more by itself."""
 _MAX_SHOWN_CHARS = 200
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
