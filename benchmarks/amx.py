@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "amx"
 MODELS = {"smollm2": "smollm2:135m", "qwen": "qwen2.5-coder:1.5b"}
 PEERS = ("openvino", "vllm")
-TESTS = ("test_tiles", "test_native_attention_tiles", "test_native_kernels", "test_native_formats", "test_native_experts")
+TESTS = ("test_tiles", "test_native_kernels", "test_native_formats", "test_native_experts")
 TESTS += ("test_adapters", "test_native_adapter_bits")
 
 

@@ -35,7 +35,7 @@ class Goal:
 
 
 GOALS = (
-    Goal("tests that tiles have the bits of their emulation, and attention those of AVX-512", 1.0, "tiles", ("passed",)),
+    Goal("tests that tiles have the bits of their emulation", 1.0, "tiles", ("passed",)),
     Goal("SmolLM2, prompt of 512: share of the tiles' peak", 0.4, "step-smollm2-amx", ("steps", PROMPT, "compute_share")),
     Goal("SmolLM2, one row: share of the speed of memory", 0.9, "step-smollm2-amx", ("steps", ROW, "read_share")),
     Goal("Qwen2.5-Coder, prompt of 512: share of the tiles' peak", 0.4, "step-qwen-amx", ("steps", PROMPT, "compute_share")),

@@ -20,22 +20,17 @@ void bind_probe(nb::module_& m) {
         .value("INT8", ProbeKind::kInt8)
         .value("BF16", ProbeKind::kBf16)
         .value("FLOAT32", ProbeKind::kFloat32)
-        .value("INT8_TILES", ProbeKind::kInt8Tiles)
         .value("BF16_TILES", ProbeKind::kBf16Tiles);
 
-    nb::enum_<TileProduct>(m, "TileProduct")
-        .value("BF16", TileProduct::kBf16)
-        .value("SIGNED_UNSIGNED", TileProduct::kSignedUnsigned)
-        .value("UNSIGNED_SIGNED", TileProduct::kUnsignedSigned);
     m.def(
         "tile_product",
-        [](TileProduct kind, int rows, int k, const Lines& a, const Lines& b, Lines c, const std::string& variant) {
+        [](int rows, int k, const Lines& a, const Lines& b, Lines c, const std::string& variant) {
             const KernelTable& kernels = choose_variant(variant);
             if (!kernels.tile_product) throw std::invalid_argument("variant '" + variant + "' has no tiles");
             if (rows < 1 || rows > 16 || k < 1 || k > 16) throw std::invalid_argument("a tile has 1 to 16 rows");
-            kernels.tile_product(kind, rows, k, a.data(), b.data(), c.data());
+            kernels.tile_product(rows, k, a.data(), b.data(), c.data());
         },
-        "kind"_a, "rows"_a, "k"_a, "a"_a, "b"_a, "c"_a, nb::kw_only(), "variant"_a,
+        "rows"_a, "k"_a, "a"_a, "b"_a, "c"_a, nb::kw_only(), "variant"_a,
         "One operation on tiles, each uint8 [16, 64]: c += a b, of which `rows` rows of a and c count, and `k` rows of b. For tests.");
 
     const ProbeOptions usual;

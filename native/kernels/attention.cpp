@@ -172,8 +172,6 @@ struct VectorProducts {
         }
     }
 
-    PENSTOCK_MEMBER void begin_segment() {}
-
     // scores[pair][16 * tile ...] of the pairs [at, at + count) and the tiles [from, end)
     PENSTOCK_MEMBER void score(const Segment& segment, int at, int count, int from, int end, int head_dim, const Scratch& scratch) {
         const int groups = (head_dim + kGroup - 1) / kGroup;

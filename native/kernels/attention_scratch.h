@@ -42,21 +42,18 @@ struct Scratch {
     float* value_scales;  // [kSegment], of 8-bit values
     float* sizes;         // [kSegment], of the same: log2_below
     float* factor;        // [kPairs] by which the sums of 8-bit values and of their weights are multiplied: mostly 1
-    uint8_t* q;           // [kTaskPairs / kPairs][head_dim / columns][kPairs][columns]: 2 columns of int16, or 4 of int8, or, for
-                          // tiles, 32 of int8 (the last ones of a head may be zeros)
+    uint8_t* q;           // [kTaskPairs / kPairs][head_dim / columns][kPairs][columns]: 2 columns of int16, or 4 of int8
     float* q_scales;      // [kTaskPairs / kPairs][key groups][kPairs], of int8 queries
     int32_t* q_starts;    // likewise: what the sums of integers start at
     uint8_t* odd;         // [head_dim] pairs: the 16-bit values of a last position that has no neighbour yet
     State merged;         // of kTaskPairs
     State next;           // of kTaskPairs
-    uint8_t* values;      // for tiles: [kSegment / 4][head_dim][4], of 8-bit values
 };
 
 constexpr int kScoreFloats = kPairs * kSegment, kWeightFloats = kPairs * kSegment / 2;
 
 PENSTOCK_INLINE int64_t partial_floats(int num_pairs, int head_dim) { return 2 * kStateFloats + num_pairs * head_dim; }
 
-// All but `values`.
 PENSTOCK_INLINE int64_t scratch_floats(int head_dim) {
     return kLanes + kScoreFloats + kWeightFloats + 2 * kSegment + kLanes + 4 * kStateFloats +
            (kTaskPairs / 2 + 1 + 2 * kTaskPairs) * head_dim + 2 * kTaskPairs * ((head_dim + kGroup - 1) / kGroup);
@@ -92,7 +89,6 @@ PENSTOCK_INLINE Scratch make_scratch(float* memory, int head_dim) {
     memory += head_dim;
     scratch.merged = take_state(memory, head_dim);
     scratch.next = take_state(memory, head_dim);
-    scratch.values = reinterpret_cast<uint8_t*>(memory);
     return scratch;
 }
 

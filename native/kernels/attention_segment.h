@@ -3,8 +3,7 @@
 //
 // Scores are dot products of integers (integers.h), of as many columns as share a scale exact in any order, and count in
 // units of log2: the softmax's factor log2(e) is part of their scale. What is particular to a format of the KV cache is in
-// Int8Kv and Int16Kv, the softmax in softmax.h, the products of integers in what attends: by vectors (attention.cpp) or by tiles
-// (attention_tiles.cpp).
+// Int8Kv and Int16Kv, the softmax in softmax.h, the products of integers in attention.cpp.
 
 #pragma once
 

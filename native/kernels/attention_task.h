@@ -1,5 +1,5 @@
-// Paged attention of one query tile over one KV head, in segments of 256 absolute positions. Included by attention.cpp and
-// attention_tiles.cpp alone, which say how integers are multiplied.
+// Paged attention of one query tile over one KV head, in segments of 256 absolute positions. Included by attention.cpp
+// alone, which says how integers are multiplied.
 //
 // For every (query, head) pair the segments are computed alone (attention_segment.h) and merged in ascending order
 // (attention_merge.h). A query's own position is the only bound it sees, so chunked and whole prefill, decode and a later split
@@ -122,7 +122,6 @@ void attend_some(const KvLayer& kv, const AttentionTask& t, int first_pair, int 
         if constexpr (Kv::kIsInt8) {
             load_value_scales(kv, segment.tiles, range.end - begin < kSegment ? range.end - begin : kSegment, scratch);
         }
-        products.begin_segment();
         const State state = t.partials ? partial(t, num_pairs, kv.head_dim, begin) : scratch.next;
         for_pairs(pairs, begin, [&](int at, int count) {
             attend_segment(t, pairs, at, count, begin, segment, kv.head_dim, scratch, state, products);

@@ -93,10 +93,7 @@ struct Epilogue {
     const float* residual = nullptr;  // [rows, ld]; may be `out`
 };
 
-enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2, kInt8Tiles = 3, kBf16Tiles = 4 };
-
-// The products of tiles.h.
-enum class TileProduct : int32_t { kBf16 = 0, kSignedUnsigned = 1, kUnsignedSigned = 2 };
+enum class ProbeKind : int32_t { kInt8 = 0, kBf16 = 1, kFloat32 = 2, kBf16Tiles = 3 };
 
 // kInt8: 8-bit integers, keys with a scale per 32 columns and values with one per head. kInt16: keys as 16-bit integers with a scale
 // per head, values as bf16.
@@ -287,7 +284,7 @@ struct KernelTable {
     // with them again, whatever its tokens, is to read them, and with tiles to widen them.
     int32_t strand_tokens = 8;
     // c [16][16] += a b, of `k` rows of b, 64 bytes each: one operation on tiles of which a and c have `rows` rows; null without tiles
-    void (*tile_product)(TileProduct kind, int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) = nullptr;
+    void (*tile_product)(int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) = nullptr;
 
     // Whether a matrix multiplies rows in bf16 (`Activation::bf16`). Always inlined, see KvLayer.
     __attribute__((always_inline)) bool reads_bf16(const PackedMatrix& w) const {

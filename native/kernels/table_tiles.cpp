@@ -8,35 +8,25 @@ namespace penstock::PENSTOCK_ISA {
 
 namespace {
 
-constexpr int64_t kTileOps = 2 * 16 * 16 * (kTileRowBytes / 4);  // of a product, by how many numbers four bytes hold
+constexpr int64_t kTileOps = 2 * 16 * 16 * (kTileRowBytes / 2);  // of a product
 
 // Sums wait for each other, so there are four.
-template <typename F>
-int64_t multiply_tiles(int64_t rounds, int numbers, F multiply) {
+int64_t multiply_tiles(int64_t rounds) {
     Tiles tiles({});
     alignas(64) const uint8_t nothing[kMostTileRows * kTileRowBytes] = {};
     tiles.load<4>(nothing, kTileRowBytes);
     tiles.load<5>(nothing, kTileRowBytes);
-    for (int64_t round = 0; round < rounds; ++round) multiply(tiles);
-    return rounds * 4 * kTileOps * numbers;
+    for (int64_t round = 0; round < rounds; ++round) {
+        tiles.add_bf16<0, 4, 5>(), tiles.add_bf16<1, 4, 5>(), tiles.add_bf16<2, 4, 5>(), tiles.add_bf16<3, 4, 5>();
+    }
+    return rounds * 4 * kTileOps;
 }
 
 int64_t probe_tiles(ProbeKind kind, int64_t rounds) {
-    if (kind == ProbeKind::kBf16Tiles) {
-        return multiply_tiles(rounds, 2, [](Tiles& tiles) {
-            tiles.add_bf16<0, 4, 5>(), tiles.add_bf16<1, 4, 5>(), tiles.add_bf16<2, 4, 5>(), tiles.add_bf16<3, 4, 5>();
-        });
-    }
-    if (kind == ProbeKind::kInt8Tiles) {
-        return multiply_tiles(rounds, 4, [](Tiles& tiles) {
-            tiles.add_signed_unsigned<0, 4, 5>(), tiles.add_signed_unsigned<1, 4, 5>();
-            tiles.add_signed_unsigned<2, 4, 5>(), tiles.add_signed_unsigned<3, 4, 5>();
-        });
-    }
-    return avx512::kernel_table().probe_arithmetic(kind, rounds);
+    return kind == ProbeKind::kBf16Tiles ? multiply_tiles(rounds) : avx512::kernel_table().probe_arithmetic(kind, rounds);
 }
 
-void tile_product(TileProduct kind, int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) {
+void tile_product(int rows, int k, const uint8_t* a, const uint8_t* b, uint8_t* c) {
     TileShape shapes[8];
     shapes[0].rows = shapes[1].rows = static_cast<uint8_t>(rows);
     shapes[1].row_bytes = static_cast<uint8_t>(4 * k);
@@ -45,11 +35,7 @@ void tile_product(TileProduct kind, int rows, int k, const uint8_t* a, const uin
     tiles.load<0>(c, kTileRowBytes);
     tiles.load<1>(a, kTileRowBytes);
     tiles.load<2>(b, kTileRowBytes);
-    switch (kind) {
-        case TileProduct::kBf16: tiles.add_bf16<0, 1, 2>(); break;
-        case TileProduct::kSignedUnsigned: tiles.add_signed_unsigned<0, 1, 2>(); break;
-        case TileProduct::kUnsignedSigned: tiles.add_unsigned_signed<0, 1, 2>(); break;
-    }
+    tiles.add_bf16<0, 1, 2>();
     tiles.store<0>(c, kTileRowBytes);
 }
 
@@ -60,11 +46,9 @@ KernelTable make_table() {
     table.task_rows = task_rows;
     table.gemm = gemm;
     table.gemm_gated = gemm_gated;
-    table.attention = attention;
-    table.attention_scratch_floats = attention_scratch_floats;
     table.probe_arithmetic = probe_tiles;
     table.has_tiles = true;
-    table.strand_tokens = 128;  // a third of whose products is widening, if vectors and tiles don't overlap
+    table.strand_tokens = 128;  // a third of whose products is widening
     table.tile_product = tile_product;
     return table;
 }

@@ -1,10 +1,7 @@
 // Tiles: eight small matrices that one instruction multiplies, Intel's AMX, and the same in portable C++.
 //
-// A tile has up to 16 rows of up to 64 bytes. A product adds to C [m, n] what A [m, k] and B, whose row holds kPack rows of the
-// mathematical [k, n] side by side, come to:
-//
-//     bf16   kPack = 2, A [16][32], B [16][16][2], C float32
-//     bytes  kPack = 4, A [16][64], B [16][16][4], C int32: exact, modulo 2^32
+// A tile has up to 16 rows of up to 64 bytes. A product adds A B to C [16][16] float32: A is [16][32] bf16, and B [16][16][2], two rows of
+// the mathematical [32, 16] side by side.
 //
 // The order of float32 sums is the hardware's (`add_bf16` below): equal for every row and column of C whatever the others are, so a
 // row's bits do not depend on the shape of a tile. Both implementations give the same bits; `tests/backends/test_tiles.py` compares
@@ -61,16 +58,6 @@ class Tiles {
     template <int kC, int kA, int kB>
     __attribute__((always_inline)) void add_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-    }
-    // Signed bytes of A by unsigned ones of B.
-    template <int kC, int kA, int kB>
-    __attribute__((always_inline)) void add_signed_unsigned() {
-        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-    }
-    // Unsigned bytes of A by signed ones of B.
-    template <int kC, int kA, int kB>
-    __attribute__((always_inline)) void add_unsigned_signed() {
-        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
     }
 };
 
@@ -148,43 +135,12 @@ class Tiles {
             memcpy(row(kC, m), sum, shapes_[kC].row_bytes);
         }
     }
-    template <int kC, int kA, int kB>
-    void add_signed_unsigned() {
-        add_bytes<int8_t, uint8_t>(kC, kA, kB);
-    }
-    template <int kC, int kA, int kB>
-    void add_unsigned_signed() {
-        add_bytes<uint8_t, int8_t>(kC, kA, kB);
-    }
-
   private:
     uint8_t* row(int tile, int m) { return data_[tile] + m * kTileRowBytes; }
 
     void check(int c, int a, int b) const {
         demand(shapes_[c].rows == shapes_[a].rows && shapes_[c].row_bytes == shapes_[b].row_bytes);
         demand(shapes_[a].row_bytes == 4 * shapes_[b].rows);
-    }
-
-    template <typename OfA, typename OfB>
-    [[gnu::no_sanitize("address", "undefined")]] void add_bytes(int c, int a, int b) {
-        check(c, a, b);
-        constexpr int kCols = kTileRowBytes / 4;
-        for (int m = 0; m < shapes_[c].rows; ++m) {
-            int32_t sum[kCols];
-            memcpy(sum, row(c, m), sizeof(sum));
-            for (int k = 0; k < shapes_[a].row_bytes / 4; ++k) {
-                OfA of_a[4];
-                OfB of_b[4 * kCols];
-                memcpy(of_a, row(a, m) + 4 * k, sizeof(of_a));
-                memcpy(of_b, row(b, k), sizeof(of_b));
-                for (int n = 0; n < kCols; ++n) {
-                    int32_t dot = 0;  // of four, which can't overflow
-                    for (int i = 0; i < 4; ++i) dot += int32_t{of_a[i]} * int32_t{of_b[4 * n + i]};
-                    sum[n] = static_cast<int32_t>(static_cast<uint32_t>(sum[n]) + static_cast<uint32_t>(dot));
-                }
-            }
-            memcpy(row(c, m), sum, shapes_[c].row_bytes);
-        }
     }
 
     TileShape shapes_[8];

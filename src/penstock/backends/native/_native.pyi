@@ -60,16 +60,9 @@ class ProbeKind(Enum):
     INT8 = 0
     BF16 = 1
     FLOAT32 = 2
-    INT8_TILES = 3
-    BF16_TILES = 4
-
-class TileProduct(Enum):
-    BF16 = 0
-    SIGNED_UNSIGNED = 1
-    UNSIGNED_SIGNED = 2
+    BF16_TILES = 3
 
 def tile_product(
-    kind: TileProduct,
     rows: int,
     k: int,
     a: NDArray[np.uint8],
