@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import tracemalloc
+from urllib.parse import quote
 
 import pytest
 
@@ -172,6 +173,32 @@ def test_what_is_not_supported_is_refused_where_a_reference_names_it(grammars, k
 def test_reference_whose_size_can_not_be_told_is_refused(grammars, value):
     with pytest.raises(Rejected, match=r"place inside it|\$id inside"):
         compiled(grammars, value)
+
+
+BEYOND_64_BITS = {"type": "integer", "minimum": -(2**70), "maximum": -(2**69)}
+"""llguidance ends the process over it, so it must not get there unchecked."""
+
+
+@pytest.mark.parametrize("ref", ["#/$defs/x%2Fy", "#/$defs%2fx/y", "#/%24defs/x/y"])
+def test_a_reference_is_followed_to_the_schema_that_was_checked(grammars, ref):
+    """A slash that is written as %2F divides names: it is decoded first (RFC 6901, section 6)."""
+    with pytest.raises(Rejected, match=r"minimum.* at #/\$defs/x/y\.$"):
+        compiled(grammars, {"$ref": ref, "$defs": {"x/y": {}, "x": {"y": BEYOND_64_BITS}}})
+    assert takes(grammars, {"$ref": ref, "$defs": {"x/y": {"type": "null"}, "x": {"y": {"const": 1}}}}, "1")
+
+
+@pytest.mark.parametrize("name", ["a/b", "a~b", "a%2Fb", "a b", "\u00e9", "#", "\"", ""])
+def test_names_of_any_characters_can_be_referred_to(grammars, name):
+    pointer = quote(name.replace("~", "~0").replace("/", "~1"))
+    assert takes(grammars, {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"const": 1}}}, "1")
+
+
+@pytest.mark.parametrize("address", ["json-schema:///", "https://e.org/a"])
+def test_a_schema_that_says_nothing_can_not_take_the_place_of_another(grammars, address):
+    """contentSchema is a schema for llguidance's references, and asks for nothing."""
+    hidden = {"contentSchema": {"$id": address, **BEYOND_64_BITS, "$defs": {"a": BEYOND_64_BITS}}}
+    value = {"$id": "https://e.org/a", "$ref": "#/$defs/a", "$defs": {"a": {"const": 1}, "u": hidden}}
+    assert takes(grammars, value, "1")
 
 
 def test_references_by_the_address_of_the_whole_count_like_others(grammars):

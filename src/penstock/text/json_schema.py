@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from penstock.types.errors import Rejected, RejectReason
 
@@ -75,7 +75,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "exclusiveMaximum": (False,),
 }
 """Values that ask for nothing. Some generators write them, and llguidance refuses them."""
-_SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml"})
+_SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
 """Keywords that ask for nothing. llguidance would put them together with a $ref beside them, which fails if that recurs."""
 
 _DAY = (
@@ -125,10 +125,12 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
     root_id = schema.get("$id", schema.get("id"))
-    find = functools.cache(functools.partial(_find, schema, root_id.rstrip("#") if isinstance(root_id, str) else ""))
+    for name in ("$id", "id"):
+        schema.pop(name, None)  # every $ref is written without it, so that no other schema can claim it
+    find = functools.cache(functools.partial(_find, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
-    for node, place in _nodes(schema, find):
+    for node, place in _nodes(schema, root_id.rstrip("#") if isinstance(root_id, str) else ""):
         _check_keywords(node, place, is_root=node is schema)
         _check_numbers(node, place)
         multiples.append(_significant(node.get("multipleOf")))
@@ -151,7 +153,7 @@ def place_in(source: str, message: str) -> str:
     if "It stands at" in message:
         return ""
     if within := re.search(r"while processing json-schema:///(#\S*)", message):
-        return _told([_place_of(within[1].rstrip(".;,"))])
+        return _told([_place_of(_names(within[1].rstrip(".;,")) or [])])
     for pattern, keywords in _HINTS:
         if hint := re.search(pattern, message):
             said = hint[1] if hint.re.groups else None
@@ -168,8 +170,11 @@ def place_in(source: str, message: str) -> str:
     return ""
 
 
-def _nodes(schema: dict[str, Any], find: Callable[[str], Any]) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield a schema and every schema inside it, once, without neutral keywords. Values of const and enum are not schemas."""
+def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield a schema and every schema inside it, once, without neutral keywords. Values of const and enum are not schemas.
+
+    Writes every $ref as a JSON pointer that has one reading only: llguidance must follow it to the schema that was checked.
+    """
     seen_ids: set[int] = set()
     waiting: list[tuple[Any, Place]] = [(schema, None)]
     while waiting:
@@ -186,11 +191,13 @@ def _nodes(schema: dict[str, Any], find: Callable[[str], Any]) -> Iterator[tuple
         _spell_format(node)
         if "$ref" in node:
             ref = node["$ref"]
-            target = find(ref) if isinstance(ref, str) else None
+            names = _names(ref.removeprefix(root_id)) if isinstance(ref, str) else None
+            target = _at(schema, names) if names is not None else None
             if not isinstance(target, dict | bool):
                 what = "takes a $ref to a place inside it that is there, such as #/$defs/x"
                 _refuse(f"{what}, not {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place)
-            waiting.append((target, _place_of(ref)))
+            node["$ref"] = _fragment(names or [])
+            waiting.append((target, _place_of(names or [])))
         waiting += [(node[name], (place, name)) for name in _OF_SCHEMA if name in node]
         for name in _OF_LIST:
             waiting += [(inside, ((place, name), str(nth))) for nth, inside in enumerate(_list(node, name))]
@@ -377,13 +384,14 @@ def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _find(schema: dict[str, Any], root_id: str, ref: str) -> Any:
-    """The schema that a $ref names by its place, or None."""
-    names = ref.removeprefix(root_id).split("/")
-    if names[0] != "#":
-        return None
+def _find(schema: dict[str, Any], ref: str) -> Any:
+    """The schema that a $ref names, or None."""
+    return None if (names := _names(ref)) is None else _at(schema, names)
+
+
+def _at(schema: dict[str, Any], names: Sequence[str]) -> Any:
     node: Any = schema
-    for name in map(_unescaped, names[1:]):
+    for name in names:
         if isinstance(node, list):
             is_index = name.isdecimal() and len(name) < 10 and int(name) < len(node)
             node = node[int(name)] if is_index else None
@@ -392,13 +400,21 @@ def _find(schema: dict[str, Any], root_id: str, ref: str) -> Any:
     return node
 
 
+def _names(ref: str) -> list[str] | None:
+    """The names of a JSON pointer in a URI fragment (RFC 6901, section 6), or None. It is decoded first, and then divided."""
+    if not ref.startswith("#") or not (pointer := unquote(ref[1:])).startswith("/"):
+        return [] if ref == "#" else None
+    return [name.replace("~1", "/").replace("~0", "~") for name in pointer[1:].split("/")]
+
+
+def _fragment(names: Sequence[str]) -> str:
+    """The other way round."""
+    return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
+
+
 def _has_id(node: dict[str, Any]) -> bool:
     """Whether a $ref inside it may mean another place than outside."""
     return isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)
-
-
-def _unescaped(name: str) -> str:
-    return unquote(name).replace("~1", "/").replace("~0", "~")
 
 
 def _list(node: dict[str, Any], name: str) -> list[Any]:
@@ -423,10 +439,10 @@ def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
             waiting += [(inside, (place, str(nth))) for nth, inside in reversed(list(enumerate(node)))]
 
 
-def _place_of(ref: str) -> Place:
+def _place_of(names: Sequence[str]) -> Place:
     place: Place = None
-    for name in ref.split("/")[1:]:
-        place = (place, _unescaped(name))
+    for name in names:
+        place = (place, name)
     return place
 
 
