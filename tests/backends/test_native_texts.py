@@ -284,10 +284,10 @@ def test_a_texts_bits_are_the_same_alone_and_beside_others(ending: str) -> None:
 
 
 def test_strands_are_of_whole_texts() -> None:
-    """Two equal texts are a strand each; a long one beside short ones, and one alone, are not divided."""
+    """Two equal texts are a strand each; a long one beside short ones, and one alone, are not divided. A strand has 128 tokens."""
     executor = encoder("mean").native(num_threads=2)
     steps = Steps(executor)
-    for lengths, num_strands in (((40, 40), 2), ((30, 32, 28, 33, 31), 2), ((400, 9), 1), ((300,), 1)):
+    for lengths, num_strands in (((130, 130), 2), ((90, 96, 84, 99, 93), 2), ((400, 9), 1), ((300,), 1)):
         steps.run([(token_ids(length, length), 0) for length in lengths])
         assert executor.num_strands == num_strands, lengths
 

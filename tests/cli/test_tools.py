@@ -151,7 +151,7 @@ def test_the_default_model_answers_from_the_command_line(penstock: Penstock) -> 
     if not source.is_present:
         pytest.skip(f"{source.path} is not there: run `penstock pull`")
     result = penstock(
-        "run", "What is the capital of France?", "--temperature", "0", "--cache", default_cache_dir(), "--max-tokens", "16"
+        "run", "Name the capital of France.", "--temperature", "0", "--cache", default_cache_dir(), "--max-tokens", "16"
     )
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout

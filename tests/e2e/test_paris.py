@@ -14,7 +14,7 @@ from e2e.process import CHAT, MODEL, RealServer
 
 pytestmark = pytest.mark.model
 
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
 ASK = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
 BEGIN = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
 NEEDS_CURL = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -30,7 +30,7 @@ SENTENCES = (
     "They voted twice, counted three times and agreed on nothing.",
 )
 QUESTIONS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "Name the first three planets.",
     "Say hello in Spanish.",
     "What is 2 + 2?",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -178,6 +179,60 @@ def test_a_server_that_closes_idle_connections_loses_no_request(serve):
     sent = send(workload(*(job(f"{k}") for k in range(20))), target(server), pace=Pace(concurrency=1))
     assert [record.end for record in sent.records] == [End.OK] * 20
     assert server.num_connections > 5
+
+
+def test_a_request_that_a_server_worked_on_is_not_sent_again(serve):
+    """A kept connection that ends later, without a byte, is an answer that failed."""
+
+    def respond(_):
+        if len(server.requests) == 2:
+            threading.Event().wait(0.3)
+            yield CLOSE
+        yield GOOD
+
+    server = serve(respond)
+    sent = send(workload(job(), job()), target(server), pace=Pace(concurrency=1))
+    assert [record.end for record in sent.records] == [End.OK, End.FAILED]
+    assert len(server.requests) == 2
+
+
+def test_a_return_that_finds_no_server_ends_when_it_failed():
+    refusal = plain({"error": {"message": "later"}}, "429 Too Many Requests", "Retry-After: 1\r\nConnection: close\r\n")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def refuse_once():
+        connection, _ = listener.accept()
+        listener.close()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(refusal)
+
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=refuse_once)
+    thread.start()
+    record = only(send(workload(job()), Target(url=url, model="m"), options=SendOptions(max_returns=1)))
+    thread.join()
+    assert record.end is End.FAILED
+    assert record.ended_ns >= 1000 * MS, "the wait before the return is a part of it"
+
+
+@pytest.mark.parametrize("status", ["500 Internal Server Error", "302 Found"])
+def test_a_failure_without_words_has_its_status(serve, status):
+    server = serve(lambda _: [f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode()])
+    assert only(send(workload(job()), target(server))).error == f"The status is {status[:3]}."
+
+
+def test_a_connection_that_is_never_made_is_silence():
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        record = only(send(workload(job()), Target(url=url, model="m"), options=SendOptions(silence_s=0.2)))
+    assert (record.end, record.error) == (End.FAILED, "There was no connection for 0.2 s.")
 
 
 def test_an_early_refusal_is_read_though_the_request_is_not_all_sent(serve):

@@ -28,7 +28,7 @@ from .tiny_cases import CASES
 
 BLOCK_SIZE = 16
 MAX_RANK = 64
-MAX_PAGES = 300
+MAX_PAGES = 600
 KINDS: dict[str, Callable[..., ReferenceExecutor | NativeExecutor]] = {
     "native": NativeExecutor,
     "reference": ReferenceExecutor,

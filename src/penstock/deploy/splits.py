@@ -55,7 +55,7 @@ def check_splits(splits: Sequence[Split], names: Sequence[str]) -> None:
                 remedy=f"The models are {', '.join(names)}.",
             )
         total = sum(other.share for other in splits if other.of == split.of)
-        if total > 1:
+        if total > 1 + 1e-9:
             raise ConfigError(f"The parts of the requests for {split.of} add up to {total:.0%}.", remedy="Lower a split_share.")
 
 
