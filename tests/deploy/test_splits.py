@@ -63,6 +63,9 @@ def test_half_a_split_is_refused_before_anything_is_loaded(tmp_path: Path, setti
 
 def test_parts_are_no_more_than_all() -> None:
     check_splits(TWO, NAMES)
+    check_splits(
+        [Split(of="chat", to=f"chat-{name}", share=share) for name, share in (("b", 0.56), ("c", 0.34), ("d", 0.1))], NAMES
+    )
     check_splits([Split(of="chat", to="chat-b", share=0.5), Split(of="chat-b", to="chat", share=0.9)], NAMES)
     with pytest.raises(ConfigError, match="requests for chat add up to 110%"):
         check_splits([*TWO, Split(of="chat", to="chat-d", share=0.6)], NAMES)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.clock import VirtualClock
+from penstock.engine.mask_turns import MaskTurns
 from penstock.engine.ports import NullObserver
 from penstock.sched.policies.presets import make_policies
 from penstock.sched.policies.reserves import Watermark
@@ -205,6 +206,28 @@ def test_tenants_have_equal_parts(depth):
     spent_ns += [bench.matchers["large"].spent_ns, bench.matchers["one"].spent_ns]
     assert max(spent_ns) - min(spent_ns) < 0.5 * max(spent_ns)
     assert bench.num_tokens("one") >= 5 * bench.num_tokens("many0") > 0
+
+
+@pytest.mark.parametrize("num_gone", [0, 100])
+def test_tenants_that_have_left_take_nothing_from_the_others(num_gone):
+    """They owe more than their part, and their requests have ended."""
+    turns, now_ns, num_masks = MaskTurns(), STEP_NS, 0
+    gone = [f"gone{idx}" for idx in range(num_gone)]
+    for name in gone:
+        turns.join(name, tenant=name)
+        turns.note(name, 20 * STEP_NS, is_mask=True)
+    turns.join("stays", tenant="stays")
+    turns.settle(now_ns, STEP_NS, num_gone + 2, {*gone, "stays"}, is_beside=False)
+    for name in gone:
+        turns.leave(name)
+    for _ in range(1000):
+        mask_ns = 0 if "stays" in turns.sitting_out else 6 * STEP_NS
+        if mask_ns:
+            turns.note("stays", mask_ns, is_mask=True)
+        num_masks += mask_ns > 0
+        now_ns += STEP_NS + mask_ns
+        turns.settle(now_ns, STEP_NS + mask_ns, 1 + (mask_ns > 0), {"stays"}, is_beside=False)
+    assert 15 <= num_masks <= 25, "a tenth of the time, of 6 steps each"
 
 
 def test_usual_masks_go_on_beside_slow_ones_of_the_same_tenant():

@@ -1,7 +1,7 @@
 """Turns of slow masks: which answers that follow a grammar sit out the next step. `Following` in the engine's core calls it.
 
 All rows of a step wait for the masks of some. Slow masks are made in turn until a tenth of the time is spent, and rows whose
-turn has not come sit out: they keep their place and their blocks. Each tenant has an equal part of that tenth. A mask that
+turn has not come sit out: they keep their place and their blocks. Each tenant with slow masks has an equal part of that tenth. A mask that
 takes more than is left of it is made all the same, and its tenant waits until the tenth of later steps has paid for it.
 
 A row's masks are slow if they take more than half of its equal part of the step on average, in CPU time: while the thread
@@ -112,7 +112,8 @@ class MaskTurns:
                 queues.setdefault(row.tenant, deque()).append(row)
         if not (tenants := self._left_ns.keys() | queues.keys()):
             return
-        most_ns, paid_ns = step_ns // (SHARE * len(tenants)), max(1, passed_ns // (SHARE * len(tenants)))
+        parts = SHARE * max(1, len(queues))  # those who have left and owe take nothing from the others
+        most_ns, paid_ns = step_ns // parts, max(1, passed_ns // parts)
         left_ns = {tenant: min(most_ns, self._left_ns.get(tenant, 0) + paid_ns) for tenant in tenants}
         self._left_ns = {tenant: ns for tenant, ns in left_ns.items() if tenant in queues or ns < 0}
         planned_ns = 0
