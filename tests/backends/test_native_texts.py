@@ -284,7 +284,7 @@ def test_a_texts_bits_are_the_same_alone_and_beside_others(ending: str) -> None:
 
 
 def test_strands_are_of_whole_texts() -> None:
-    """Two equal texts are a strand each; a long one beside short ones, and one alone, are not divided. A strand has 128 tokens."""
+    """Two equal texts of 128 tokens are a strand each; a long one beside short ones, and one alone, are not divided."""
     executor = encoder("mean").native(num_threads=2)
     steps = Steps(executor)
     for lengths, num_strands in (((130, 130), 2), ((90, 96, 84, 99, 93), 2), ((400, 9), 1), ((300,), 1)):

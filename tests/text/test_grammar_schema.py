@@ -187,7 +187,7 @@ def test_a_reference_is_followed_to_the_schema_that_was_checked(grammars, ref):
     assert takes(grammars, {"$ref": ref, "$defs": {"x/y": {"type": "null"}, "x": {"y": {"const": 1}}}}, "1")
 
 
-@pytest.mark.parametrize("name", ["a/b", "a~b", "a%2Fb", "a b", "\u00e9", "#", "\"", ""])
+@pytest.mark.parametrize("name", ["a/b", "a~b", "a%2Fb", "a b", "\u00e9", "#", '"', ""])
 def test_names_of_any_characters_can_be_referred_to(grammars, name):
     pointer = quote(name.replace("~", "~0").replace("/", "~1"))
     assert takes(grammars, {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"const": 1}}}, "1")

@@ -1,8 +1,9 @@
 """Turns of slow masks: which answers that follow a grammar sit out the next step. `Following` in the engine's core calls it.
 
 All rows of a step wait for the masks of some. Slow masks are made in turn until a tenth of the time is spent, and rows whose
-turn has not come sit out: they keep their place and their blocks. Each tenant with slow masks has an equal part of that tenth. A mask that
-takes more than is left of it is made all the same, and its tenant waits until the tenth of later steps has paid for it.
+turn has not come sit out: they keep their place and their blocks. Each tenant with slow masks has an equal part of that
+tenth. A mask that takes more than is left of it is made all the same, and its tenant waits until the tenth of later steps has
+paid for it.
 
 A row's masks are slow if they take more than half of its equal part of the step on average, in CPU time: while the thread
 waits, others are the cause. Where a device computes meanwhile, the first third of a step of masks costs nobody anything.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 
 SHARE = 10
 """Slow masks have one in so many parts of the time."""
@@ -117,17 +119,20 @@ class MaskTurns:
         left_ns = {tenant: min(most_ns, self._left_ns.get(tenant, 0) + paid_ns) for tenant in tenants}
         self._left_ns = {tenant: ns for tenant, ns in left_ns.items() if tenant in queues or ns < 0}
         planned_ns = 0
-        while queues:
-            tenant = max(queues, key=left_ns.__getitem__)
+        most_left = [(-left_ns[tenant], place, tenant) for place, tenant in enumerate(queues)]
+        heapify(most_left)
+        while most_left:
+            spent_ns, place, tenant = most_left[0]
             row = queues[tenant].popleft()
-            if not queues[tenant]:
-                del queues[tenant]
-            if left_ns[tenant] < 0:
+            if spent_ns > 0:
                 self.sitting_out.add(row.request_id)
                 if planned_ns >= layers_ns:
                     self.sitting_out_alone.add(row.request_id)
-            left_ns[tenant] -= row.took_ns
             planned_ns += row.took_ns
+            if queues[tenant]:
+                heapreplace(most_left, (spent_ns + row.took_ns, place, tenant))
+            else:
+                heappop(most_left)
 
     def _charge(self, quick_ns: int, hidden_ns: int) -> int:
         """Charge the masks that are slow to their tenants. Returns how long they took."""
