@@ -35,7 +35,7 @@ def write_tokenizer(reference: GgufReference, output: Path) -> None:
     tokenizer.save(str(output / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.id_to_token(reference.eos_token_id),
+        "eos_token": tokenizer.id_to_token(reference.config().eos_token_id),
         "clean_up_tokenization_spaces": False,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings))
