@@ -10,9 +10,8 @@
 // Widening is not interleaved with the products: both want the same ports, so together they take the sum of their times. Sums of more than
 // two tiles of rows wait in memory between pieces. A sum's order follows from its columns alone, so a row's bits do not depend on the others.
 
-#include "activation.h"
+#include "gemm_tile.h"
 #include "parts.h"
-#include "simd.h"
 #include "tiles.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -50,59 +49,37 @@ PENSTOCK_INLINE void widen_pair(uint16_t* to, __m512i lanes, __m512 factor, __m5
     _mm512_store_si512(to, _mm512_ternarylogic_epi32(odd, upper, _mm512_srli_epi32(even, 16), 0xEA));
 }
 
-constexpr bool has_nibbles(WeightKind kind) {
-    return kind == WeightKind::kU4Affine || kind == WeightKind::kU4Symmetric || kind == WeightKind::kU4Table;
-}
-constexpr bool has_offsets(WeightKind kind) { return kind == WeightKind::kU4Affine || kind == WeightKind::kU8Affine; }
-
 template <WeightKind kKind>
-constexpr int kBlockBytes = kKind == WeightKind::kBf16 ? 2 * kBlockValues : has_nibbles(kKind) ? kBlockValues / 2 : kBlockValues;
-
-// The weights of a panel.
-struct Panel {
-    const uint8_t* quants;
-    const uint16_t* scales;
-    const uint16_t* offsets;
-};
-
-template <WeightKind kKind>
-PENSTOCK_INLINE Panel panel_at(const PackedMatrix& w, int panel) {
-    const int64_t blocks = w.cols / kBlockCols, first = panel * blocks;
-    const uint8_t* const quants = w.quants + first * kBlockBytes<kKind>;
-    if constexpr (kKind == WeightKind::kBf16) return {quants, nullptr, nullptr};
-    const uint16_t* const scales = w.scales + first * kPanel;
-    if constexpr (!has_offsets(kKind)) return {quants, scales, nullptr};
-    return {quants, scales, w.offsets + panel * ((blocks + 1) / 2) * 2 * kPanel};
-}
+constexpr int kBlockBytes = kKind == WeightKind::kBf16 ? 2 * kBlockValues : Layout<kKind>::kGroupBytes;
 
 PENSTOCK_INLINE const uint16_t* bf16_block(const PackedMatrix& w, int panel, int block) {
-    return reinterpret_cast<const uint16_t*>(panel_at<WeightKind::kBf16>(w, panel).quants) + int64_t{block} * kBlockValues;
+    return reinterpret_cast<const uint16_t*>(panel_of<WeightKind::kBf16>(w, panel).quants) + int64_t{block} * kBlockValues;
 }
 
 template <WeightKind kKind>
 PENSTOCK_INLINE void fetch_block(const Panel& panel, int block) {
     PENSTOCK_UNROLL for (int i = 0; i < kBlockBytes<kKind>; i += 64) prefetch(panel.quants + int64_t{block} * kBlockBytes<kKind> + i);
     if constexpr (kKind != WeightKind::kBf16) prefetch(panel.scales + block * kPanel);
-    if constexpr (has_offsets(kKind)) prefetch(panel.offsets + block / 2 * 2 * kPanel);
+    if constexpr (Layout<kKind>::kAffine) prefetch(panel.offsets + block / 2 * 2 * kPanel);
 }
 
 // A block, a group of its panel's columns, to `to` as a tile wants it: [16 pairs of columns][16 channels][2].
 template <WeightKind kKind>
-PENSTOCK_INLINE void widen_block(const Panel& panel, int block, const uint8_t* table, uint16_t* to) {
-    constexpr bool kTable = kKind == WeightKind::kU4Table;
+PENSTOCK_INLINE void widen_block(const Panel& panel, int block, uint16_t* to) {
+    constexpr bool kTable = Layout<kKind>::kTable;
     const uint8_t* const quants = panel.quants + int64_t{block} * kBlockBytes<kKind>;
     // Without its last two bits, so that 24 d and 384 d below are exact and a weight of zero stays zero.
     const __m512i grown = _mm512_castps_si512(_mm512_mul_ps(load_f16(panel.scales + block * kPanel).v, _mm512_set1_ps(kTruncation)));
     const __m512 d = _mm512_castsi512_ps(_mm512_and_si512(grown, _mm512_set1_epi32(~3)));
     __m512 m = _mm512_setzero_ps();
-    if constexpr (has_offsets(kKind)) {
+    if constexpr (Layout<kKind>::kAffine) {
         const __m512i both = _mm512_loadu_si512(panel.offsets + block / 2 * 2 * kPanel);  // of two blocks
         const __m512i bits = block % 2 ? _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int32_t>(0xFFFF0000))) : _mm512_slli_epi32(both, 16);
         m = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(kTruncation));
     }
     const auto line = [&](int i) PENSTOCK_LAMBDA { return _mm512_loadu_si512(quants + 64 * i); };
     const auto pairs = [&](int i) PENSTOCK_LAMBDA { return to + i * 2 * kPanel; };
-    if constexpr (has_nibbles(kKind) && !kTable) {
+    if constexpr (Layout<kKind>::kSmall) {
         const __m512 factor = _mm512_mul_ps(d, _mm512_set1_ps(16.0f)), shift = _mm512_fmadd_ps(d, _mm512_set1_ps(-(16.0f + 8.0f)), m);
         PENSTOCK_UNROLL for (int i = 0; i < 4; ++i) {
             const __m512i lanes = line(i);
@@ -115,7 +92,7 @@ PENSTOCK_INLINE void widen_block(const Panel& panel, int block, const uint8_t* t
         const __m512 factor = _mm512_mul_ps(d, _mm512_set1_ps(256.0f)), shift = _mm512_fmadd_ps(d, _mm512_set1_ps(-(256.0f + 128.0f)), m);
         PENSTOCK_UNROLL for (int i = 0; i < 8; ++i) {
             __m512i lanes = line(kTable ? i % 4 : i);
-            if constexpr (kTable) lanes = look_up(i < 4 ? low_nibbles(vb{lanes}) : high_nibbles(vb{lanes}), table).v;
+            if constexpr (kTable) lanes = look_up(i < 4 ? low_nibbles(vb{lanes}) : high_nibbles(vb{lanes}), panel.table).v;
             widen_pair<0, 8, 8>(pairs(2 * i), lanes, factor, shift);
             widen_pair<16, 24, 8>(pairs(2 * i + 1), lanes, factor, shift);
         }
@@ -126,12 +103,12 @@ PENSTOCK_INLINE void widen_block(const Panel& panel, int block, const uint8_t* t
 template <WeightKind kKind>
 void widen_blocks(const PackedMatrix& w, int panel, int later, int first, int end, uint16_t* to) {
     const int blocks = w.cols / kBlockCols;
-    const Panel now = panel_at<kKind>(w, panel), next = panel_at<kKind>(w, later);
+    const Panel now = panel_of<kKind>(w, panel), next = panel_of<kKind>(w, later);
     for (int block = first; block < end; ++block, to += kBlockValues) {
         const int ahead = block + kAheadBlocks;
         if (ahead < blocks) fetch_block<kKind>(now, ahead);
         else fetch_block<kKind>(next, ahead - blocks);
-        if constexpr (kKind != WeightKind::kBf16) widen_block<kKind>(now, block, w.table, to);
+        if constexpr (kKind != WeightKind::kBf16) widen_block<kKind>(now, block, to);
     }
 }
 

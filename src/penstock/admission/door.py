@@ -99,8 +99,8 @@ class Admission:
     ) -> None:
         """`reads_priority`: the waiting requests are served by their priority.
 
-        `tenants`: what they have used of an earlier engine of the same model; None: there was none. `adapters`: where those of
-        calls come from, of which `max_adapters` different ones run at once; None: there are none.
+        `tenants`: their use of an earlier engine of the same model, or None. `adapters`: the source of the calls' adapters, or
+        None. At most `max_adapters` different adapters run at once.
         """
         self.limits = limits
         self._reads_priority = reads_priority

@@ -106,7 +106,7 @@ class RunningModel:
     journal: Journal | None = None
     """The engine's journal; None: no request is explained."""
     adapters: Adapters | None = None
-    """Adapters that requests may ask for; None: there are none."""
+    """Adapters that requests may ask for, or None."""
     release: Callable[[], None] = lambda: None
     """Called once the engine is closed: gives back what is not the engine's, such as the file of the disk tier."""
     on_unused: Callable[[], None] = lambda: None

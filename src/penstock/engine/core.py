@@ -419,7 +419,7 @@ class Following:
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._new: dict[str, str] = {}
-        """Tenants by request id of those that no step has let sample. Their first mask came with the grammar."""
+        """Request id -> tenant, for requests that have not sampled yet. Their first mask came with the grammar."""
         self._put_off: dict[str, Sequence[int]] = {}
         """Tokens by request id that its matcher was not told, as the request sat out: no work is done that nobody may need."""
         self._failed: dict[str, tuple[str, str]] = {}

@@ -122,15 +122,15 @@ class MaskTurns:
         most_left = [(-left_ns[tenant], place, tenant) for place, tenant in enumerate(queues)]
         heapify(most_left)
         while most_left:
-            spent_ns, place, tenant = most_left[0]
+            owed_ns, place, tenant = most_left[0]  # below 0: what is left
             row = queues[tenant].popleft()
-            if spent_ns > 0:
+            if owed_ns > 0:
                 self.sitting_out.add(row.request_id)
                 if planned_ns >= layers_ns:
                     self.sitting_out_alone.add(row.request_id)
             planned_ns += row.took_ns
             if queues[tenant]:
-                heapreplace(most_left, (spent_ns + row.took_ns, place, tenant))
+                heapreplace(most_left, (owed_ns + row.took_ns, place, tenant))
             else:
                 heappop(most_left)
 

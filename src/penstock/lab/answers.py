@@ -42,7 +42,7 @@ class Answer:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens: int | None = None
-        """As the server counted, or None if it did not."""
+        """The server's own count, or None if it reported none."""
         self.is_whole = False
         """Whether the server said that it is the end."""
         self.error = ""
@@ -187,14 +187,14 @@ def _delta_text(delta: dict[str, Any]) -> Any:
 
 
 def _text(found: Any) -> str:
-    """Raises TypeError for what is no text."""
+    """Return the text, empty for None. Raises TypeError for another type."""
     if found is not None and not isinstance(found, str):
         raise TypeError(f"a {type(found).__name__} where the text should be")
     return found or ""
 
 
 def _count(found: Any) -> int:
-    """Raises ValueError for what is no number of tokens."""
+    """Return a value that must be a number of tokens. Raises ValueError otherwise."""
     if type(found) is not int or not 0 <= found <= _MAX_COUNT:
         raise ValueError(f"{str(found)[:40]!r} is no number of tokens")
     return found

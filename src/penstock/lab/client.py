@@ -54,7 +54,7 @@ class SendOptions:
     """The run ends after so many seconds, with what there is; None: when all is answered."""
     max_returns: int = 0
     """How often a client that is refused with `Retry-After` comes back then, but not sooner than after `MIN_WAIT_NS`; its
-    latency includes those waits. After that, and if it is told more than `MAX_WAIT_NS`, it is refused."""
+    latency includes those waits. After that, or if it should wait longer than `MAX_WAIT_NS`, it is refused."""
     keeps_text: bool = False
     """The records have the answers' texts."""
 
@@ -115,7 +115,7 @@ class _PreciseSelector(selectors.EpollSelector):
 
 
 class _BrokenAnswer(Exception):
-    """There is no whole answer. The message says why."""
+    """The answer is not whole. The message says why."""
 
 
 class _Connection(asyncio.Protocol):

@@ -126,7 +126,8 @@ def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
     """
     root_id = schema.get("$id", schema.get("id"))
     for name in ("$id", "id"):
-        schema.pop(name, None)  # every $ref is written without it, so that no other schema can claim it
+        if isinstance(schema.get(name), str):
+            del schema[name]  # every $ref is written without it, so that no other schema can claim it
     find = functools.cache(functools.partial(_find, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
@@ -408,7 +409,7 @@ def _names(ref: str) -> list[str] | None:
 
 
 def _fragment(names: Sequence[str]) -> str:
-    """The other way round."""
+    """Return the URI fragment for names: the inverse of `_names`."""
     return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
 
 
