@@ -256,14 +256,31 @@ def test_rows_of_one_schema_do_not_sit_out(apart, num_plain):
     assert not bench.sat_out.names
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_of_many_tenants_lengthen_a_step_by_one_mask(depth):
+    bench = Bench(depth)
+    bench.turn(bench.plain(), *(bench.slow(f"slow{idx}", tenant=str(idx)) for idx in range(8)))
+    bench.run(20)
+    bench.turn(bench.plain("long", max_tokens=100))
+    lengths_ns = []
+    for _ in range(800):
+        began_ns = bench.clock.now_ns()
+        bench.turn()
+        lengths_ns.append(bench.clock.now_ns() - began_ns)
+    assert max(lengths_ns) == STEP_NS + SLOW_NS
+    assert sum(lengths_ns) < 1.15 * 800 * STEP_NS
+    assert all(matcher.num_masks for matcher in bench.matchers.values())
+
+
 # Slow masks alone.
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_slow", [1, 2, 8])
-def test_one_who_comes_beside_slow_masks_alone_waits_for_one_at_most(depth, num_slow):
+@pytest.mark.parametrize("tenant", ["one", "{idx}"], ids=["one tenant", "tenants"])
+def test_one_who_comes_beside_slow_masks_alone_waits_for_one_at_most(depth, num_slow, tenant):
     bench = Bench(depth)
-    bench.turn(*(bench.slow(f"slow{idx}", seed=idx) for idx in range(num_slow)))
+    bench.turn(*(bench.slow(f"slow{idx}", seed=idx, tenant=tenant.format(idx=idx)) for idx in range(num_slow)))
     bench.run(50)
     for idx in range(20):
         came_ns = bench.clock.now_ns()
@@ -273,6 +290,18 @@ def test_one_who_comes_beside_slow_masks_alone_waits_for_one_at_most(depth, num_
         (event,) = bench.driver.outcomes[f"new{idx}"].events
         assert event.at_ns - came_ns <= SLOW_NS + (1 + depth) * STEP_NS
         bench.run(3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_beside_slow_masks_of_many_tenants_waits_for_one_too(depth):
+    bench = Bench(depth)
+    bench.turn(*(bench.slow(f"slow{idx}", tenant=str(idx)) for idx in range(8)))
+    bench.run(50)
+    came_ns = bench.clock.now_ns()
+    bench.turn()
+    bench.turn(make_request("new", [3 + idx % 80 for idx in range(640)], max_tokens=1))
+    bench.until("new")
+    assert bench.driver.outcomes["new"].last.at_ns - came_ns <= SLOW_NS + (10 + depth) * STEP_NS
 
 
 @pytest.mark.parametrize("depth", [1, 2])

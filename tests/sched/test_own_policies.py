@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.sched.policies.base import Eviction, GateDecision, Order, PreemptMethod, StepLimits
-from penstock.sched.policies.own import OwnPolicyError, PolicyError
+from penstock.sched.policies.own import OwnPolicyError
 from penstock.sched.policies.presets import make_policies
 from penstock.testing import HashExecutor, expected_tokens, make_core, make_request, run_to_completion
-from penstock.types.errors import ConfigError
+from penstock.types.errors import ConfigError, PolicyError
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 
@@ -128,8 +128,8 @@ class TestLoading:
     @pytest.mark.parametrize(
         ("name", "arguments", "says"),
         [
-            (":Short", {}, "is no name of a class. Write package.module:Class"),
-            ("FILE:", {}, "is no name of a class."),
+            (":Short", {}, "is not the name of a class. Write package.module:Class"),
+            ("FILE:", {}, "is not the name of a class."),
             ("FILE.x.py:Short", {}, "there is no file "),
             ("no_such_module_here:Short", {}, "there is no module no_such_module_here .* PYTHONPATH"),
             ("FILE:ShortPromptFirst", {}, "has no class ShortPromptFirst. Did you mean ShortPromptsFirst"),
@@ -301,7 +301,6 @@ class TestGuard:
             assert [order.lane(request), order.lane_key("t"), order.key(request, 0)] == ["t", (1,), (-num_tokens,)]
             order.unqueued(request)
             order.left(request)
-        assert [*order.lane_of, *order.keys, *order.lane_keys, *order.num_waiting] == [], "nothing is kept"
 
     @pytest.mark.parametrize(
         ("seam", "policy", "says"),
@@ -313,7 +312,7 @@ class TestGuard:
             ("gate", answers("decide", lambda view: None), "gate .* answered None in decide, and must answer a GateDecision"),
             ("gate", answers("decide", lambda view: GateDecision(1, bucket=5)), r"must answer a bucket of the view, \[0\]"),
             ("gate", answers("decide", lambda view: GateDecision(0, view.now_ns)), "must answer a wakeup_ns after now"),
-            ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "no batch"),
+            ("gate", answers("decide", lambda view: GateDecision(1, is_batch=True), is_continuous=True), "no batch, since"),
             ("gate", answers("decide", lambda view: GateDecision(view.max_rows + 1, is_batch=True)), "a batch of at most"),
             ("budget", answers("limits", lambda view: None), "budget .* must answer StepLimits"),
             ("budget", answers("limits", lambda view: StepLimits(0)), "must answer max_tokens from 1 to"),

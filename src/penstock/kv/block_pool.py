@@ -26,6 +26,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from penstock.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from penstock.types.errors import PolicyError
 
 NULL_BLOCK_ID = 0
 """Never allocated; padding writes to it."""
@@ -190,7 +191,11 @@ class BlockPool:
         if num_ungrouped:
             block_id = self._oldest(self._ungrouped, num_ungrouped)
         else:
-            group = self._groups[self._eviction.choose()]
+            name = self._eviction.choose()
+            if name not in self._groups:
+                what = f"answered {name!r:.200} in choose, and must answer a group that has blocks"
+                raise PolicyError("eviction", self._eviction, what)
+            group = self._groups[name]
             block_id = self._oldest(group, group.num_blocks)
         self._unlink(block_id)
         self._rests[block_id] = False

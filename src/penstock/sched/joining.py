@@ -27,6 +27,7 @@ from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import AwaitedAdapter, Follower, WaitingQueue
 from penstock.sched.running import Running
+from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Admission, PreemptReason, StepCounts, WaitReason
 
@@ -106,6 +107,9 @@ class Joining:
         self.wakeup_ns = decision.wakeup_ns
         if not decision.is_batch or decision.max_admissions < 1:
             return decision
+        if self._gate.is_continuous:
+            what = "called a batch in decide, and must call no batch, since it says that it is continuous"
+            raise PolicyError("gate", self._gate, what)
         assert view.num_running + view.num_joining == 0, "a batch begins while another runs"
         batch = self._waiting.call(decision.bucket, decision.max_admissions, now_ns)
         self._padding.start(batch, decision.pad_to_tokens)

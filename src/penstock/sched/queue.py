@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 
 from penstock.kv.prefix_cache import Awaited
 from penstock.sched.policies.base import BucketView, Order, OrderKey
+from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
 
 T = TypeVar("T")
@@ -117,6 +118,8 @@ class Lanes:
             known_key, _, request = first
             key = self._order.key(request, now_ns)
             if key <= known_key:
+                if key < known_key:
+                    raise self._shrank("key", key, "the request waits")
                 return request
             lane.requests.rekey_first(key)
         return None
@@ -128,9 +131,15 @@ class Lanes:
             known_key, _, lane = first
             key = self._order.lane_key(lane.name)
             if key <= known_key:
+                if key < known_key:
+                    raise self._shrank("lane_key", key, "a request of the lane waits")
                 return lane
             self._by_key.rekey_first(key)
         return None
+
+    def _shrank(self, method: str, key: OrderKey, meanwhile: str) -> PolicyError:
+        wanted = f"a tuple that is not less than its answer before: it may only grow while {meanwhile}"
+        return PolicyError("order", self._order, f"answered {key} in {method}, and must answer {wanted}")
 
     def discard(self, request: Request) -> bool:
         """Take a request out. Return False if it is not here."""

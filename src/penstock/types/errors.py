@@ -29,6 +29,16 @@ class ConfigError(PenstockError):
     """A setting is unknown, malformed or contradicts another."""
 
 
+class PolicyError(PenstockError):
+    """A user's own policy failed while it ran, or gave an answer that the scheduler can't use."""
+
+    def __init__(self, seam: str, policy: object, what: str) -> None:
+        """`what`: what the policy did, with the method and the value."""
+        name = getattr(policy, "policy_name", "") or type(policy).__qualname__
+        remedy = "It is a policy of your own; docs/how-to/policy.md says what is asked."
+        super().__init__(f"The {seam} {name!r} {what}.", remedy=remedy)
+
+
 class ModelError(PenstockError):
     """A model file is missing, corrupt, truncated or of an unsupported kind."""
 

@@ -1,14 +1,12 @@
-"""Policies of a user's own: from `package.module:Class` or `./file.py:Class` to a policy that the scheduler can rely on.
+"""Users' own policies: from `package.module:Class` or `./file.py:Class` to a policy that the scheduler can rely on.
 
-Called by `presets` for a policy that is in no table. Everything that can be wrong with such a class before it runs is said when
-it is loaded, with the cause and the remedy. While it runs, a guard around it turns what it raises, and answers that would break
-the scheduler, into a `PolicyError` that names it. Policies that ship are called directly.
+`presets` calls it for a policy that is in no table. What can be wrong with a class before it runs is reported when it is
+loaded. While it runs, a guard turns exceptions and wrong answers into a `PolicyError`. Policies that ship have no guard.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -18,7 +16,7 @@ from inspect import Parameter, getattr_static, signature
 from posixpath import abspath
 from traceback import walk_tb
 from types import ModuleType
-from typing import get_type_hints
+from typing import Any, get_type_hints
 from warnings import warn
 
 from penstock.sched.policies.base import (
@@ -27,18 +25,14 @@ from penstock.sched.policies.base import (
     GateDecision,
     GateView,
     Order,
-    OrderKey,
     Policies,
     Prediction,
     StepLimits,
     VictimView,
 )
-from penstock.types.errors import ConfigError, PenstockError
+from penstock.types.errors import ConfigError, PolicyError
 from penstock.types.plan import Capacity
-from penstock.types.request import Request
 
-UNNAMED = "<own>:"
-"""The file or module of a user's policy where its name is not told, as in recordings; its class follows."""
 SEAM_FLAGS: Mapping[str, str] = {
     "gate": "--batching",
     "order": "--policy",
@@ -48,13 +42,13 @@ SEAM_FLAGS: Mapping[str, str] = {
     "predictor": "--length-predictor",
     "eviction": "--kv-eviction",
 }
-"""Seam -> the flag that names its policy, of the server and of the lab."""
+"""Seam -> the flag that names its policy, in the server and the lab."""
 SEAMS: Mapping[str, type] = {seam: get_type_hints(Policies)[seam] for seam in SEAM_FLAGS}
 """Seam -> its contract. Abstract methods are required; all else has a default."""
 
 
 class OwnPolicyError(ConfigError):
-    """A policy can't be loaded or made: the user's class, or the arguments that were given for it."""
+    """A policy can't be loaded or made: the user's class, or its arguments, are wrong."""
 
     def __init__(self, seam: str, name: str, cause: str, *, remedy: str = "", argument: str = "") -> None:
         """`argument`: the one that the policy does not take."""
@@ -62,26 +56,24 @@ class OwnPolicyError(ConfigError):
         self.seam, self.argument = seam, argument
 
 
-class PolicyError(PenstockError):
-    """A policy of the user's own failed, or gave an answer that it must not give, while the scheduler asked it."""
-
-
 # Loading.
 
 
 def is_own(name: str) -> bool:
-    """True if this names a class of the user's, not an entry of a table."""
+    """Return whether this names a user's class rather than an entry of a table."""
     return ":" in name
 
 
 def load(seam: str, name: str) -> Callable[..., object]:
-    """The class, or the function that makes the policy. Raises OwnPolicyError."""
+    """Return the class, or the function that makes the policy. Raises OwnPolicyError."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise OwnPolicyError(
-            seam, name, "is no name of a class.", remedy="Write package.module:Class, or ./file.py:Class for a file."
-        )
-    module = _load_file(seam, name, where) if where.endswith(".py") else _load_module(seam, name, where)
+        remedy = "Write package.module:Class, or ./file.py:Class for a file."
+        raise OwnPolicyError(seam, name, "is not the name of a class.", remedy=remedy)
+    try:
+        module = _load_file(abspath(where)) if where.endswith(".py") else import_module(where)
+    except Exception as error:
+        raise _not_loaded(seam, name, where, error) from error
     found: object = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -89,63 +81,40 @@ def load(seam: str, name: str) -> Callable[..., object]:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         close = get_close_matches(attribute, own, n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
-        raise OwnPolicyError(
-            seam, name, f"was not found: {where} has no class {attribute}.", remedy=f"{hint}It has: {', '.join(own) or 'none'}."
-        )
+        cause = f"was not found: {where} has no class {attribute}."
+        raise OwnPolicyError(seam, name, cause, remedy=f"{hint}It has: {', '.join(own) or 'none'}.")
     return found
 
 
-def _load_module(seam: str, name: str, where: str) -> ModuleType:
-    try:
-        return import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (where == error.name or where.startswith(error.name + ".")):
-            raise OwnPolicyError(
-                seam,
-                name,
-                f"was not found: there is no module {error.name} where Python looks for modules.",
-                remedy="Install it, add its folder to PYTHONPATH, or give the file itself, as in ./my_policy.py:Class.",
-            ) from None
-        raise _import_failed(seam, name, where, error) from error
-    except Exception as error:
-        raise _import_failed(seam, name, where, error) from error
-
-
-def _load_file(seam: str, name: str, path: str) -> ModuleType:
-    """A file is loaded once: two policies in it share what it holds, and an engine that is made anew finds the same classes."""
-    path = abspath(path)
+def _load_file(path: str) -> ModuleType:
+    """Load a file once: its policies share the module, and an engine that is made anew finds the same classes."""
     spec = spec_from_file_location(f"penstock own policy {path}", path)
     assert spec is not None, "a path that ends in .py has a loader"
     assert spec.loader is not None, "as above"
-    if spec.name in sys.modules:
-        return sys.modules[spec.name]
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        del sys.modules[spec.name]
-        if error.filename != spec.origin:
-            raise _import_failed(seam, name, path, error) from error
-        raise OwnPolicyError(
-            seam,
-            name,
-            f"was not found: there is no file {spec.origin}.",
-            remedy="Give its path as seen from the folder in which Penstock is started.",
-        ) from None
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise _import_failed(seam, name, path, error) from error
-    return module
+    if spec.name not in sys.modules:
+        module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except Exception:
+            del sys.modules[spec.name]
+            raise
+    return sys.modules[spec.name]
 
 
-def _import_failed(seam: str, name: str, where: str, error: Exception) -> OwnPolicyError:
-    cause = f"can't be loaded: {where} raises {_told(error)}"
-    return OwnPolicyError(seam, name, cause, remedy=f"Try it alone: python {where}." if where.endswith(".py") else "")
+def _not_loaded(seam: str, name: str, where: str, error: Exception) -> OwnPolicyError:
+    if isinstance(error, FileNotFoundError) and where.endswith(".py") and error.filename == abspath(where):
+        remedy = "Give its path relative to the folder in which Penstock is started."
+        return OwnPolicyError(seam, name, f"was not found: there is no file {error.filename}.", remedy=remedy)
+    if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+        cause = f"was not found: there is no module {error.name} where Python looks for modules."
+        remedy = "Install it, add its folder to PYTHONPATH, or give the file itself, as in ./my_policy.py:Class."
+        return OwnPolicyError(seam, name, cause, remedy=remedy)
+    remedy = f"Try it alone: python {where}." if where.endswith(".py") else ""
+    return OwnPolicyError(seam, name, f"can't be loaded: {where} raises {_told(error)}", remedy=remedy)
 
 
 def make(seam: str, name: str, factory: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """The policy that a class makes of its arguments, as a file of settings has them. Raises OwnPolicyError."""
+    """Return the policy that a class makes of its arguments, as read from a settings file. Raises OwnPolicyError."""
     for key in sorted(getattr(factory, "__abstractmethods__", ())):
         raise _lacks(seam, name, key)
     given = _checked_arguments(seam, name, factory, arguments)
@@ -159,7 +128,7 @@ def make(seam: str, name: str, factory: Callable[..., object], arguments: Mappin
 
 
 def _told(error: Exception) -> str:
-    """The error with the line of the user's file that raised it, or called what raised it."""
+    """Return the error with the line of the user's file that raised it, or that called what raised it."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     own = [(path, line) for path, line in frames if path != __file__ and not path.startswith("<")]
     lines = [line for path, line in own if path == own[0][0]]
@@ -229,63 +198,47 @@ def _shown_parameter(parameter: Parameter) -> str:
 
 
 def guarded(seam: str, policy: object, name: str = "") -> object:
-    """A policy of the user's own behind a guard; one that ships as it is.
+    """Return a user's own policy behind a guard, and a policy that ships as it is.
 
-    Raises OwnPolicyError if it lacks a method that its seam needs, if a method can't take the arguments of the call, or if it
-    inherits from the class of another seam.
+    Raises OwnPolicyError if the policy lacks a required method, if a method can't take the arguments of the call, or if its
+    class inherits from another seam's.
     """
     kind = type(policy)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
-    kinds = [other for other, contract in SEAMS.items() if contract in kind.__mro__]
-    if kinds and seam not in kinds:
-        cause = f"answers another question: its class inherits from {SEAMS[kinds[0]].__name__}."
-        raise OwnPolicyError(seam, name, cause, remedy=f"Use {SEAM_FLAGS[kinds[0]]}; in Python, {kinds[0]}=.")
+    seams = [other for other, contract in SEAMS.items() if contract in kind.__mro__]
+    if seams and seam not in seams:
+        cause = f"answers another question: its class inherits from {SEAMS[seams[0]].__name__}."
+        raise OwnPolicyError(seam, name, cause, remedy=f"Use {SEAM_FLAGS[seams[0]]}; in Python, {seams[0]}=.")
     return policy if kind.__module__.startswith("penstock.") else _Guard(seam, policy, name)
 
 
 class _Guard:
-    """Stands before a policy of the user's own, with each method and each flag of its seam as an attribute."""
-
-    lane: Callable[[Request], str]
+    """Stands before a user's own policy, with the methods and flags of its seam as attributes."""
 
     def __init__(self, seam: str, policy: object, name: str) -> None:
-        self._seam, self._policy, self._name = seam, policy, name
-        self.groups: set[Hashable] = set()
-        """Groups that have blocks, for the guard of an eviction."""
-        self.lane_of: dict[str, str] = {}
-        """Id of a waiting request -> its lane, for the guard of an order, as all below."""
-        self.num_waiting: Counter[str] = Counter()
-        """Lane -> its waiting requests."""
-        self.keys: dict[str, OrderKey] = {}
-        """Id of a waiting request -> its key when it was asked last."""
-        self.lane_keys: dict[str, OrderKey] = {}
-        """Lane with waiting requests -> its key when it was asked last."""
-        contract = SEAMS[seam]
-        required: frozenset[str] = getattr(contract, "__abstractmethods__", frozenset())
-        for key, default in vars(contract).items():
-            if key.startswith("_"):
-                continue
-            if not callable(default):
-                setattr(self, key, getattr(policy, key, default))
-                continue
+        self._seam, self._policy, self.policy_name = seam, policy, name
+        contract = {key: default for key, default in vars(SEAMS[seam]).items() if not key.startswith("_")}
+        required: frozenset[str] = getattr(SEAMS[seam], "__abstractmethods__", frozenset())
+        own: set[str] = set()
+        for key, default in contract.items():
             if not hasattr(policy, key) and key in required:
                 raise _lacks(seam, name, key)
-            is_own = hasattr(policy, key) and getattr_static(type(policy), key, None) is not default
-            if is_own and key == "outranks" and not getattr(policy, "has_ranks", False):
-                remedy = "Say has_ranks = True in its class, or leave outranks out."
-                raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
-            call = getattr(policy, key) if hasattr(policy, key) else default.__get__(self)
-            # By these calls the guard knows the groups and the waiting requests, also if the policy does not look at them.
-            is_noted = key in ("resized", "queued", "unqueued")
-            setattr(self, key, self._guarded(key, call, default) if is_own or is_noted else call)
-        known = [key for key in vars(contract) if not key.startswith("_")]
-        for key in sorted({*dir(type(policy))} - {*known}):
-            for close in get_close_matches(key, known, n=1, cutoff=0.8):
-                if getattr_static(type(policy), close, None) in (None, vars(contract)[close]):
-                    warn(f"The {seam} {name!r} has {key}, which is never asked. Did you mean {close}?", stacklevel=2)
+            if hasattr(policy, key) and getattr_static(type(policy), key, None) is not default:
+                own.add(key)
+            if callable(default):
+                call = getattr(policy, key) if hasattr(policy, key) else default.__get__(self)
+                setattr(self, key, self._guarded(key, call, default) if key in own else call)
+            else:
+                setattr(self, key, getattr(policy, key, default))
+        if "outranks" in own and not getattr(policy, "has_ranks", False):
+            remedy = "Say has_ranks = True in its class, or leave outranks out."
+            raise OwnPolicyError(seam, name, "has a method outranks, which is never asked.", remedy=remedy)
+        for key in sorted({*dir(type(policy))} - contract.keys()):
+            for close in get_close_matches(key, contract.keys() - own, n=1, cutoff=0.8):
+                warn(f"The {seam} {name!r} has {key}, which is never asked. Did you mean {close}?", stacklevel=2)
 
     def __getattr__(self, key: str) -> object:
-        """Other attributes are those of the policy itself."""
+        """Other attributes are the policy's own."""
         return getattr(object.__getattribute__(self, "_policy"), key)
 
     def _guarded(self, key: str, call: Callable[..., object], contract: Callable[..., object]) -> Callable[..., object]:
@@ -294,53 +247,35 @@ class _Guard:
             signature(call).bind(*parameters)
         except TypeError:
             cause = f"has a method {key} that does not take the arguments of the call."
-            raise OwnPolicyError(
-                self._seam, self._name, cause, remedy=f"Define it as {key}({', '.join(['self', *parameters])})."
-            ) from None
+            remedy = f"Define it as {key}({', '.join(['self', *parameters])})."
+            raise OwnPolicyError(self._seam, self.policy_name, cause, remedy=remedy) from None
         except ValueError:  # a function in C that does not say what it takes
             pass
-        check = _CHECKS.get((self._seam, key))
+        check: Callable[..., str] = _CHECKS.get((self._seam, key), lambda *_: "")
 
         @wraps(call)
         def guarded_call(*arguments: object) -> object:
             try:
                 answer = call(*arguments)
-                wanted = check(self, answer, *arguments) if check is not None else ""
+                wanted = check(answer, *arguments)
             except (ConfigError, PolicyError):
                 raise
             except Exception as error:
-                text = f"The {self._seam} {self._name!r} failed in {key}: {_told(error)}"
-                raise PolicyError(text, remedy="It is a policy of your own.") from error
+                raise PolicyError(self._seam, self, f"failed in {key}: {_told(error)}") from error
             if wanted:
-                text = f"The {self._seam} {self._name!r} answered {_shown(answer)} in {key}, and must answer {wanted}."
-                raise PolicyError(text, remedy="It is a policy of your own; docs/how-to/policy.md says what is asked.")
+                # Never a prompt, which a request would show in the log.
+                is_shown = isinstance(answer, int | float | str | GateDecision | StepLimits | Prediction | None)
+                shown = repr(answer)[:200] if is_shown else f"something of type {type(answer).__name__}"
+                raise PolicyError(self._seam, self, f"answered {shown} in {key}, and must answer {wanted}")
             return answer
 
         return guarded_call
 
 
-def _shown(answer: object) -> str:
-    """An answer for the log: never a prompt, which a request would show."""
-    if isinstance(answer, int | float | str | GateDecision | StepLimits | Prediction | None):
-        return repr(answer)[:200]
-    return f"something of type {type(answer).__name__}"
+# What each method must answer: a check returns it in words if the answer is wrong, else "".
 
 
-def _of_type(kind: type, words: str) -> Callable[..., str]:
-    def check(guard: _Guard, answer: object, *arguments: object) -> str:
-        del guard, arguments
-        return "" if isinstance(answer, kind) else words
-
-    return check
-
-
-def _check_max_running(guard: _Guard, answer: object, capacity: Capacity) -> str:
-    del guard
-    most = min(capacity.max_rows, capacity.max_step_tokens)
-    return "" if type(answer) is int and 1 <= answer <= most else f"a number of requests from 1 to {most}"
-
-
-def _check_decision(guard: _Guard, answer: object, view: GateView) -> str:
+def _check_decision(answer: Any, view: GateView) -> str:
     if not isinstance(answer, GateDecision):
         return "a GateDecision"
     if answer.max_admissions < 1:
@@ -349,8 +284,6 @@ def _check_decision(guard: _Guard, answer: object, view: GateView) -> str:
     buckets = [bucket.bucket for bucket in view.buckets]
     if answer.bucket not in buckets:
         return f"a bucket of the view, {buckets}"
-    if answer.is_batch and getattr(guard, "is_continuous", False):
-        return "no batch, since it says that it is continuous"
     if answer.is_batch and view.num_running + view.num_joining:
         return "no batch while requests run or join"
     if answer.is_batch and answer.max_admissions > view.max_rows:
@@ -358,88 +291,40 @@ def _check_decision(guard: _Guard, answer: object, view: GateView) -> str:
     return ""
 
 
-def _note_queued(guard: _Guard, answer: object, request: Request) -> str:
-    del answer
-    lane: str = guard.lane(request)
-    guard.lane_of[request.request_id] = lane
-    guard.num_waiting[lane] += 1
-    guard.keys[request.request_id] = ()
-    guard.lane_keys.setdefault(lane, ())
-    return ""
-
-
-def _note_unqueued(guard: _Guard, answer: object, request: Request) -> str:
-    del answer, guard.keys[request.request_id]
-    lane = guard.lane_of.pop(request.request_id)
-    guard.num_waiting[lane] -= 1
-    if not guard.num_waiting[lane]:
-        del guard.num_waiting[lane], guard.lane_keys[lane]
-    return ""
-
-
-def _check_key(guard: _Guard, answer: object, request: Request, now_ns: int) -> str:
-    del now_ns
-    return _check_growth(guard.keys, request.request_id, answer, "the request waits")
-
-
-def _check_lane_key(guard: _Guard, answer: object, lane: str) -> str:
-    return _check_growth(guard.lane_keys, lane, answer, "a request of the lane waits")
-
-
-def _check_growth(known: dict[str, OrderKey], name: str, answer: object, meanwhile: str) -> str:
-    # Keys are compared; one that does not equal itself (NaN) would be asked for again without end.
-    if not isinstance(answer, tuple) or not all(isinstance(part, int | float) and part == part for part in answer):
-        return "a tuple of numbers"
-    if name in known:
-        if answer < known[name]:
-            return f"a tuple that is not less than its answer before: it may only grow while {meanwhile}"
-        known[name] = answer
-    return ""
-
-
-def _check_limits(guard: _Guard, answer: object, view: BudgetView) -> str:
-    del guard
+def _check_limits(answer: Any, view: BudgetView) -> str:
     if not isinstance(answer, StepLimits):
         return "StepLimits"
     least = 0 if view.num_decodes else 1
     if type(answer.max_tokens) is not int or not least <= answer.max_tokens <= view.max_step_tokens:
         return f"max_tokens from {least} to {view.max_step_tokens}"
-    if answer.max_chunk_tokens < 1 or answer.max_long_prefills < 1:
-        return "max_chunk_tokens and max_long_prefills of at least 1"
-    return ""
+    is_possible = answer.max_chunk_tokens >= 1 and answer.max_long_prefills >= 1
+    return "" if is_possible else "max_chunk_tokens and max_long_prefills of at least 1"
 
 
-def _check_victim(guard: _Guard, answer: object, view: VictimView) -> str:
-    del guard
+def _check_victim(answer: Any, view: VictimView) -> str:
     if not isinstance(answer, Eviction):
         return "an Eviction"
     return "" if any(answer.request is one for one in view.candidates) else "one of the candidates of the view"
 
 
-def _check_prediction(guard: _Guard, answer: object, request: object) -> str:
-    del guard, request
-    if answer is None or (isinstance(answer, Prediction) and type(answer.num_tokens) is int and answer.num_tokens >= 1):
-        return ""
-    return "a Prediction of at least one token, or None"
+def _check_max_running(answer: Any, capacity: Capacity) -> str:
+    most = min(capacity.max_rows, capacity.max_step_tokens)
+    return "" if type(answer) is int and 1 <= answer <= most else f"a number of requests from 1 to {most}"
 
 
-def _check_group(guard: _Guard, answer: object, request: object) -> str:
-    del guard, request
-    try:
-        hash(answer)
-    except TypeError:
-        return "something that can be a key of a dict"
-    return ""
+def _check_key(answer: Any, *_: object) -> str:
+    # A part that does not equal itself (NaN) would be asked for again without end.
+    is_key = isinstance(answer, tuple) and all(isinstance(part, int | float) and part == part for part in answer)
+    return "" if is_key else "a tuple of numbers"
 
 
-def _note_size(guard: _Guard, answer: object, group: Hashable, num_blocks: int) -> str:
-    del answer
-    (guard.groups.add if num_blocks else guard.groups.discard)(group)  # its own module
-    return ""
+def _check_prediction(answer: Any, *_: object) -> str:
+    is_right = answer is None or (isinstance(answer, Prediction) and type(answer.num_tokens) is int and answer.num_tokens >= 1)
+    return "" if is_right else "a Prediction of at least one token, or None"
 
 
-def _check_evicted(guard: _Guard, answer: object) -> str:
-    return "" if _check_group(guard, answer, None) == "" and answer in guard.groups else "a group that has blocks"
+def _of_type(kind: type, words: str) -> Callable[..., str]:
+    return lambda answer, *_: "" if isinstance(answer, kind) else words
 
 
 _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
@@ -448,15 +333,12 @@ _CHECKS: Mapping[tuple[str, str], Callable[..., str]] = {
     ("gate", "decide"): _check_decision,
     ("order", "key"): _check_key,
     ("order", "lane"): _of_type(str, "a text"),
-    ("order", "lane_key"): _check_lane_key,
-    ("order", "queued"): _note_queued,
-    ("order", "unqueued"): _note_unqueued,
+    ("order", "lane_key"): _check_key,
     ("budget", "limits"): _check_limits,
     ("reserve", "required_blocks"): _of_type(int, "a whole number of blocks"),
     ("victim", "choose"): _check_victim,
     ("predictor", "predict"): _check_prediction,
-    ("eviction", "group_of"): _check_group,
-    ("eviction", "resized"): _note_size,
-    ("eviction", "choose"): _check_evicted,
+    ("eviction", "group_of"): _of_type(Hashable, "something that can be a key of a dict"),
+    ("eviction", "choose"): _of_type(Hashable, "a group that has blocks"),
 }
-"""(seam, method) -> a check of its answer: says what it must be, or nothing if it is right."""
+"""Keys that shrink, and groups without blocks, are found where they are used: in the queue and the pool."""
