@@ -109,5 +109,5 @@ def test_a_file_in_the_way_is_told(penstock: Penstock, tiny_model: Path, tmp_pat
     started = time.monotonic()
     result = penstock("serve", tiny_model, "--port", "0", "--record", path)
     assert result.returncode == 1
-    assert "is no recording, and is not overwritten" in result.stderr
+    assert "is not a recording, so it is not overwritten" in result.stderr
     assert time.monotonic() - started < 60

@@ -178,7 +178,7 @@ def test_configurations_have_names(gguf: Path, tmp_path: Path) -> None:
 def test_a_file_that_is_in_the_way_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is no recording, and is not overwritten"):
+    with pytest.raises(ConfigError, match="is not a recording, so it is not overwritten"):
         start_model(config_of(path), ModelSource(name="absent", kind=SourceKind.GGUF, path=tmp_path / "absent.gguf"))
     assert path.read_text() == "mine"
 

@@ -208,8 +208,8 @@ def test_steps_that_it_sat_out_for_its_masks_are_told() -> None:
     assert told.num_sat_out_steps == 27  # until the other had ended: each token takes eighty tenths of a step
     assert told.sat_out_ns == told.decode_ns - 2 * MS - 8 * MS  # its own steps, and the first token
     assert told.longest_gap.gap_ns == told.sat_out_ns + 1 * MS
-    assert gap_cause(told.longest_gap) == "it sat out, as a mask of its grammar took long"
-    assert f"It sat out 27 steps ({told.sat_out_ns // MS} ms): its masks took long" in summary(told)
+    assert gap_cause(told.longest_gap) == "it sat out because a mask of its grammar was slow"
+    assert f"It sat out 27 steps ({told.sat_out_ns // MS} ms): its grammar masks were slow" in summary(told)
     assert (other.num_sat_out_steps, other.num_decode_steps) == (0, 29)
 
 
@@ -326,9 +326,9 @@ def test_time_that_the_machine_was_another_models_is_told() -> None:
     bench.run()
     told = bench.told("a")
     assert told.other_models_ns == 4 * MS
-    assert "For 4.0 ms of that the machine was another model's." in summary(told)
+    assert "For 4.0 ms of that, another model used the machine." in summary(told)
     assert told.longest_gap is not None
-    assert gap_cause(told.longest_gap) == "for 4.0 ms of it the machine was another model's"
+    assert gap_cause(told.longest_gap) == "another model used the machine for 4.0 ms of it"
 
 
 class TestPauses:
@@ -353,7 +353,7 @@ class TestPauses:
         assert told.num_generated_tokens == 16
         assert told.num_prefill_tokens == 8
         assert told.num_resume_tokens > pause.num_lost_tokens > 0
-        assert "lost its place as others needed its memory" in summary(told)
+        assert "was preempted because others needed its memory" in summary(told)
 
 
 class TestCallsOfTexts:
@@ -445,7 +445,7 @@ class TestPrefixes:
         bench.run()
         bench.add("b", [*range(1, num_common + 1), *[99] * (13 - num_common)], max_tokens=1)
         assert self.told_stop(bench, "b") == (num_common, PrefixEnd.DIFFERS, num_common)
-        assert f"token {num_common} is another than in the cache" in summary(bench.told("b"))
+        assert f"token {num_common} differs from the cache" in summary(bench.told("b"))
         assert f"; {'1 was' if num_common == 1 else f'{num_common} were'} in the cache (" in summary(bench.told("b"))
 
     @pytest.mark.parametrize("num_common", [13, 16, 18])

@@ -1,71 +1,77 @@
-"""The books of who came and who was admitted: right whatever the order, and small."""
+"""Turns and steps of requests: right in any order, and bounded."""
 
 from __future__ import annotations
 
-import tracemalloc
-from bisect import bisect_left, insort
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.obs.explain.lives import MAX_TURNS, REASONS, LateKeys, LateMarks, Turns, WaitMark
-
-KEYS = st.tuples(st.integers(-3, 3), st.integers(0, 5))
-
-
-@given(st.lists(st.tuples(st.booleans(), KEYS), max_size=60))
-def test_keys_are_those_of_a_sorted_list(deeds: list[tuple[bool, tuple[int, int]]]) -> None:
-    keys, expected = LateKeys(), []
-    for is_new, key in deeds:
-        if not is_new:
-            keys.discard(key)
-            expected = [other for other in expected if other != key]
-        elif key not in expected:
-            assert keys.add(key) == bisect_left(expected, key)
-            insort(expected, key)
-        probes = [*expected, *((instant, number) for instant in range(-4, 5) for number in (0, 3, 6))]
-        assert [keys.num_before(probe) for probe in probes] == [bisect_left(expected, probe) for probe in probes]
-
-
-def test_forgotten_keys_still_count() -> None:
-    keys = LateKeys()
-    for number in range(3 * MAX_TURNS):
-        assert keys.add((number // 2, number)) == number
-    assert keys.num_before((3 * MAX_TURNS // 2, 0)) == 3 * MAX_TURNS
-    late = (3 * MAX_TURNS // 2 - 1, 3 * MAX_TURNS - 2)
-    assert keys.num_before(late) == 3 * MAX_TURNS - 2
-    keys.discard(late)
-    assert keys.num_before((3 * MAX_TURNS // 2, 0)) == 3 * MAX_TURNS - 1
+from penstock.obs.explain.lives import MAX_STEPS, MAX_TURNS, REASONS, StepLog, StepNote, Ticket, Turns, WaitMark
 
 
 def mark(number: int) -> WaitMark:
-    """One that no other equals, of large numbers, as they are after hours."""
-    at_ns = 10**16 + number * 10**6
-    return WaitMark(at_ns, tuple(at_ns + idx for idx in range(len(REASONS))))
+    return WaitMark(number, (0,) * len(REASONS))
 
 
-@pytest.mark.parametrize("num_marks", [1, 2, MAX_TURNS, MAX_TURNS + 1, 2 * MAX_TURNS + 7])
-def test_late_marks_are_the_last_and_the_oldest_stands_for_what_was_before(num_marks: int) -> None:
-    marks = LateMarks()
-    for number in range(num_marks):
-        marks.append(mark(number))
-    for count in {1, min(2, num_marks), min(num_marks, MAX_TURNS)}:
-        assert marks.from_last(count) == mark(num_marks - count)
-    assert marks.from_last(num_marks + 5) == mark(max(0, num_marks - MAX_TURNS))
+@given(st.lists(st.tuples(st.sampled_from(["come", "admit", "leave"]), st.integers(0, 9)), max_size=80))
+def test_turns_are_those_of_the_whole_history(deeds: list[tuple[str, int]]) -> None:
+    turns, waiting, admissions = Turns(), list[Ticket](), list[tuple[Ticket, int]]()
+    for now, (deed, number) in enumerate(deeds):
+        if deed == "come":
+            waiting.append(turns.come(number))
+        elif waiting:
+            ticket = waiting.pop(number % len(waiting))
+            if deed == "leave":
+                turns.leave(ticket)
+            else:
+                turns.admit(ticket, mark(now))
+                admissions.append((ticket, now))
+        for ticket in waiting:
+            later = [at for other, at in admissions[ticket.num_admitted :] if other.key > ticket.key]
+            turn = turns.turn_of(ticket)
+            assert turn.num_passed_by == len(later)
+            # Passed by n: in order of arrival, the n-th admission from the end would have been this request's.
+            assert turn.due == (mark(admissions[-len(later)][1]) if later else None)
 
 
-def test_an_admission_takes_a_hundred_bytes_and_thousands_more_take_none() -> None:
-    """Each as by itself in its step: requests that come together share what is told of the step, and would hide it."""
+def test_a_request_passed_by_more_than_are_remembered_has_the_oldest_mark() -> None:
     turns = Turns()
-    tracemalloc.start()
-    try:
-        sizes = [0]
-        for start in range(0, 3 * MAX_TURNS, MAX_TURNS):
-            for number in range(start, start + MAX_TURNS):
-                turns.admit(turns.come(10**16 + number), mark(number))
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    assert sizes[1] < 100 * MAX_TURNS
-    assert max(sizes[2:]) < 1.1 * sizes[1]
+    first = turns.come(0)
+    for number in range(1, 3 * MAX_TURNS):
+        turns.admit(turns.come(number), mark(number))
+    turn = turns.turn_of(first)
+    assert MAX_TURNS // 2 <= turn.num_passed_by <= MAX_TURNS
+    assert turn.due == mark(3 * MAX_TURNS - turn.num_passed_by)
+
+
+def test_what_nobody_waits_for_is_forgotten_and_still_counts() -> None:
+    turns = Turns()
+    for number in range(10):
+        turns.admit(turns.come(number), mark(number))
+    ticket = turns.come(10)
+    assert (ticket.num_came_before, turns.turn_of(ticket).num_passed_by) == (10, 0)
+    turns.admit(turns.come(11), mark(11))
+    assert turns.turn_of(ticket).num_passed_by == 1
+
+
+def test_requests_that_come_and_go_leave_nothing_behind() -> None:
+    turns = Turns()
+    for number in range(3 * MAX_TURNS):
+        turns.leave(turns.come(number))
+    ticket = turns.come(5)
+    assert (ticket.num_before, ticket.num_came_before) == (0, 0)
+
+
+def test_a_span_has_the_totals_of_its_steps_and_forgotten_ones_do_not_count() -> None:
+    log = StepLog()
+    for number in range(MAX_STEPS):
+        num_prefills = number % 2
+        log.append(StepNote(5, number, num_prefills=num_prefills, waited_ns=1), ended_ns=10 * (number + 1))
+    assert log.is_full
+    span = log.span(2, 6)
+    assert (span.num_steps, span.num_rows, span.max_rows, span.prompts_ns, span.waited_ns) == (4, 14, 5, 20, 4)
+    assert span.longest is not None
+    assert span.longest.gap_ns == 10
+    log.forget_before(4)
+    assert (log.first, log.next) == (4, MAX_STEPS)
+    assert log.span(2, 6).num_rows == 9
+    assert log.span(0, 4).num_steps == 0

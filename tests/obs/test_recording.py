@@ -253,7 +253,7 @@ def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path: Path, capl
     assert isinstance(lost, Lost)
     assert lost.count == recorder.num_lost == 6  # it came, two steps with their turns, it ended
     assert lines_of(tmp_path / "r")[-1] == {"kind": "close", "lost": 6}
-    assert "the recording lacks 6 reports in all" in caplog.text
+    assert "the recording misses 6 reports in all" in caplog.text
 
 
 def test_parts_are_turned_over_within_the_size(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_file_that_came_in_between_ends_the_recording(tmp_path: Path, caplog: 
     recorder.close()
     assert part_path(path, 2).read_text() == "all I have\n"
     assert "the recording ends here: " in caplog.text
-    assert "r.2 is no recording, and is not overwritten" in caplog.text
+    assert "r.2 is not a recording, so it is not overwritten" in caplog.text
     assert is_recording(path)
     assert not part_path(path, 1).exists()
 
@@ -383,19 +383,19 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
 def test_a_file_that_is_no_recording_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("all I have\n")
-    with pytest.raises(ConfigError, match="is no recording, and is not overwritten"):
+    with pytest.raises(ConfigError, match="is not a recording, so it is not overwritten"):
         make_recorder(path)
     assert path.read_text() == "all I have\n"
     older = part_path(tmp_path / "new", 2)
     older.write_text("{}")
-    with pytest.raises(ConfigError, match=r"new\.2 is no recording"):
+    with pytest.raises(ConfigError, match=r"new\.2 is not a recording"):
         make_recorder(tmp_path / "new")
 
 
 def test_other_paths_that_can_not_be_taken(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "absent")
-    for name, says in (("folder", "no ordinary file"), ("link", "no ordinary file"), ("a/b", "There is no folder")):
+    for name, says in (("folder", "not a regular file"), ("link", "not a regular file"), ("a/b", "There is no folder")):
         with pytest.raises(ConfigError, match=says):
             check_path(tmp_path / name)
 

@@ -1,9 +1,7 @@
-"""The numbers that an operator watches, counted in plain integers. Told by the engine thread, rendered by the HTTP thread.
+"""Counts the numbers that an operator watches. The engine thread reports, the HTTP thread reads through `prometheus.expose`.
 
-Being told must be cheap, once per step, so what a step tells is only noted, and counted when some steps have come together or
-someone asks: between two steps every line of code is read from memory, and costs ten times what it does the next time.
-Nothing here touches the Prometheus client; `prometheus.expose` turns the numbers into its format. One lock makes a reading
-consistent. Never decides anything.
+Reports are queued and counted in batches: code that runs once per step finds cold caches, and costs ten times as much as code
+that runs repeatedly.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +19,12 @@ from penstock.types.stats import AdapterStats, EngineLoad, RequestStats, StepSta
 
 
 class Histogram:
-    """Observations of one quantity, in the unit that its bounds are in."""
+    """Observations of one quantity, in the unit of its bounds."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the upper edges of the buckets, ascending; one for everything above is added."""
+        """`bounds` are the upper edges of the buckets, ascending. A bucket for larger values is added."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
@@ -35,16 +33,8 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def observe_many(self, values: Iterable[float]) -> None:
-        """All values of a step in one go."""
-        bounds, counts, total = self._bounds, self._counts, 0.0
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total += value
-        self._sum += total
-
     def snapshot(self, unit: float = 1.0) -> tuple[list[tuple[str, float]], float]:
-        """([(upper edge as Prometheus writes it, observations at or below it)], sum), both in multiples of `unit`."""
+        """Return ([(upper edge as Prometheus writes it, observations at or below it)], sum), both divided by `unit`."""
         edges = [*(repr(float(bound / unit)) for bound in self._bounds), "+Inf"]
         buckets: list[tuple[str, float]] = []
         num_below = 0
@@ -56,7 +46,6 @@ class Histogram:
 
 _MS = 1_000_000
 
-# Upper edges in nanoseconds; powers of two and five in between, from 1 ms as `interfaces` says.
 _LATENCY_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 LATENCY_BOUNDS_NS = tuple(ms * _MS for ms in _LATENCY_MS)
 TOKEN_BOUNDS_NS = tuple(
@@ -67,47 +56,47 @@ SIZE_BOUNDS = tuple(2**exponent for exponent in range(10))
 TOKEN_COUNT_BOUNDS = tuple(2**exponent for exponent in range(15))
 
 MAX_NOTED = 128
-"""Some forty steps: counting them takes half a millisecond."""
+"""Reports counted in one batch: some forty steps, half a millisecond."""
 
 SUCCESS_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-"""The reasons that `request_success_total` counts; a refused request is in `requests_rejected_total`."""
+"""Reasons counted by `request_success_total`. `requests_rejected_total` counts refused requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
-    """Whether a model is in memory now, and what its loads have come to. Its deployment tells."""
+    """Whether a model is loaded, and totals of its loads and unloads. From its deployment."""
 
     state: str
     states: tuple[str, ...]
-    """All states that there are."""
+    """All possible states."""
     num_waiting: int
-    """Requests that wait for it to be loaded."""
+    """Requests waiting for the model to be loaded."""
     num_loads: int
     num_load_failures: int
     load_ns: int
-    """Time of all loads that ended well."""
+    """Total time of successful loads."""
     num_unloads: Mapping[str, int]
     """By reason."""
     memory_bytes: Mapping[str, int]
-    """Memory that it may come to use, by part; empty: it is not loaded."""
+    """Memory that the model may use, by part. Empty if it is not loaded."""
     machine_ns: int
-    """For how long its steps had the machine; 0 of a model that takes no turns."""
+    """Total time in which its steps used the machine; 0 for a model that takes no turns."""
 
 
 class Metrics:
     """Counters and histograms of one served model. Implements the engine's `Observer`, `TokenObserver` and `TurnObserver`.
 
-    Times are kept in nanoseconds and become seconds when they are rendered.
+    Times are in nanoseconds.
     """
 
     def __init__(self, model: str) -> None:
-        """`model`: the value of every series' label of that name."""
+        """`model` is the value of the label `model` of every series."""
         self.model = model
         self.lock = threading.Lock()
         self.success: Counter[FinishReason] = Counter(dict.fromkeys(SUCCESS_REASONS, 0))
         self.rejected: Counter[str] = Counter()
         self.slo: Counter[tuple[str, bool]] = Counter()
-        """Requests by target (ttft, itl) and whether it was met; only those that had the target."""
+        """Requests with a target, by target (ttft, itl) and whether it was met."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
         self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
@@ -116,49 +105,47 @@ class Metrics:
         self.num_prefix_hit_tokens = 0
         self.num_preemptions = 0
         self.num_swaps = 0
-        """The preemptions among them that swap."""
+        """Preemptions that moved KV to a lower tier."""
         self.num_recomputed_tokens = 0
         self.num_forced_tokens = 0
         self.num_restarts = 0
         self.num_padding_tokens = 0
         self.num_rows_sat_out = 0
         self.max_prefill_tokens = 0
-        """Prompt tokens that the last step could take."""
+        """Most prompt tokens that the last step could take."""
         self.num_computed_prompt_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.batch_size = Histogram(SIZE_BOUNDS)
         self.batch_tokens = Histogram(TOKEN_COUNT_BOUNDS)
         self.step_ns: dict[str, Histogram] = {}
-        """By part of the step; `total` runs from the begin of the plan, or from the end of the step before if it was planned
-        while that ran, to the end of its execution."""
+        """By part of the step. `total` starts with the plan, or with the end of the previous step if that was later."""
         self.itl_ns = Histogram(TOKEN_BOUNDS_NS)
         self.model_wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self.grammar_wait_ns = Histogram(LATENCY_BOUNDS_NS)
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """Reports that are not counted yet: the function that counts each, and its arguments. Taken by whoever holds the
-        lock."""
+        """Reports to count: a function and its arguments. Taken with the lock held."""
         self.tier = TierStats()
-        """Counts of the tier below the KV pool, written by the engine's `Transfers`."""
+        """Written by the engine's `Transfers`."""
         self.num_weight_bytes = 0
-        """Size of the weights as the backend keeps them; 0: it does not tell."""
+        """Size of the weights in the backend's form; 0 if the backend does not report it."""
         self.settings_hash = ""
-        """The name of the settings of scheduling (`config.saved`)."""
+        """Names the scheduling settings (`config.saved`)."""
         self.tenants: frozenset[str] = frozenset()
-        """Names of API keys whose requests are counted apart."""
+        """Names of API keys with series of their own."""
         self.tenant_requests: Counter[tuple[str, str]] = Counter()
-        """Requests by tenant and outcome: ended, rejected."""
+        """By tenant and outcome: ended, rejected."""
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()
-        """Tokens by tenant and kind: prompt, generation."""
+        """By tenant and kind: prompt, generation."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
         self.read_adapters: Callable[[], AdapterStats] | None = None
-        """Counts of the registry of adapters; None: the model is served without."""
+        """None for a model served without adapters."""
         self.read_residence: Callable[[], Residence] | None = None
-        """None: nobody loads and unloads it."""
+        """None for a model that is always loaded."""
         self.num_shared_texts: int | None = None
-        """Texts that were answered without being computed, counted by the desk; None: the model reads no texts."""
+        """Texts answered without being computed again. None for a model that writes text."""
 
     def connect(
         self,
@@ -167,38 +154,37 @@ class Metrics:
         signals: Callable[[], SustainedLoad],
         waste: Callable[[], float] = float,
     ) -> None:
-        """Where the gauges are read when someone asks: the load of the moment, that of late, and the share of KV wasted."""
+        """Set where the gauges are read: the current load, the recent load, and the share of KV memory wasted."""
         self.read_load = load
         self.read_signals = signals
         self.read_waste = waste
 
     def disconnect(self) -> None:
-        """Nobody runs the model any more: the gauges are 0, and the counts stay. Reports of requests are counted first,
-        so that they and the model are let go of."""
+        """Set the gauges to 0 and keep the counts, after the model was unloaded. Drops all references to the model."""
         with self.lock:
             self.settle()
         self.connect(load=EngineLoad, signals=SustainedLoad)
         self.num_weight_bytes, self.tier.is_open = 0, False
 
     def count_model_wait(self, wait_ns: int) -> None:
-        """A request waited for so long until the model was loaded. For any thread."""
+        """Count the time a request waited for its model to be loaded. Thread-safe."""
         with self.lock:
             self.model_wait_ns.observe(wait_ns)
 
     def count_grammar_wait(self, wait_ns: int) -> None:
-        """A call waited for so long for its grammar, whether it got that or not. For any thread."""
+        """Count the time a call waited for its grammar, successful or not. Thread-safe."""
         with self.lock:
             self.grammar_wait_ns.observe(wait_ns)
 
     def count_rejected(self, reason: str, tenant: str = "") -> None:
-        """A request that was refused before the engine saw it; `reason` is a `RejectReason` value. For any thread."""
+        """Count a request refused before it reached the engine. `reason` is a `RejectReason` value. Thread-safe."""
         with self.lock:
             self.rejected[reason] += 1
             if tenant in self.tenants:
                 self.tenant_requests[tenant, "rejected"] += 1
 
     def count_restart(self) -> None:
-        """The engine was made anew. For any thread."""
+        """Count a restart of the engine. Thread-safe."""
         with self.lock:
             self.num_restarts += 1
 
@@ -215,18 +201,18 @@ class Metrics:
         self._note(self._count_itl, num_late <= num_gaps // 100)
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Counted once: as refused if a reason for that is given (a missed deadline, too), else by its finish reason."""
+        """Count a request once: as rejected if it has a reject reason (a missed deadline too), else by its finish reason."""
         self._note(self._count_finish, stats)
 
     def settle(self) -> None:
-        """Count what was told. Call with the lock held, before the numbers are read."""
+        """Count all queued reports. Call with the lock held, before reading numbers."""
         noted = self._noted
         while noted:
-            count, told = noted.popleft()
-            count(*told)
+            count, arguments = noted.popleft()
+            count(*arguments)
 
-    def _note(self, count: Callable[..., None], *told: Any) -> None:
-        self._noted.append((count, told))
+    def _note(self, count: Callable[..., None], *arguments: Any) -> None:
+        self._noted.append((count, arguments))
         if len(self._noted) >= MAX_NOTED:
             with self.lock:
                 self.settle()
@@ -250,11 +236,12 @@ class Metrics:
         self._observe_parts(stats.parts_ns)
 
     def _count_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        self.itl_ns.observe_many(gaps_ns)
+        for gap_ns in gaps_ns:
+            self.itl_ns.observe(gap_ns)
         searches: set[str] = set()
         for request in first:
             self._count_first_token(request)
-            # All hypotheses of a search come at once, and its prompt was computed once.
+            # All hypotheses of a beam search start at once, and its prompt was computed once.
             if request.sampling.beams is None or request.parent_id not in searches:
                 self._count_prompt(request)
                 searches.add(request.parent_id)
@@ -307,6 +294,6 @@ class Metrics:
 
 
 def _is_our_doing(stats: RequestStats) -> bool:
-    """It came in and got no token, and that is not its client's doing: it failed, or its time ran out."""
+    """Return whether a request without a token ended because of the server: it failed or timed out."""
     has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
     return has_timed_out or stats.finish_reason is FinishReason.ERROR

@@ -1,7 +1,6 @@
-"""Metrics in Prometheus' text format. Called by the `/metrics` endpoint, which imports it when first asked, since the
-client library costs a twentieth of a second; keeps nothing and counts nothing.
+"""Writes metrics in Prometheus' text format 0.0.4 (https://prometheus.io/docs/instrumenting/exposition_formats/).
 
-Format: https://prometheus.io/docs/instrumenting/exposition_formats/ (text, 0.0.4).
+The `/metrics` endpoint imports this when it is first called, since the client library takes 50 ms to import.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _SECOND_NS = 1e9
 
 
 def expose(*models: Metrics) -> bytes:
-    """All series of one or more models in the format of `CONTENT_TYPE`; each model's are read at one moment. For any thread."""
+    """Return all series of the models in the format `CONTENT_TYPE`. Each model's series are consistent. Thread-safe."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Together([_Snapshot(metrics) for metrics in models]))
     return generate_latest(registry)
 
 
 class _Together(Collector):
-    """The families of several snapshots, each name once: the samples differ in their model."""
+    """Merges the families of several models by name."""
 
     def __init__(self, snapshots: Sequence[_Snapshot]) -> None:
         self._families: dict[str, Metric] = {}
@@ -47,11 +46,11 @@ class _Together(Collector):
 
 
 class _Snapshot:
-    """Copies the numbers of one model out under the lock; text is made after it is released."""
+    """Copies the numbers of one model under its lock. Text is written after the lock is released."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._model = metrics.model
-        # Outside the lock: these have locks of their own.
+        # These have locks of their own.
         load, signals, waste = metrics.read_load(), metrics.read_signals(), metrics.read_waste()
         adapters = metrics.read_adapters() if metrics.read_adapters else None
         residence = None if metrics.read_residence is None else metrics.read_residence()
@@ -60,9 +59,9 @@ class _Snapshot:
             self.families = [
                 *self._gauges(load, waste),
                 *self._signals(signals),
-                self._gauge("prefill_chunk_tokens", "Prompt tokens that the last step could take.", metrics.max_prefill_tokens),
-                self._gauge("weight_bytes", "Weights as the backend keeps them; 0 if unknown.", metrics.num_weight_bytes),
-                self._gauge("settings_info", "1; the hash names settings of scheduling.", {metrics.settings_hash: 1}, "hash"),
+                self._gauge("prefill_chunk_tokens", "Most prompt tokens for the last step.", metrics.max_prefill_tokens),
+                self._gauge("weight_bytes", "Size of the weights in memory; 0 if unknown.", metrics.num_weight_bytes),
+                self._gauge("settings_info", "1, with a hash of the settings.", {metrics.settings_hash: 1}, "hash"),
                 *self._counters(metrics),
                 *self._tier(metrics.tier),
                 *self._residence(residence, metrics.model_wait_ns),
@@ -83,26 +82,25 @@ class _Snapshot:
         }
         usage = load.num_blocks_held / load.num_blocks_total if load.num_blocks_total else 0.0
         yield self._gauge("requests_running", "Requests in the batch.", load.num_running)
-        yield self._gauge("requests_waiting", "Requests that wait, by what the first of them lacks.", waiting, "reason")
-        yield self._gauge(
-            "kv_blocks", "KV cache blocks: free, free with reusable content, held by one, by several, null.", blocks, "state"
-        )
-        yield self._gauge("kv_waste_ratio", "Share of the KV positions that requests hold without a token in it.", waste)
-        yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks that requests hold.", usage)
+        yield self._gauge("requests_waiting", "Waiting requests, by what the first of them waits for.", waiting, "reason")
+        text = "KV cache blocks: free, free with cached content, held by one request, by several, null."
+        yield self._gauge("kv_blocks", text, blocks, "state")
+        yield self._gauge("kv_waste_ratio", "Share of the KV positions held by requests that have no token.", waste)
+        yield self._gauge("kv_usage_ratio", "Share of the KV cache blocks held by requests.", usage)
 
     def _signals(self, load: SustainedLoad) -> Iterator[Metric]:
         for name, text, value in (
-            ("drain_rate_requests_per_second", "Rate at which places became free while requests waited.", load.drain_rate),
+            ("drain_rate_requests_per_second", "Rate at which requests ended while others waited.", load.drain_rate),
             (
                 "arrival_rate_requests_per_second",
-                "Calls, mean of the last 30 s; returns as told left out.",
+                "Calls without timely retries, mean of 30 s.",
                 load.arrivals_per_s,
             ),
-            ("queue_depth_sustained", "Requests that waited, mean of the last 30 s.", load.queue_depth),
-            ("queue_delay_seconds", "What the queue of the last 30 s takes to drain.", load.queue_delay_s),
-            ("utilisation_ratio", "Share of rows or KV blocks used, mean of the last 30 s; 1 with a queue.", load.utilisation),
-            ("kv_headroom_ratio", "Share of the KV blocks that nobody held, mean of the last 30 s.", load.kv_headroom),
-            ("desired_replicas", "Servers like this one that would carry the load.", load.desired_replicas),
+            ("queue_depth_sustained", "Waiting requests, mean of 30 s.", load.queue_depth),
+            ("queue_delay_seconds", "Time to drain the mean queue of 30 s.", load.queue_delay_s),
+            ("utilisation_ratio", "Share of rows or KV blocks used, mean of 30 s; 1 while requests wait.", load.utilisation),
+            ("kv_headroom_ratio", "Share of the KV blocks not held, mean of 30 s.", load.kv_headroom),
+            ("desired_replicas", "Servers like this one that the load needs.", load.desired_replicas),
         ):
             yield self._gauge(name, text, value)
 
@@ -112,15 +110,15 @@ class _Snapshot:
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", metrics.num_prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", metrics.num_prefix_hit_tokens)
         preemptions = {"recompute": metrics.num_preemptions - metrics.num_swaps, "swap": metrics.num_swaps}
-        yield self._counter("preemptions", "Running requests that lost their KV blocks.", preemptions, "method")
+        yield self._counter("preemptions", "Preemptions of running requests.", preemptions, "method")
         yield self._counter("recomputed_tokens", "Positions computed again after a preemption.", metrics.num_recomputed_tokens)
-        yield self._counter("engine_restarts", "How often the engine failed or hung, and was made anew.", metrics.num_restarts)
-        yield self._counter("padding_tokens", "Positions computed for nobody, as padding.", metrics.num_padding_tokens)
-        text = "Rows left out of a step, as masks of their grammars had taken too long."
+        yield self._counter("engine_restarts", "Restarts of the engine after a failure or a hang.", metrics.num_restarts)
+        yield self._counter("padding_tokens", "Positions computed as padding.", metrics.num_padding_tokens)
+        text = "Rows left out of a step because their grammar masks were not ready."
         yield self._counter("grammar_rows_sat_out", text, metrics.num_rows_sat_out)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.", prompt, "source")
         yield self._counter("generation_tokens", "Tokens generated.", metrics.num_generated_tokens)
-        yield self._counter("forced_tokens", "Generated tokens that a grammar left no choice about.", metrics.num_forced_tokens)
+        yield self._counter("forced_tokens", "Generated tokens that a grammar forced.", metrics.num_forced_tokens)
         if metrics.tenants:
             yield self._of_tenants("requests", "Requests of a named key, by outcome.", "outcome", metrics.tenant_requests)
             yield self._of_tenants("tokens", "Tokens of a named key's requests.", "kind", metrics.tenant_tokens)
@@ -134,25 +132,16 @@ class _Snapshot:
         return family
 
     def _ends(self, metrics: Metrics) -> Iterator[Metric]:
-        success = CounterMetricFamily(
-            _PREFIX + "request_success", "Requests that ended, by finish reason.", labels=["model", "finish_reason"]
-        )
-        rejected = CounterMetricFamily(_PREFIX + "requests_rejected", "Requests that were refused.", labels=["model", "reason"])
-        slo = CounterMetricFamily(
-            _PREFIX + "slo_attainment",
-            "Requests that had a target, by whether they met it.",
-            labels=["model", "slo", "met"],
-        )
-        for reason, count in metrics.success.items():
-            success.add_metric([self._model, reason.name.lower()], count)
-        for why, count in metrics.rejected.items():
-            rejected.add_metric([self._model, why], count)
+        success = {reason.name.lower(): count for reason, count in metrics.success.items()}
+        yield self._counter("request_success", "Requests that ended, by finish reason.", success, "finish_reason")
+        yield self._counter("requests_rejected", "Requests that were refused.", metrics.rejected, "reason")
+        text = "Requests with a target, by whether they met it."
+        slo = CounterMetricFamily(_PREFIX + "slo_attainment", text, labels=["model", "slo", "met"])
         for target, is_met in itertools.product(("ttft", "itl"), (True, False)):
             slo.add_metric([self._model, target, str(is_met).lower()], metrics.slo[target, is_met])
-        yield from (success, rejected, slo)
+        yield slo
 
     def _tier(self, tier: TierStats) -> Iterator[Metric]:
-        """Only if there is one."""
         if not tier.num_slots:
             return
         present = min(tier.num_present, tier.num_slots)
@@ -162,47 +151,43 @@ class _Snapshot:
         failures = dict(sorted(tier.failures.items()))
         name, words = f"kv_{tier.medium}", f"{tier.medium} tier"
         dropped = tier.num_dropped_blocks
-        yield self._gauge(f"{name}_up", f"1 while the {words} is in use; 0: it failed too often.", tier.is_open)
-        yield self._gauge(f"{name}_slots", f"Places for blocks in the {words}.", slots, "state")
-        yield self._counter(f"{name}_blocks", f"KV blocks that went to the {words} and came back.", blocks, "direction")
+        yield self._gauge(f"{name}_up", f"1 while the {words} is in use, 0 after too many failures.", tier.is_open)
+        yield self._gauge(f"{name}_slots", f"Slots for blocks in the {words}.", slots, "state")
+        yield self._counter(f"{name}_blocks", f"KV blocks moved to and from the {words}.", blocks, "direction")
         yield self._counter(f"{name}_bytes", f"Bytes written to and read from the {words}.", moved, "direction")
-        yield self._counter(f"{name}_dropped_blocks", "KV blocks not written: too many on their way.", dropped)
-        yield self._counter(f"{name}_failures", "KV blocks that did not arrive, by reason.", failures, "reason")
+        yield self._counter(f"{name}_dropped_blocks", "KV blocks not written because too many were being written.", dropped)
+        yield self._counter(f"{name}_failures", "Failed transfers of KV blocks, by reason.", failures, "reason")
 
     def _adapters(self, pool: AdapterCounts, beside: AdapterStats | None) -> Iterator[Metric]:
-        """Only if the model is served with some. Names are no labels: there may be as many as clients like."""
+        """Yield nothing for a model without adapters. Names are not labels, as clients can make any number of them."""
         if beside is None:
             return
         places = {"running": pool.num_running, "idle": pool.num_resident - pool.num_running, "memory": beside.num_in_memory}
         loads = {"ok": beside.num_loads, "failed": beside.num_failures}
         evictions = {"kv_cache": pool.num_evictions, "memory": beside.num_evictions}
-        text = "Adapters in the KV cache, with running requests or without, and in memory beside it."
+        text = "Adapters in the KV cache (running or idle), and in memory beside it."
         yield self._gauge("adapters", text, places, "place")
-        yield self._gauge("adapter_names", "Adapters that were named, or asked for.", beside.num_registered)
-        yield self._gauge("adapter_kv_blocks", "KV cache blocks with adapters.", pool.num_blocks)
-        yield self._gauge("adapter_memory_bytes", "Adapters in memory beside the KV cache.", beside.num_bytes)
-        yield self._counter("adapter_loads", "Adapters that were read from files.", loads, "result")
-        yield self._counter("adapter_load_seconds", "Time of reading, checking and packing.", beside.load_ns / _SECOND_NS)
-        yield self._counter("adapter_placements", "Adapters that were put into the KV cache.", pool.num_placements)
-        yield self._counter("adapter_evictions", "Adapters that lost their place to others.", evictions, "place")
+        yield self._gauge("adapter_names", "Registered adapters.", beside.num_registered)
+        yield self._gauge("adapter_kv_blocks", "KV cache blocks that hold adapters.", pool.num_blocks)
+        yield self._gauge("adapter_memory_bytes", "Size of adapters in memory beside the KV cache.", beside.num_bytes)
+        yield self._counter("adapter_loads", "Adapters read from files.", loads, "result")
+        yield self._counter("adapter_load_seconds", "Time to read, check and pack adapters.", beside.load_ns / _SECOND_NS)
+        yield self._counter("adapter_placements", "Adapters copied into the KV cache.", pool.num_placements)
+        yield self._counter("adapter_evictions", "Evicted adapters.", evictions, "place")
 
     def _residence(self, residence: Residence | None, wait_ns: Histogram) -> Iterator[Metric]:
         if residence is None:
             return
         states = {state: int(state == residence.state) for state in residence.states}
         yield self._gauge("model_state", "1 for the state that the model is in.", states, "state")
-        yield self._gauge(
-            "model_requests_waiting_for_load", "Requests that wait for the model to be loaded.", residence.num_waiting
-        )
-        text = "Waits of requests for the model to be loaded, of those after which it was."
-        yield self._histogram("model_wait_seconds", text, wait_ns, _SECOND_NS)
+        yield self._gauge("model_requests_waiting_for_load", "Requests waiting for the model to load.", residence.num_waiting)
+        yield self._histogram("model_wait_seconds", "Successful waits for the model to load.", wait_ns, _SECOND_NS)
         loads = {"ok": residence.num_loads, "failed": residence.num_load_failures}
-        yield self._counter("model_loads", "Loads of the model, by their end.", loads, "result")
-        yield self._counter("model_load_seconds", "Time of the loads that ended well.", residence.load_ns / _SECOND_NS)
-        yield self._counter("model_unloads", "How often the model left memory.", residence.num_unloads, "reason")
-        text = "Memory that the model may come to use, by part; none while it is not loaded."
-        yield self._gauge("memory_bytes", text, residence.memory_bytes, "part")
-        text = "For how long the model's steps had the CPU; 0 where steps take no turns."
+        yield self._counter("model_loads", "Loads of the model, by result.", loads, "result")
+        yield self._counter("model_load_seconds", "Time of successful loads.", residence.load_ns / _SECOND_NS)
+        yield self._counter("model_unloads", "Unloads of the model.", residence.num_unloads, "reason")
+        yield self._gauge("memory_bytes", "Memory that the loaded model may use, by part.", residence.memory_bytes, "part")
+        text = "Time in which the model's steps used the CPU; 0 if steps take no turns."
         yield self._counter("machine_seconds", text, residence.machine_ns / _SECOND_NS)
 
     def _sizes(self, metrics: Metrics) -> Iterator[Metric]:
@@ -223,9 +208,8 @@ class _Snapshot:
             ("queue_time_seconds", "From arrival to the first step with the request.", metrics.queue_ns),
         ):
             yield self._histogram(name, text, histogram, _SECOND_NS)
-        text = "Waits of calls for their grammars to be compiled; a known one takes microseconds."
-        yield self._histogram("grammar_wait_seconds", text, metrics.grammar_wait_ns, _SECOND_NS)
-        text = "Each gap between tokens of one request."
+        yield self._histogram("grammar_wait_seconds", "Waits for grammars to compile.", metrics.grammar_wait_ns, _SECOND_NS)
+        text = "Gaps between two tokens of one request."
         yield self._histogram("inter_token_latency_seconds", text, metrics.itl_ns, _SECOND_NS)
 
     def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
@@ -235,7 +219,7 @@ class _Snapshot:
         return self._fill(CounterMetricFamily(_PREFIX + name, text, labels=["model", *filter(None, [label])]), value)
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float]) -> Metric:
-        """`value` is one number, or several by the value of the second label."""
+        """Add samples: one number, or a number for each value of the second label."""
         if isinstance(value, Mapping):
             for key, number in value.items():
                 family.add_metric([self._model, key], number)

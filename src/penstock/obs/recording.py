@@ -1,11 +1,8 @@
-"""The recording: a file of what a server was asked, planned and took time for, without a text or a token (docs/recording.md).
+"""Writes recordings: requests, plans and timings of a server, without texts or tokens (docs/recording.md).
 
-Owns the file and the thread that writes it. Told by the engine thread, which only appends to a bounded queue and never waits:
-what does not fit is dropped and counted, in the file and in the log. Decides nothing about requests.
-
-Each line is one JSON object. Instants are nanoseconds of the engine's clock from the begin of the recording. Prompts are told
-by ids of their blocks, given in the order in which contents were first seen: equal ids are equal tokens after equal tokens. An
-id alone says nothing; beside a prompt of one's own under the same salt it confirms a guess.
+The engine thread only appends to a bounded queue. A thread here writes the file, and counts reports that did not fit. Each line
+is one JSON object; instants are nanoseconds since the start. Prompts are lists of block ids, numbered in the order in which
+contents were first seen: equal ids mean equal tokens after equal prefixes.
 """
 
 from __future__ import annotations
@@ -35,34 +32,33 @@ _logger = logging.getLogger(__name__)
 FORMAT = "penstock-recording"
 VERSION = 1
 NUM_PARTS = 4
-"""Files that share the size: FILE and FILE.1 to FILE.3, the oldest."""
+"""Files that share the size limit: FILE, and FILE.1 to FILE.3 with older parts."""
 MAX_TOLD_ROWS = 1 << 19
-"""Rows that wait for the writer, at about 128 bytes each: 64 MB, or minutes of steps. A report counts as a row more, and four
-tokens of a prompt as one."""
+"""Queue limit in rows of about 128 bytes: 64 MB, or minutes of steps. A report counts as one more row, four prompt tokens as
+one."""
 CLOSE_TIMEOUT_S = 10.0
-"""How long a server that shuts down waits for the writer."""
 POLL_S = 0.05
-"""Between two looks at the queue. Little is written at once then, so that the engine thread does not wait for the GIL."""
+"""Time between two looks at the queue: short, so that little is written at once and the engine thread does not wait for the
+GIL."""
 MAX_BLOCKS = 1 << 16
-"""Blocks whose content is remembered by the writer, at most; about 25 MB at 16 tokens. A block forgotten and seen again gets
-another id."""
+"""Block contents that are remembered, about 25 MB at 16 tokens. A forgotten block that comes again gets a new id."""
 MAX_ALIKE = 64
-"""Blocks with one parent and one first token that are compared: the newest, and more than the prefix cache compares."""
+"""Newest blocks with the same parent and first token that are compared: more than the prefix cache compares."""
 MAX_ENDED = 1024
-"""Requests that ended, of which a step that was planned before may still have a row."""
+"""Ended requests that are remembered, because an earlier planned step may still have a row of them."""
 MAX_TENANTS = 1 << 16
 TOKEN_BYTES = 4
 LINE_BYTES = 1 << 16
-"""Room for the next line when a part is not yet full; a prompt of a million tokens takes more."""
+"""Room kept for the next line of a part. A prompt of a million tokens takes more."""
 NOBODY = -1
-"""Number of a row of padding, and of a tenant after `MAX_TENANTS` others."""
+"""The number of a padding row, and of each tenant beyond `MAX_TENANTS`."""
 
 BEGINNING = f'{{"kind":"header","format":"{FORMAT}",'.encode()
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 class PrefixIds:
-    """Numbers for contents of blocks. The same prefix under the same salt and adapter has the same numbers."""
+    """Numbers block contents: the same prefix under the same salt and adapter gets the same numbers."""
 
     def __init__(self, block_size: int, max_blocks: int = MAX_BLOCKS) -> None:
         self._block_size = block_size
@@ -71,38 +67,38 @@ class PrefixIds:
         self._old: dict[tuple[int, bytes], int] = {}
         self._young_alike: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
         self._old_alike: dict[tuple[int, bytes], list[tuple[int, bytes]]] = {}
-        """(parent, first token) -> children of the parent that begin so: id and packed tokens, the newest last."""
+        """(parent, first token) -> id and packed tokens of such children, the newest last."""
         self._num_ids = 0
 
     def root(self, salt: bytes, adapter: bytes = b"") -> int:
-        """Return the parent of first blocks under a salt and an adapter. Numbers of roots are not in the file."""
+        """Return the parent of first blocks under a salt and an adapter. The file does not contain root ids."""
         key = (NOBODY, b"%d %b%b" % (len(salt), salt, adapter))
         return self._known(key) or self._put(key)
 
     def chain(self, parent: int, token_ids: Sequence[int]) -> tuple[list[int | list[int]], int]:
-        """The blocks of `token_ids`, which continue `parent`, as they are told, and the id of the last full one.
+        """Return the blocks of `token_ids`, which continue `parent`, and the id of the last full block.
 
-        An id that was told before, or one of new content; the latter is a list [id, other, n] if the block begins with the same
-        n tokens as the block `other`. The rest that fills no block has an id, too, the last.
+        A block is an id, or a list [id, other, n] if its content is new and begins with the same n tokens as block `other`. A
+        last block that is not full has an id too.
         """
-        told: list[int | list[int]] = []
+        blocks: list[int | list[int]] = []
         data = array("i", token_ids).tobytes()
         num_bytes = self._block_size * TOKEN_BYTES
         for start in range(0, len(data), num_bytes):
             content = data[start : start + num_bytes]
             known = self._known((parent, content))
             if known is not None:
-                told.append(known)
+                blocks.append(known)
                 number = known
             else:
                 other, num_common = self._most_alike(parent, content)
                 number = self._put((parent, content))
                 if num_common * TOKEN_BYTES < len(content):
                     self._note_alike(parent, content, number)
-                told.append([number, other, num_common] if num_common else number)
+                blocks.append([number, other, num_common] if num_common else number)
             if len(content) == num_bytes:
                 parent = number
-        return told, parent
+        return blocks, parent
 
     def _known(self, key: tuple[int, bytes]) -> int | None:
         number = self._young.get(key)
@@ -128,13 +124,13 @@ class PrefixIds:
         return best
 
     def _note_alike(self, parent: int, content: bytes, number: int) -> None:
-        """List new content for comparisons, in place of what it begins with."""
+        """List new content for comparisons, replacing contents that it begins with."""
         alike = self._young_alike.setdefault((parent, content[:TOKEN_BYTES]), [])
         alike[:] = [*(one for one in alike if not content.startswith(one[1])), (number, content)][-MAX_ALIKE:]
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Number of packed tokens with which both begin."""
+    """Return the number of packed tokens that both begin with."""
     num_bytes = min(len(one), len(other))
     difference = int.from_bytes(one[:num_bytes], "little") ^ int.from_bytes(other[:num_bytes], "little")
     if not difference:
@@ -143,7 +139,7 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 class Recorder:
-    """A `RequestJournal` and `TurnObserver` of the engine that writes what it is told to a file."""
+    """A `RequestJournal` and `TurnObserver` of the engine that writes to a file."""
 
     def __init__(
         self,
@@ -156,18 +152,19 @@ class Recorder:
         has_tenant_names: bool = False,
         max_told_rows: int = MAX_TOLD_ROWS,
     ) -> None:
-        """Open the file and start the thread. `about`: what the header says of model, machine and settings, as JSON.
+        """Open the file and start the thread. `about` describes model, machine and settings in the header, as JSON.
 
-        `max_bytes` are of all parts together. Raises ConfigError, and OSError, if the file can't be written.
+        `max_bytes` limits all parts together. Raises ConfigError or OSError if the file can't be written.
         """
         self._told: deque[tuple[Any, ...]] = deque()
-        """Size in rows, a method of the writer, and what it is given."""
+        """Size in rows, a method of the writer, and its arguments."""
         self._max_told_rows = max_told_rows
         self._num_rows_told = 0
+        """Rows ever queued. Written by the engine thread."""
         self._num_rows_taken = 0
-        """Sizes of all reports that the writer took. Written by its thread."""
+        """Rows that the writer has taken. Written by its thread."""
         self.num_lost = 0
-        """Reports that were dropped. Written by the engine thread."""
+        """Dropped reports. Written by the engine thread."""
         start_ns = clock.now_ns()
         header = {
             "kind": "header",
@@ -194,7 +191,7 @@ class Recorder:
         self._tell(1 + request.num_prompt_tokens // 4, _Writer.queued, request, now_ns)
 
     def on_news(self, news: PlanNews) -> None:
-        """The rows of the plan say the same."""
+        """Recorded with the step's rows."""
 
     def on_step(self, stats: StepStats) -> None:
         self._tell(1 + len(stats.rows), _Writer.step, stats)
@@ -206,7 +203,7 @@ class Recorder:
         self._tell(1, _Writer.turn, parts_ns)
 
     def on_engine(self) -> None:
-        """The engine is made anew: it starts with no request, and its steps are counted from 0."""
+        """Record that the engine was restarted, without requests, and counts its steps from 0."""
         self._tell(1, _Writer.restart)
 
     def _tell(self, num_rows: int, *told: object) -> None:
@@ -219,10 +216,7 @@ class Recorder:
     # For any thread.
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Write what was told so far and close the file. Idempotent.
-
-        Where the disk takes longer than `timeout_s`, the writer is left alone and the log says so.
-        """
+        """Write all reports and close the file. Idempotent. Gives up with a warning after `timeout_s`."""
         self._is_closing.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -259,7 +253,7 @@ class Recorder:
 
 
 class _Writer:
-    """Makes lines of what was told."""
+    """Turns reports into lines."""
 
     def __init__(
         self,
@@ -277,32 +271,32 @@ class _Writer:
         self._ids = PrefixIds(block_size)
         self._num_requests = 0
         self._numbers: dict[str, int] = {}
-        """Request id -> its number in the file, while it has not ended."""
+        """Request id -> its number in the file, until it ends."""
         self._ended: OrderedDict[str, int] = OrderedDict()
-        """The same of the last that ended."""
+        """The same for requests that ended recently."""
         self._lives: dict[str, tuple[Request, int, dict[str, object]]] = {}
-        """Request id -> the request, the parent of its first block with generated tokens, and what its line says."""
+        """Request id -> the request, the parent of its first block with generated tokens, and its line."""
         self._tenants: dict[str, int] = {}
         self._next_context: dict[int, int] = {}
-        """Number of a request -> its `context_len` if it goes on where its last row in this part ended."""
+        """Number of a request -> `context_len` after its last row in this part."""
         self._part_names: tuple[str, ...] = ()
         self._pending: tuple[dict[str, object], Mapping[str, int]] | None = None
-        """The line of the step whose turn has not ended, and its parts so far."""
+        """The line of a step whose turn has not ended, and its parts so far."""
         self._later: list[dict[str, object]] = []
-        """Lines of what came since: they stand in the order in which things happened."""
+        """Lines that must follow the pending one."""
         self._lines: list[bytes] = []
         self._num_bytes = 0
         self._num_beginning_bytes = 0
-        """This part's header, and requests that were told before."""
+        """Size of this part's header and of the requests repeated in it."""
         self._num_lost = 0
         self._begin_part()
 
-    # What is told, in the order in which it happened.
+    # Reports, in order.
 
     def queued(self, request: Request, now_ns: int) -> None:
         number = self._new_number(request.request_id)
         ref = request.adapter
-        adapter = b"" if ref is None else ref.fingerprint or b"%d" % ref.number  # not read yet: it shares nothing
+        adapter = b"" if ref is None else ref.fingerprint or b"%d" % ref.number  # not read yet: shares no prefix
         blocks, parent = self._ids.chain(self._ids.root(request.cache_salt, adapter), request.prompt_token_ids)
         sampling = request.sampling
         line: dict[str, object] = {
@@ -387,11 +381,10 @@ class _Writer:
         self._say({"kind": "restart"})
 
     def note_lost(self, num_lost: int) -> None:
-        """So many reports were dropped until now."""
         if num_lost == self._num_lost:
             return
         if not self._num_lost:
-            _logger.warning("the recording lacks reports: its writer does not keep up, or the machine is busy")
+            _logger.warning("the recording misses reports: its writer does not keep up, or the machine is busy")
         self._say({"kind": "lost", "count": num_lost - self._num_lost})
         self._num_lost = num_lost
 
@@ -401,7 +394,7 @@ class _Writer:
         self.flush()
         self._parts.close()
         if num_lost:
-            _logger.warning("the recording lacks %d reports in all", num_lost)
+            _logger.warning("the recording misses %d reports in all", num_lost)
 
     # Lines.
 
@@ -420,8 +413,8 @@ class _Writer:
             self._say(one)
 
     def _rows(self, stats: StepStats) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-        """The first rows that decode where their last row ended, by number; and (number, query_len, context_len, samples) of
-        all others.
+        """Return the numbers of leading rows that continue a decode, and (number, query_len, context_len, samples) of the
+        others.
         """
         goes_on: list[int] = []
         others: list[tuple[int, int, int, int]] = []
@@ -439,7 +432,7 @@ class _Writer:
         return goes_on, others
 
     def _number(self, name: str, *, is_void: bool) -> int:
-        """The number of a row's request; `is_void`: it had ended before the step did."""
+        """Return the number of a row's request. `is_void`: the request ended before the step did."""
         if isinstance(name, PaddingId):
             return NOBODY
         if is_void:
@@ -448,7 +441,7 @@ class _Writer:
         return self._new_number(name) if number is None else number  # its arrival was lost
 
     def _refused(self, stats: RequestStats) -> int:
-        """Tell of a request that was never queued."""
+        """Write a request that was never queued."""
         self._num_requests += 1
         line: dict[str, object] = {
             "kind": "request",
@@ -483,16 +476,15 @@ class _Writer:
     # Parts.
 
     def flush(self) -> None:
-        """Write the lines that were made."""
         if self._lines:
             self._parts.write(b"".join(self._lines))
             self._lines.clear()
             self._num_bytes = 0
 
     def turn_over_if_full(self) -> None:
-        """Begin another part where the next line may not fit. A part is understood without those before it.
+        """Begin another part if the next line may not fit. Each part can be read without the earlier ones.
 
-        A part has at least as many bytes of news as it has of repetition, even if it gets too large by that.
+        A part repeats at most as many bytes as it adds, even if that makes it larger than its limit.
         """
         if self._pending is not None or self._parts.has_room(self._num_bytes + LINE_BYTES):
             return
@@ -514,16 +506,16 @@ class _Writer:
 
 
 class _Parts:
-    """FILE, which is written to, and the parts before it: FILE.1, the last that was full, and so on. For one thread."""
+    """FILE, which is being written, and FILE.1 and so on, the full parts before it. Used by one thread."""
 
     def __init__(self, path: Path, part_bytes: int) -> None:
-        """Raises ConfigError for what is no recording, or is another server's, and OSError."""
+        """Raises OSError, or ConfigError for a file that is not a recording or belongs to another server."""
         check_path(path)
         self._path = path
         self._part_bytes = part_bytes
         self.num_begun = 0
         self.size_bytes = 0
-        """The present part's size."""
+        """Size of the current part."""
         self._fd = self._open()
 
     def has_room(self, num_bytes: int) -> bool:
@@ -536,13 +528,12 @@ class _Parts:
         self.size_bytes += len(data)
 
     def turn_over(self) -> None:
-        """The present part becomes FILE.1, and so on; the oldest is lost. Raises as opening does."""
+        """Rename the parts, dropping the oldest, and open a new one. Raises as opening does."""
         self.close()
         check_path(self._path)
         self._fd = self._open()
 
     def close(self) -> None:
-        """Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -555,7 +546,7 @@ class _Parts:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND
         fd = os.open(self._path, flags, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `check_path` of another server
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server's `check_path` looks for it
         except OSError:
             os.close(fd)
             raise
@@ -565,12 +556,12 @@ class _Parts:
 
 
 def part_path(path: Path, idx: int) -> Path:
-    """The file of the part that was begun `idx` parts ago: FILE itself for 0."""
+    """Return the file of the part begun `idx` parts ago: FILE itself for 0."""
     return path.with_name(f"{path.name}.{idx}") if idx else path
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError, before a model is loaded, if a recording can't be begun at this path."""
+    """Raise ConfigError if a recording can't be started at this path. Called before a model is loaded."""
     for idx in range(NUM_PARTS):
         _check_part(part_path(path, idx))
     folder = path.parent
@@ -581,15 +572,12 @@ def check_path(path: Path) -> None:
 
 
 def _check_part(path: Path) -> None:
-    """Raise ConfigError for anything but nothing, or a recording that nobody writes to.
-
-    A power loss may leave a recording empty, or cut off in its first line.
-    """
+    """Raise ConfigError unless the path is free or an old recording, which a power loss may have cut off in its first line."""
     if not os.path.lexists(path):
         return
     remedy = "Name another file with --record, or move this one away."
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ConfigError(f"{path} is no ordinary file.", remedy=remedy)
+        raise ConfigError(f"{path} is not a regular file.", remedy=remedy)
     try:
         with path.open("rb") as file:
             first = file.readline(LINE_BYTES)
@@ -600,4 +588,4 @@ def _check_part(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error}.", remedy=remedy) from None
     if not first.startswith(BEGINNING) and not BEGINNING.startswith(first):
-        raise ConfigError(f"{path} is no recording, and is not overwritten.", remedy=remedy)
+        raise ConfigError(f"{path} is not a recording, so it is not overwritten.", remedy=remedy)

@@ -1,15 +1,10 @@
-"""The load as an autoscaler needs it: sustained, not of this moment. Told by the engine thread and the door, read by `/load`
-and `/metrics`; decides nothing about requests.
+"""The sustained load, for autoscalers. Reported by the engine thread and the door, read by `/load` and `/metrics`.
 
-Each state lasts from one step to the next, and is spread over seconds; the values are means over the last `WINDOW_S`. The load
-in servers is
+Values are means over the last `WINDOW_S` seconds. The load in servers is
 
-    max(utilisation, arrivals / drain rate) / TARGET + queue / (drain rate x CLEAR_S)
+    max(utilisation, arrivals / drain rate) / TARGET_UTILISATION + queue / (drain rate x CLEAR_S)
 
-where a call that comes back as told is no new arrival. `Replicas` keeps it from swinging: up when every second of the last
-`UP_S` asked for more, to the least of what they asked; down when no second of the last `DOWN_S` asked for as many, to the most
-of what they asked. So a peak does not start a server and a pause does not end one. These are the two stabilisation windows of
-Kubernetes' HorizontalPodAutoscaler (KEP-853), with its tolerance of a tenth.
+where a retry at the time that `Retry-After` gave does not count as an arrival.
 """
 
 from __future__ import annotations
@@ -26,17 +21,24 @@ from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
 UP_S = 15
 DOWN_S = 300
 TOLERANCE = 0.1
-"""A server too many or too few by less than this is none."""
+"""Ignore a load that exceeds a whole number of servers by less than this."""
 
 
 class Replicas:
+    """The number of servers that the load needs, steadied over time.
+
+    It goes up when every one of the last `UP_S` seconds needed more, to the least that one needed, and down when none of the
+    last `DOWN_S` seconds needed as many, to the most that one needed. Windows and tolerance are those of Kubernetes'
+    HorizontalPodAutoscaler (KEP-853).
+    """
+
     def __init__(self) -> None:
         self.desired = 1
         self._asked: deque[tuple[int, int]] = deque()
-        """(second, servers) from when on so many were asked for, over the last `DOWN_S`; ascending."""
+        """(first second, servers needed from then on), ascending, for the last `DOWN_S`."""
 
     def add(self, second: int, load: float) -> None:
-        """In that second the load was worth so many servers. Seconds ascend; those left out were like the one before."""
+        """Add the load of a second, in servers. Seconds ascend. Seconds left out were like the one before."""
         asked = max(1, math.ceil(load - TOLERANCE))
         if not self._asked or self._asked[-1][1] != asked:
             self._asked.append((second, asked))
@@ -49,7 +51,7 @@ class Replicas:
             self.desired = max(self.desired, self._least_of_late(second))
 
     def _least_of_late(self, second: int) -> int:
-        """The least of the last `UP_S`, if there are as many."""
+        """Return the least of the last `UP_S` seconds, or 1 before there are as many."""
         least: int | None = None
         for at, num in reversed(self._asked):
             least = num if least is None else min(least, num)
@@ -60,51 +62,51 @@ class Replicas:
 
 WINDOW_S = 30
 MIN_WINDOW_S = 5
-"""Over which calls are counted at least: one call in the first moments is not several per second."""
+"""Least time over which calls are averaged, so that one call at the start does not look like several per second."""
 REPLICA_WINDOW_S = 5
-"""The window of `desired_replicas`: it has windows of its own behind."""
+"""Shorter for `desired_replicas`, which `Replicas` steadies."""
 TARGET_UTILISATION = 0.8
 CLEAR_S = 30.0
-"""A queue that takes so long to drain is worth one more server."""
+"""A queue that takes this long to drain needs one more server."""
 _SECOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedLoad:
-    """Means over the last `WINDOW_S` seconds, or over as many as there were."""
+    """Means over the last `WINDOW_S` seconds, or since the start."""
 
     queue_depth: float = 0.0
-    """Requests that waited."""
+    """Waiting requests."""
     utilisation: float = 0.0
-    """Share of the rows or of the KV blocks that was used, whichever is larger; 1 while somebody waited."""
+    """The larger of the shares of rows and KV blocks in use; 1 while requests wait."""
     kv_headroom: float = 1.0
-    """Share of the KV blocks that nobody held."""
+    """Share of the KV blocks not held by requests."""
     arrivals_per_s: float = 0.0
-    """Calls, refused ones among them; one that comes back as told counts once."""
+    """Calls, including refused ones. A retry at the time that `Retry-After` gave does not count."""
     drain_rate: float = 0.0
-    """Requests per second that ended while others waited; 0: nobody waited."""
+    """Requests per second that ended while others waited; 0 if none waited."""
     queue_delay_s: float = 0.0
-    """Time that the queue takes to drain; 0 if nobody waited."""
+    """Time to drain the queue; 0 if no request waited."""
     desired_replicas: int = 1
 
 
 @dataclass(slots=True)
 class _Second:
+    """Integrals of the state over the observed part of one second."""
+
     epoch: int = -1
     num_ns: int = 0
-    """Observed."""
     waiting_ns: int = 0
-    """Integrals of the state over time."""
     used_ns: float = 0.0
     free_ns: float = 0.0
     num_calls: int = 0
 
 
 class Signals:
-    """An `Observer` of the engine. For any thread."""
+    """An `Observer` of the engine. Thread-safe."""
 
     def __init__(self, num_rows: int, drain_rate: Callable[[int], float]) -> None:
-        """`num_rows`: as many requests as may run at once. `drain_rate`: requests per second, at an instant."""
+        """`num_rows` is the most requests that run at once. `drain_rate` returns requests per second at an instant."""
         self._num_rows = num_rows
         self._drain_rate = drain_rate
         self._lock = threading.Lock()
@@ -113,7 +115,7 @@ class Signals:
         self._at_ns: int | None = None
         self._num_waiting = 0
         self._num_there = 0
-        """The number of requests that wait or run."""
+        """Waiting and running requests."""
         self._used = 0.0
         self._free = 1.0
 
@@ -126,7 +128,7 @@ class Signals:
                 self._used = 1.0
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Only matters for the last to leave between two steps, cancelled perhaps: no step follows that would tell."""
+        """Note when the last request leaves: no step follows that would report it."""
         with self._lock:
             if stats.finish_reason is not FinishReason.REJECTED:
                 self._num_there = max(0, self._num_there - 1)
@@ -135,7 +137,7 @@ class Signals:
                 self._set(0, 0, 0, 1)
 
     def on_call(self, now_ns: int) -> None:
-        """A call came to the door that was not told to come back now."""
+        """Count a call that is not a retry at the given time."""
         with self._lock:
             self._advance(now_ns)
             self._second(now_ns // _SECOND_NS).num_calls += 1
@@ -164,11 +166,11 @@ class Signals:
         self._free = 1.0 - held
 
     def _advance(self, now_ns: int) -> None:
-        """The state has lasted until now. Time further back than every window is left out."""
+        """Add the time since the last report, in which the state did not change, up to the longest window."""
         if self._at_ns is None:
             self._at_ns = now_ns
         at_ns = max(self._at_ns, now_ns - (DOWN_S + WINDOW_S) * _SECOND_NS)
-        # In long idleness every second is like the one before, as soon as the windows hold nothing else: these are left out.
+        # When idle for long, every second is like the one before: skip to the last window.
         idle_epoch = at_ns // _SECOND_NS + REPLICA_WINDOW_S
         while at_ns < now_ns:
             epoch = at_ns // _SECOND_NS
@@ -194,7 +196,7 @@ class Signals:
         return self._seconds[idx]
 
     def _means(self, epoch: int, num_seconds: int) -> tuple[float, float, float, float]:
-        """(queue depth, utilisation, free share of the blocks, calls per second) of the seconds up to this one."""
+        """Return (queue depth, utilisation, free share of the blocks, calls per second) of the seconds up to `epoch`."""
         seconds = [second for second in self._seconds if epoch - num_seconds < second.epoch <= epoch]
         num_ns = sum(second.num_ns for second in seconds)
         if not num_ns:

@@ -1,8 +1,8 @@
-"""Checks JSON schemas before llguidance compiles them, and takes out what asks for nothing. Called by `text.grammar_source`,
-`text.tool_grammar` and `text.structural_tag`.
+"""Checks JSON schemas before llguidance compiles them.
 
-llguidance refuses most of what it does not support. This module has the rest: keywords and numbers that it would pass over or
-get wrong, schemas that would take it minutes or all memory, and keywords that it refuses although they ask for nothing.
+llguidance itself refuses most of what it does not support. This module refuses the rest: keywords and numbers that llguidance
+ignores or gets wrong, and schemas that would take it minutes or all memory. It also removes keywords without effect that
+llguidance refuses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from penstock.types.errors import Rejected, RejectReason
 
 WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,16}"
-"""Between two tokens of JSON, at most once: what pretty printers write. Small models would write spaces without end."""
+"""White space that pretty printers write between two JSON tokens. Without a limit, small models write spaces forever."""
 _OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
@@ -30,20 +30,20 @@ _OPTIONS = {
 }
 
 MAX_SCHEMAS = 2_000
-"""llguidance makes schemas anew in each place and for each choice of others that they are put together with, and looks at its
-limits afterwards: 3 KB of schema can take a minute, or all memory."""
+"""llguidance builds a schema again in every place and for every combination with others, and checks its limits afterwards: 3 KB
+of schema can take a minute, or all memory."""
 MAX_PATTERNS_TOGETHER = 6
-"""Patterns that one string has to match. Each may double time and memory: 20 take 4 s and 250 MB."""
+"""Patterns that one string must match. Each may double time and memory: 20 take 4 s and 250 MB."""
 MAX_NAME_PATTERNS = 32
-"""Different `patternProperties`. llguidance compares each with each: 100 take 0.1 s, 1,000 take minutes."""
+"""Different `patternProperties`. llguidance compares every pair: 100 take 0.1 s, 1,000 take minutes."""
 MAX_MULTIPLES = 10_000
-"""A prime number of five digits takes half a second and 50 MB to compile, one of eight a thousand times as much."""
+"""A five-digit prime takes half a second and 50 MB to compile, an eight-digit one a thousand times as much."""
 MAX_INTEGER = 2**53
-"""Beyond it llguidance counts in floating point, and past 64 bits two negative bounds end the process."""
+"""Above this llguidance counts in floating point. Beyond 64 bits, two negative bounds crash the process."""
 LEAST_NUMBER = 1e-15
-"""Smaller bounds become regexes of hundreds of brackets."""
+"""Smaller bounds become regexes with hundreds of brackets."""
 _PATTERN_SCHEMAS = 5
-"""The number of schemas that a string with a pattern or a format counts as, since it is compiled once more by itself."""
+"""A string with a pattern or a format is compiled separately, and counts as this many schemas."""
 _MAX_SHOWN_CHARS = 200
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -59,7 +59,7 @@ _UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "x-guidance"),
     }
 )
-"""llguidance passes some over if `$schema` names a draft that does not have them."""
+"""llguidance ignores some of these if `$schema` names a draft without them."""
 _ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"),
@@ -67,16 +67,16 @@ _ANNOTATIONS = frozenset(
         *("$ref", "allOf", "anyOf", "oneOf"),
     }
 )
-"""Keywords that may stand beside a $ref. Either they ask for nothing, or their schemas count by themselves."""
+"""Keywords that may stand beside a $ref: they have no effect, or their schemas are counted separately."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "exclusiveMinimum": (False,),
     "exclusiveMaximum": (False,),
 }
-"""Values that ask for nothing. Some generators write them, and llguidance refuses them."""
+"""Values without effect. Some generators write them, and llguidance refuses them."""
 _SAYS_NOTHING = frozenset({"deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"})
-"""Keywords that ask for nothing. llguidance would put them together with a $ref beside them, which fails if that recurs."""
+"""Keywords without effect. Beside a recursive $ref, they make llguidance fail."""
 
 _DAY = (
     "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -84,7 +84,7 @@ _DAY = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMAT_PATTERNS = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[Tt]{_TIME}$"}
-"""RFC 3339 without leap seconds. llguidance would take 29 February in every year, and 60 seconds in every minute."""
+"""RFC 3339 without leap seconds. llguidance itself accepts 29 February in every year, and 60 seconds in every minute."""
 
 _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"The format (\S+) is not", ("format",)),
@@ -93,15 +93,15 @@ _HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"for '(\w+)', got", ()),
     (r"look-around|an escape|[Rr]egex", ("pattern", "patternProperties")),
 )
-"""Messages of llguidance, which name no place, and the keywords that they may be about: the quoted one if there are none here.
-Otherwise what is quoted is the keyword's value, or a name in it."""
+"""Messages of llguidance and the keywords that they may be about. With no keywords here, the message quotes the keyword itself;
+otherwise it quotes the keyword's value or a name in it."""
 
 Place: TypeAlias = "tuple[Place, str] | None"
-"""The place around it, and a name or an index; None for the whole schema. A pair costs the same at every depth."""
+"""The enclosing place, and a name or an index; None is the whole schema."""
 
 
 class SchemaCount:
-    """Counts the schemas that llguidance will make of one grammar."""
+    """Counts the schemas that llguidance will build for one grammar."""
 
     def __init__(self) -> None:
         self._num_schemas = 0
@@ -112,7 +112,7 @@ class SchemaCount:
         self._num_schemas += num_schemas
 
     def check(self, num_schemas: int) -> None:
-        """Raises `Rejected` if so many more are beyond `MAX_SCHEMAS`."""
+        """Raises `Rejected` if adding these would exceed `MAX_SCHEMAS`."""
         if self._num_schemas + num_schemas > MAX_SCHEMAS:
             what = f"recurs, or grows to more than {MAX_SCHEMAS} schemas, where a $ref has other keywords beside it"
             why = f"an allOf has several anyOf, or it is as large itself (a pattern or a format counts as {_PATTERN_SCHEMAS})"
@@ -120,14 +120,14 @@ class SchemaCount:
 
 
 def json_of(schema: dict[str, Any], count: SchemaCount) -> str:
-    """Return the JSON that stands behind `%json` in Lark. `count` has the schemas before it in the same grammar.
+    """Return the JSON that follows `%json` in Lark. `count` has the earlier schemas of the same grammar.
 
     Changes `schema`. Raises `Rejected`. Time and memory are bounded by the length of the schema and by `MAX_SCHEMAS`.
     """
     root_id = schema.get("$id", schema.get("id"))
     for name in ("$id", "id"):
         if isinstance(schema.get(name), str):
-            del schema[name]  # every $ref is written without it, so that no other schema can claim it
+            del schema[name]  # every $ref is rewritten without it, so no other schema can claim it
     find = functools.cache(functools.partial(_find, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
@@ -154,27 +154,36 @@ def place_in(source: str, message: str) -> str:
     if "It stands at" in message:
         return ""
     if within := re.search(r"while processing json-schema:///(#\S*)", message):
-        return _told([_place_of(_names(within[1].rstrip(".;,")) or [])])
+        return _sentence([_place_of(_names(within[1].rstrip(".;,")) or [])])
     for pattern, keywords in _HINTS:
         if hint := re.search(pattern, message):
-            said = hint[1] if hint.re.groups else None
+            quoted = hint[1] if hint.re.groups else None
             if not keywords:
-                keywords, said = (str(said),), None
+                keywords, quoted = (str(quoted),), None
             nodes = ((node, place) for node, place in _walk(json.loads(source)) if isinstance(node, dict))
-            return _told(
+            return _sentence(
                 [
                     place
                     for node, place in nodes
-                    if any(name in node and said in (None, node[name], *_dict(node, name)) for name in keywords)
+                    if any(name in node and quoted in (None, node[name], *_dict(node, name)) for name in keywords)
                 ]
             )
     return ""
 
 
-def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
-    """Yield a schema and every schema inside it, once, without neutral keywords. Values of const and enum are not schemas.
+def subschemas(node: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the schemas directly inside one, each with its path: ("items",), ("anyOf", "0"), ("properties", "age")."""
+    yield from (((name,), node[name]) for name in _OF_SCHEMA if name in node)
+    for name in _OF_LIST:
+        yield from (((name, str(nth)), inside) for nth, inside in enumerate(_list(node, name)))
+    for name in _OF_NAMES:
+        yield from (((name, key), inside) for key, inside in _dict(node, name).items())
 
-    Writes every $ref as a JSON pointer that has one reading only: llguidance must follow it to the schema that was checked.
+
+def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any], Place]]:
+    """Yield every schema once, without neutral keywords.
+
+    Rewrites each $ref as a JSON pointer with one reading, so that llguidance follows it to the schema that was checked.
     """
     seen_ids: set[int] = set()
     waiting: list[tuple[Any, Place]] = [(schema, None)]
@@ -199,11 +208,7 @@ def _nodes(schema: dict[str, Any], root_id: str) -> Iterator[tuple[dict[str, Any
                 _refuse(f"{what}, not {str(ref)[:_MAX_SHOWN_CHARS]!r}. Put the schema under $defs: nothing is fetched.", place)
             node["$ref"] = _fragment(names or [])
             waiting.append((target, _place_of(names or [])))
-        waiting += [(node[name], (place, name)) for name in _OF_SCHEMA if name in node]
-        for name in _OF_LIST:
-            waiting += [(inside, ((place, name), str(nth))) for nth, inside in enumerate(_list(node, name))]
-        for name in _OF_NAMES:
-            waiting += [(inside, ((place, name), key)) for key, inside in _dict(node, name).items()]
+        waiting += [(inside, _place_of(path, place)) for path, inside in subschemas(node)]
 
 
 def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> None:
@@ -217,7 +222,7 @@ def _check_keywords(node: dict[str, Any], place: Place, *, is_root: bool) -> Non
 
 
 def _check_numbers(node: dict[str, Any], place: Place) -> None:
-    """Also writes whole counts such as 2.0 as integers, as llguidance wants them."""
+    """Also rewrites whole counts such as 2.0 as integers, which llguidance requires."""
     for keyword in ("const", "enum"):
         for value, inside in _walk(node.get(keyword), (place, keyword)):
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
@@ -241,7 +246,7 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
     for name, ends, sign in (("exclusiveMinimum", _BOUNDS[1::2], 1), ("exclusiveMaximum", _BOUNDS[:3:2], -1)):
         bound = _number(node.get(name))
         for end_name in ends:
-            # llguidance takes the bound itself for allowed if it is a whole number and the end lies before the next one.
+            # llguidance accepts the bound itself if it is a whole number and the end lies before the next whole number.
             end = _number(node.get(end_name))
             if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
                 inclusive = name.replace("exclusiveM", "m")
@@ -250,7 +255,7 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
 
 
 def _significant(value: Any) -> int:
-    """The digits of a number as a whole one, without zeros at the end: 12 for 0.0120."""
+    """Return the digits of a number without the point and trailing zeros: 12 for 0.0120."""
     number = _number(value)
     if number is None:
         return 0
@@ -279,28 +284,23 @@ def _spell_format(node: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One choice of what holds in a place."""
+    """One combination of schemas that apply in the same place."""
 
     waiting: Sequence[Any]
-    """Schemas that hold there and are not yet counted; at least one."""
+    """At least one schema that is not counted yet."""
     num_said: int = 0
-    """Counted schemas that say something."""
+    """Counted schemas that have an effect."""
     num_patterns: int = 0
-    """Counted schemas that have a pattern or a format."""
+    """Counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
-    """Counted schemas that have schemas inside. Each way counts these anew."""
-
-    def options(self, options: Sequence[Any]) -> Iterator[_Way]:
-        """The ways that begin with one of these schemas; each is built when it is looked at."""
-        for option in options:
-            yield _Way((option, *self.waiting), self.num_said, self.num_patterns, self.with_places)
+    """Counted schemas that contain others. Each combination counts those again."""
 
 
 def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
-    """Count every schema that llguidance makes, and return whether any are put together. Raises `Rejected`.
+    """Count every schema that llguidance builds, and return whether any are combined. Raises `Rejected`.
 
-    The target of a $ref counts once if the $ref is alone in its place. Schemas are built as they are counted, so that the bound
-    holds for the work of counting, too.
+    The target of a $ref that stands alone counts once. Combinations are generated lazily, so the limit also bounds the work of
+    counting.
     """
     does_merge = False
     named: set[str] = set()
@@ -314,7 +314,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
             continue
         first, *waiting = way.waiting
         node: dict[str, Any] = first if isinstance(first, dict) else {}
-        # A pattern or a format concerns strings alone, so the format int32 of an integer asks for nothing.
+        # A pattern or a format applies to strings only: the format int32 of an integer has no effect.
         has_pattern = ("pattern" in node or "format" in node) and node.get("type") not in _NO_STRINGS
         count.add(_PATTERN_SCHEMAS if has_pattern else 1)
         if has_pattern and way.num_patterns >= MAX_PATTERNS_TOGETHER:
@@ -336,7 +336,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
         way = _Way(waiting, way.num_said + says_something, way.num_patterns + has_pattern, with_places)
         if choices:
-            stack.append(way.options(choices[0]))
+            stack.append(_alternatives(way, choices[0]))
             way = None
         elif not waiting:
             count.check(sum(map(_num_parts, with_places)))
@@ -345,8 +345,13 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
     return does_merge
 
 
+def _alternatives(way: _Way, options: Sequence[Any]) -> Iterator[_Way]:
+    for option in options:
+        yield replace(way, waiting=(option, *way.waiting))
+
+
 def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
-    """The places in schemas that are put together, each with what they say of it."""
+    """Yield the places inside combined schemas, each with all schemas that apply there."""
     all_parts = [_parts(node) for node in together]
     rests = [_rests(node) for node in together]
     for key in dict.fromkeys(key for parts in all_parts for key in parts):
@@ -359,7 +364,7 @@ def _inside(together: Sequence[dict[str, Any]]) -> Iterator[_Way]:
 
 
 def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
-    """The schemas inside one, by their places."""
+    """Return the schemas inside one, by place."""
     parts: dict[tuple[str, Any], Any] = {("rest", name): node[name] for name in _OF_SCHEMA if isinstance(node.get(name), dict)}
     for name in ("properties", "patternProperties"):
         parts |= {("property", (name, key)): part for key, part in _dict(node, name).items()}
@@ -369,14 +374,14 @@ def _parts(node: dict[str, Any]) -> dict[tuple[str, Any], Any]:
 
 
 def _num_parts(node: dict[str, Any]) -> int:
-    """The number of `_parts`, without a look at each."""
+    """Return the number of `_parts` in constant time."""
     num_names = len(_dict(node, "properties")) + len(_dict(node, "patternProperties"))
     num_items = max(len(_list(node, "prefixItems")), len(_list(node, "items")))
     return sum(isinstance(node.get(name), dict) for name in _OF_SCHEMA) + num_names + num_items
 
 
 def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas for properties and items that the schema does not name itself."""
+    """Return the schemas that apply to other properties and items."""
     properties = [*_dict(node, "patternProperties").values(), node.get("additionalProperties")]
     items = [node.get("items"), node.get("additionalItems")]
     return {
@@ -386,7 +391,6 @@ def _rests(node: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _find(schema: dict[str, Any], ref: str) -> Any:
-    """The schema that a $ref names, or None."""
     return None if (names := _names(ref)) is None else _at(schema, names)
 
 
@@ -402,19 +406,19 @@ def _at(schema: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _names(ref: str) -> list[str] | None:
-    """The names of a JSON pointer in a URI fragment (RFC 6901, section 6), or None. It is decoded first, and then divided."""
+    """Return the names of a JSON pointer in a URI fragment (RFC 6901, section 6), or None."""
     if not ref.startswith("#") or not (pointer := unquote(ref[1:])).startswith("/"):
         return [] if ref == "#" else None
     return [name.replace("~1", "/").replace("~0", "~") for name in pointer[1:].split("/")]
 
 
 def _fragment(names: Sequence[str]) -> str:
-    """Return the URI fragment for names: the inverse of `_names`."""
+    """Return the inverse of `_names`."""
     return "#" + "".join("/" + quote(name.replace("~", "~0").replace("/", "~1"), safe="$") for name in names)
 
 
 def _has_id(node: dict[str, Any]) -> bool:
-    """Whether a $ref inside it may mean another place than outside."""
+    """Return whether the schema changes what a $ref inside it refers to."""
     return isinstance(node.get("$id"), str) or isinstance(node.get("id"), str)
 
 
@@ -429,7 +433,7 @@ def _dict(node: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
-    """A value and all that is inside it, in the order in which it is written."""
+    """Yield a value and everything inside it, in written order."""
     waiting = [(value, place)]
     while waiting:
         node, place = waiting.pop()
@@ -440,15 +444,14 @@ def _walk(value: Any, place: Place = None) -> Iterator[tuple[Any, Place]]:
             waiting += [(inside, (place, str(nth))) for nth, inside in reversed(list(enumerate(node)))]
 
 
-def _place_of(names: Sequence[str]) -> Place:
-    place: Place = None
+def _place_of(names: Sequence[str], place: Place = None) -> Place:
     for name in names:
         place = (place, name)
     return place
 
 
-def _told(places: Sequence[Place]) -> str:
-    """A sentence to append to a message; empty for the whole schema, and where the place is not known."""
+def _sentence(places: Sequence[Place]) -> str:
+    """Return a sentence to append to a message, or an empty text for the whole schema and for no place."""
     shown = [_pointer(place) for place in places[:3]]
     if shown in ([], ["#"]):
         return ""
@@ -466,5 +469,5 @@ def _pointer(place: Place) -> str:
 
 
 def _refuse(what: str, place: Place = None) -> NoReturn:
-    """`what` says what "a json_schema" does not do, and the remedy."""
-    raise Rejected(RejectReason.INVALID, f"A json_schema {what}{_told([place])}")
+    """`what` completes the sentence "A json_schema ..." and adds the remedy."""
+    raise Rejected(RejectReason.INVALID, f"A json_schema {what}{_sentence([place])}")

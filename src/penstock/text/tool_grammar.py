@@ -1,8 +1,7 @@
-"""Writes the grammar of answers that call tools as llguidance's Lark, from a format of `dialects` and the tools' schemas.
-Called by `text.grammar`; the grammar's source is the JSON text of `tool_source`.
+"""Writes the grammar of answers that call tools as llguidance's Lark. `text.grammar` calls it.
 
-A strict tool's schema is followed as it is. Otherwise an object with `properties` takes no others unless it says so, since they
-are arguments of a function; and if a schema can't be followed, the arguments may be any object.
+A strict tool's schema is followed exactly. For other tools, an object with `properties` allows no additional ones unless its
+schema says so, and arguments may be any object if the schema cannot be compiled.
 """
 
 from __future__ import annotations
@@ -20,51 +19,37 @@ from penstock.types.errors import Rejected, RejectReason
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties")
 _DESCRIPTIONS = ("title", "description", "examples", "default", "$comment")
-_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
-_OF_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
     name: str
     parameters: Mapping[str, Any] | None
-    """Schema of the arguments; None: no arguments."""
+    """Schema of the arguments, or None for a tool without arguments."""
     is_strict: bool = False
 
 
 def tool_source(tools: Sequence[Tool], tool_format: ToolFormat, *, is_parallel: bool, has_trigger: bool) -> str:
-    """Return the source of a grammar. With a trigger it follows a free beginning, in any of the format's ways; else it begins
-    with the answer."""
+    """Return a grammar's source, as JSON text. With a trigger, the grammar starts after free text, else with the answer."""
     described = [[tool.name, _bare(tool.parameters), tool.is_strict] for tool in tools]
     return json.dumps([tool_format.name, is_parallel, has_trigger, described], separators=(",", ":"))
 
 
 def _bare(schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The schema without descriptions, which may be long."""
-    if schema is None:
-        return None
-    whole = dict(schema)
-    waiting = [whole]
+    """Return a copy of the schema without descriptions, which may be long."""
+    copy: Mapping[str, Any] | None = json.loads(json.dumps(schema))
+    waiting: list[Any] = [copy]
     while waiting:
         node = waiting.pop()
-        for name in _DESCRIPTIONS:
-            node.pop(name, None)
-        for name, value in node.items():
-            if name in _OF_NAMES and isinstance(value, dict):
-                node[name] = {key: dict(part) if isinstance(part, dict) else part for key, part in value.items()}
-                waiting += [part for part in node[name].values() if isinstance(part, dict)]
-            elif name in _OF_LIST and isinstance(value, list):
-                node[name] = [dict(part) if isinstance(part, dict) else part for part in value]
-                waiting += [part for part in node[name] if isinstance(part, dict)]
-            elif name in _OF_SCHEMA and isinstance(value, dict):
-                node[name] = dict(value)
-                waiting.append(node[name])
-    return whole
+        if isinstance(node, dict):
+            for name in _DESCRIPTIONS:
+                node.pop(name, None)
+            waiting += [part for _, part in json_schema.subschemas(node)]
+    return copy
 
 
 def triggers_of(source: str) -> tuple[str, ...]:
-    """Return the triggers at which the grammar begins; none if it begins with the answer."""
+    """Return the triggers at which the grammar starts, or none if it starts with the answer."""
     name, _, has_trigger, _ = json.loads(source)
     return tuple(way.trigger for way in BY_NAME[name].marked) if has_trigger else ()
 
@@ -72,8 +57,8 @@ def triggers_of(source: str) -> tuple[str, ...]:
 def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], None] | None = None) -> tuple[str, bool]:
     """Return Lark, and whether all schemas are followed. `spell` writes a text as Lark, special tokens by their ids.
 
-    `check` raises `Rejected` for a schema that can't be followed. With it, such arguments may be any object, unless the tool is
-    strict. Raises `Rejected`, naming the tool.
+    `check` raises `Rejected` for a schema that cannot be compiled. The arguments of such a tool may be any object, unless the
+    tool is strict. Raises `Rejected`, naming the tool.
     """
     name, is_parallel, has_trigger, described = json.loads(source)
     tools = [Tool(*each) for each in described]
@@ -94,9 +79,9 @@ def of_tools(source: str, spell: Callable[[str], str], check: Callable[[str], No
 
 
 def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
-    """The trigger, with the text before it in the same token."""
+    """Return the rule for the trigger and any text before it in the same token."""
     trigger = way.trigger
-    if way.has_no_mark:  # free text until the tool's name, with any white space
+    if way.has_no_mark:
         words = "\\s*".join(map(escaped, trigger.split()))
         return f"{rule}[lazy]: /\\s*{words}/"
     spelled = spell(trigger)
@@ -106,15 +91,14 @@ def _of_trigger(rule: str, way: Way, spell: Callable[[str], str]) -> str:
 def _of_way(
     rule: str, way: Way, tools: Sequence[Tool], spell: Callable[[str], str], *, is_parallel: bool, trigger: str
 ) -> list[str]:
-    """The rules for one way to write calls, behind its trigger."""
+    """Return the rules for one way to write calls, after its trigger."""
     before, middle, after = way.parts
-    # A name is one lexeme with what is glued to it, so that names which begin alike are told apart.
+    # The text glued to a name is part of its lexeme, so that names with a common beginning are told apart.
     glued_before = re.findall(r"\S*$", re.split(SPELLED_PARTS, before)[-1])[0]
     glued_after = re.findall(r"^\S*", re.split(SPELLED_PARTS, middle)[0])[0]
     head, middle = before[: len(before) - len(glued_before)], middle[len(glued_after) :]
     first = way.begin + head
-    inside = trigger.removeprefix(first) if trigger.startswith(first) else ""
-    """The part of the trigger that is glued to the names."""
+    glued_trigger = trigger.removeprefix(first) if trigger.startswith(first) else ""
 
     def calls(num_read: int) -> str:
         names = [spell((glued_before + tool.name + glued_after)[num_read:]) for tool in tools]
@@ -126,19 +110,19 @@ def _of_way(
     begin = _flexible(first[len(trigger) :], spell)
     return [
         f"{rule}: {begin} {rule}_first {again} {_flexible(way.end, spell)}",
-        f"{rule}_first: {calls(len(inside))}",
+        f"{rule}_first: {calls(len(glued_trigger))}",
         f"{rule}_call: {calls(0)}",
     ]
 
 
 def _flexible(text: str, spell: Callable[[str], str]) -> str:
-    """A text whose white space may be left out, or be as in JSON."""
+    """Return Lark for a text in which white space is optional."""
     parts = re.split(r"(\s+)", text)
     return " ".join("W?" if part.isspace() else spell(part) for part in parts if part)
 
 
 def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str], None] | None) -> tuple[str, bool]:
-    """The schema in Lark, and whether it is the tool's."""
+    """Return the schema of the arguments as Lark, and whether it is the tool's own."""
     schema = json.loads(json.dumps(_NO_ARGUMENTS if tool.parameters is None else tool.parameters))
     try:
         if not tool.is_strict:
@@ -155,7 +139,7 @@ def _arguments(tool: Tool, count: json_schema.SchemaCount, check: Callable[[str]
 
 
 def _close(schema: Any) -> None:
-    """Let objects take no further properties, unless they say so or are put together with others."""
+    """Forbid additional properties, unless a schema allows them or is combined with others."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()

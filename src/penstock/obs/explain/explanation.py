@@ -1,8 +1,7 @@
-"""Why a request took as long as it did, in numbers and as a few sentences, worked out from the notes on its life. Called by
-the journal, and where one is shown; changes nothing.
+"""Explains why a request took as long as it did, in numbers and in sentences, from the notes on its life.
 
-    arrival               queued           began               first token                       end
-       | model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
+arrival               queued           began               first token                       end
+   | model --- intake -- | for rows, ... ---- | prefill -------- | decode, pauses among it ---- |
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ MODEL = "model"
 GRAMMAR = "grammar"
 """Waiting for its grammar to be compiled."""
 PROMPT = "prompt"
-"""Waiting for its prompt to be made and tokenised; told so only while it waits, afterwards as INTAKE."""
+"""Waiting for its prompt to be built and tokenised. Counted as INTAKE afterwards."""
 INTAKE = "intake"
-"""Waiting before it was queued: its prompt was tokenised, and the step that ran came to its end."""
+"""Waiting before it was queued, for its tokens and the end of the running step."""
 ORDER = "order"
-"""Waiting after it had been its turn in order of arrival."""
+"""Waiting after its turn in order of arrival."""
 STEP = "step"
-"""Waiting for nothing but the next step."""
+"""Waiting for the next step only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +33,12 @@ class PauseTold:
     """A preemption."""
 
     began_ns: int
-    """From arrival."""
+    """Since the arrival."""
     reason: PreemptReason
     is_swap: bool
-    """Its tokens were kept below the pool, to come back from there."""
+    """The KV was moved to a tier below the pool."""
     num_lost_tokens: int
-    """With KV, less what was found again."""
+    """Tokens whose KV was lost."""
     waited_ns: int
     """Until it ran again, or until now."""
     waited_for_ns: Mapping[str, int]
@@ -48,10 +47,10 @@ class PauseTold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One request at a moment. Times are integer nanoseconds."""
+    """One request at an instant. Times are integer nanoseconds."""
 
     request_id: str
-    """Id of the request, or of the call for which it is told."""
+    """Id of the request, or of its call if it stands for all requests of that."""
     phase: Phase
     finish_reason: FinishReason | None
     reject_reason: str
@@ -59,56 +58,54 @@ class Explanation:
     total_ns: int
     """From arrival to the end, or to now."""
     queue_ns: int
-    """Before its first step."""
+    """From arrival to its first step."""
     prefill_ns: int
     """From its first step to its first token."""
     decode_ns: int
-    """From its first token on, pauses included."""
+    """From its first token to the end, including preemptions."""
     waited_for_ns: Mapping[str, int]
-    """By what it waited for, before its first step; the sum is `queue_ns`. Reasons with 0 are left out."""
+    """`queue_ns` by what it waited for, without zeros."""
     waits_for: str
-    """The thing that the queue lacks now, while it waits."""
+    """What the queue waits for now; empty if this request does not wait."""
     num_before: int
-    """Requests that had come earlier and waited when it was queued, without the other beams of its search."""
+    """Earlier requests that waited when it was queued, without the other beams of its search."""
     num_passed_by: int
-    """Requests that came later and ran first."""
+    """Later requests that ran first."""
     num_prompt_tokens: int
     num_generated_tokens: int
     num_hit_tokens: int
-    """Tokens of its prompt from the prefix cache, when it first ran."""
+    """Prompt tokens found in the prefix cache when it first ran."""
     stop: PrefixStop | None
-    """Why no more; None while it waits, and if nobody keeps the history."""
+    """Why it found no more. None while it waits, and if the history is not kept."""
     evicted_ago_ns: int | None
-    """How long before its first step the block was evicted that it would have needed."""
+    """Time from the eviction of the next block it needed to its first step."""
     num_prefill_steps: int
-    """Before its first token."""
+    """Prefill steps before its first token."""
     num_prefill_tokens: int
-    """Computed in them, those that were lost in a pause and computed again included."""
+    """Tokens computed in them, including repeated ones."""
     num_resume_steps: int
-    """Between a pause and the next token."""
+    """Prefill steps after preemptions."""
     num_resume_tokens: int
-    """Computed in them."""
     num_decode_steps: int
     num_forced_tokens: int
-    """Tokens that no step chose, as its grammar left no choice."""
+    """Tokens that its grammar forced without a step."""
     decode_with_prompts_ns: int
-    """The part of `decode_ns` in steps that computed prompts of others, too."""
+    """The part of `decode_ns` in steps that also computed prompts."""
     other_models_ns: int
-    """The part of its steps in which the machine was another model's."""
+    """The part of its steps in which another model used the machine."""
     mean_batch: float
-    """Requests in its steps, itself included."""
+    """Mean number of requests in its steps."""
     max_batch: int
     num_sat_out_steps: int
-    """Steps in which it had no row, as its masks had taken long."""
+    """Steps that it sat out because of its grammar masks."""
     sat_out_ns: int
-    """How long these steps took; a part of `decode_ns`."""
+    """The part of `decode_ns` in those steps."""
     longest_gap: Gap | None
-    """Between two of its tokens."""
     pauses: Sequence[PauseTold]
 
 
 def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: WaitReason) -> Explanation:
-    """`now`: of the moment that is asked about; `turn`: its place in order of arrival; `decodes`: all of its decodes."""
+    """Explain a request as of `now`. `decodes` has the totals of all its decode steps."""
     end = life.left or now
     began_ns = life.began.at_ns if life.began else end.at_ns
     first_token_ns = life.end.first_token_ns if life.end else life.first_token_ns
@@ -157,27 +154,27 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
 
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
-    """Return the explanation of a request that the engine has not taken from its inbox."""
+    """Explain a request that is still in the engine's inbox."""
     life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
     life.model_wait_ns, life.grammar_wait_ns = request.model_wait_ns, request.grammar_wait_ns
     return explain_arrival(life, now_ns, STEP)
 
 
 def explain_arrival(life: Life, now_ns: int, waits_for: str) -> Explanation:
-    """Return the explanation of a request that is on its way to the queue."""
+    """Explain a request that is on its way to the queue."""
     told = explain(life, WaitMark(now_ns, (0,) * len(REASONS)), Turn(), Span(), WaitReason.NOTHING)
     return replace(told, waits_for=waits_for)
 
 
 def _waited_for(life: Life, until: WaitMark, turn: Turn) -> dict[str, int]:
-    """From arrival to its first step; the parts are disjoint and leave no gap."""
+    """Split the time from arrival to the first step into disjoint parts that leave no gap."""
     queued_ns = until.at_ns if life.queued is None else life.queued.at_ns
     intake_ns = queued_ns - life.arrival_ns - life.model_wait_ns - life.grammar_wait_ns
     before = {MODEL: life.model_wait_ns, GRAMMAR: life.grammar_wait_ns, INTAKE: intake_ns}
     if life.queued is None:
         return _some(before)
     due, why_later = until, ORDER
-    if life.aside is not None:  # those who pass it from then on do so for that reason
+    if life.aside is not None:  # requests pass it from then on for that reason
         due, why_later = life.aside, life.aside_for.value
     if turn.due is not None and turn.due.at_ns < due.at_ns:
         due = turn.due if turn.due.at_ns > life.queued.at_ns else life.queued
@@ -226,19 +223,19 @@ _WAITS = {
 }
 _ENDS = {FinishReason.ABORT: "It was cancelled", FinishReason.ERROR: "It failed", FinishReason.REJECTED: "It was refused"}
 _PAUSES = {
-    PreemptReason.MEMORY: "as others needed its memory",
+    PreemptReason.MEMORY: "because others needed its memory",
     PreemptReason.ORDER: "for a request of a higher class",
 }
 _LEAST_SHARE = 0.1
-"""Share of a wait from which its reason is named."""
+"""Reasons with a smaller share of the wait are not named."""
 _NOTABLE_SHARE = 0.25
-"""Share of the time between tokens, in steps with prompts, from which it is named."""
+"""A smaller share of decoding in steps with prompts is not named."""
 _NOTABLE_GAP = 3
-"""A gap is told if it is so many times the mean."""
+"""The longest gap is named if it is this many times the mean."""
 
 
 def summary(told: Explanation) -> str:
-    """Plain English, one line."""
+    """Return the explanation as one line of English."""
     return " ".join(_sentences(told))
 
 
@@ -254,10 +251,10 @@ def _sentences(told: Explanation) -> Iterator[str]:
     if told.num_generated_tokens:
         yield _tokens(told)
     if told.other_models_ns > _LEAST_SHARE * (told.prefill_ns + told.decode_ns):
-        yield f"For {duration(told.other_models_ns)} of that the machine was another model's."
+        yield f"For {duration(told.other_models_ns)} of that, another model used the machine."
     if told.num_sat_out_steps:
         steps = _count(told.num_sat_out_steps, "step")
-        yield f"It sat out {steps} ({duration(told.sat_out_ns)}): its masks took long, and others would have waited for them."
+        yield f"It sat out {steps} ({duration(told.sat_out_ns)}): its grammar masks were slow, and others would have waited."
     yield from _pauses(told)
     if told.longest_gap is not None and _is_notable(told, told.longest_gap):
         yield f"The longest gap between two tokens was {duration(told.longest_gap.gap_ns)}: {gap_cause(told.longest_gap)}."
@@ -266,7 +263,7 @@ def _sentences(told: Explanation) -> Iterator[str]:
 
 
 def waits(reason: str) -> str:
-    """`for memory`, and the like."""
+    """Return a reason as a phrase, such as `for memory`."""
     return _WAITS.get(reason, f"for {reason}")
 
 
@@ -281,7 +278,7 @@ def _parts(parts_ns: Mapping[str, int]) -> str:
 
 
 def _line(told: Explanation) -> str:
-    """The requests that stood before it, if it waited at all."""
+    """Return a sentence about the requests before it, or an empty text."""
     if told.queue_ns < 1_000_000 or not (told.num_before or told.num_passed_by):
         return ""
     before = f"{told.num_before} waited already when it came" if told.num_before else ""
@@ -311,18 +308,18 @@ def _why_no_more(told: Explanation) -> str:
             ago = "" if told.evicted_ago_ns is None else f" {duration(told.evicted_ago_ns)} before"
             why = f"what follows was evicted{ago}"
         case PrefixEnd.DIFFERS:
-            why = f"token {stop.position} is another than in the cache"
+            why = f"token {stop.position} differs from the cache"
         case PrefixEnd.ANSWER:
             why = (
-                f"from token {stop.position} on, the history differs from an answer of this conversation: it came back without "
-                "its reasoning, or with other text"
+                f"from token {stop.position} on, the history differs from an answer of this conversation: the client sent it "
+                "back without its reasoning, or with other text"
             )
         case PrefixEnd.SALT:
             why = "it is cached under another salt"
         case PrefixEnd.UNSEEN:
-            why = "what follows was never seen" if stop.position else "its beginning was never seen"
+            why = "the rest was never seen" if stop.position else "its beginning was never seen"
         case PrefixEnd.SCORED:
-            why = "it asks for its prompt's log-probabilities, which the cache does not have"
+            why = "it asks for log-probabilities of the prompt, which the cache does not have"
     return f" ({why})"
 
 
@@ -331,17 +328,17 @@ def _tokens(told: Explanation) -> str:
     step = f"a step ({told.num_forced_tokens} forced by its grammar)" if told.num_forced_tokens else "each"
     each = f", {duration(mean)} {step}, in batches of {told.mean_batch:.0f}" if told.num_decode_steps else ""
     if told.decode_with_prompts_ns > _NOTABLE_SHARE * told.decode_ns:
-        each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that computed prompts of others, too"
+        each += f"; {duration(told.decode_with_prompts_ns)} of it in steps that also computed other prompts"
     so_far = "" if told.phase is Phase.ENDED else " so far"
     return f"{_count(told.num_generated_tokens, 'token')}{so_far} in {duration(told.decode_ns)} after the first{each}."
 
 
 def _pauses(told: Explanation) -> Iterator[str]:
     for pause in told.pauses[:3]:
-        waited = "and came back after" if pause.is_over else "and has waited since, for"
-        lost = f", {_count(pause.num_lost_tokens, 'token')} to be computed again" if pause.is_over else ""
-        kept = " (what it had computed may come back from disk)" if pause.is_swap else ""
-        text = f"After {duration(pause.began_ns)} it lost its place {_PAUSES[pause.reason]}{kept}, {waited} "
+        waited = "and resumed after" if pause.is_over else "and has waited since, for"
+        lost = f", with {_count(pause.num_lost_tokens, 'token')} to compute again" if pause.is_over else ""
+        kept = " (its tokens may come back from disk)" if pause.is_swap else ""
+        text = f"After {duration(pause.began_ns)} it was preempted {_PAUSES[pause.reason]}{kept}, {waited} "
         yield f"{text}{duration(pause.waited_ns)}{lost}."
     if len(told.pauses) > 3:
         yield f"That happened {len(told.pauses)} times in all."
@@ -352,27 +349,27 @@ def _is_notable(told: Explanation, gap: Gap) -> bool:
 
 
 def gap_cause(gap: Gap) -> str:
-    """The work of the server meanwhile."""
+    """Return what the server did in a gap between two tokens."""
     step = gap.step
     if gap.is_preemption:
-        return "it had lost its place meanwhile"
+        return "it was preempted"
     if gap.has_sat_out:
-        return "it sat out, as a mask of its grammar took long"
+        return "it sat out because a mask of its grammar was slow"
     if step is None:
         return "unknown"
     if 2 * step.waited_ns > gap.gap_ns:
-        return f"for {duration(step.waited_ns)} of it the machine was another model's"
+        return f"another model used the machine for {duration(step.waited_ns)} of it"
     if gap.gap_ns > 2 * step.duration_ns:
-        return f"the step itself took {duration(step.duration_ns)}, the rest passed outside of steps"
+        return f"the step took {duration(step.duration_ns)}, the rest passed between steps"
     if step.largest is None:
-        return f"a step of {_count(step.num_rows, 'request')}, none with a prompt"
+        return f"a step of {_count(step.num_rows, 'request')} without prompts"
     of = f" of {_count(step.largest.num_prompt_tokens, 'token')}" if step.largest.num_prompt_tokens else ""
     others = f", one of {step.num_prefills} prompts" if step.num_prefills > 1 else ""
     return f"the step computed {_count(step.largest.num_tokens, 'token')} of another request's prompt{of}{others}"
 
 
 def duration(num_ns: float) -> str:
-    """`12 ms`, `1.2 s`, `250 s`."""
+    """Return a duration as text, such as `12 ms` or `1.2 s`."""
     seconds = num_ns / 1e9
     if seconds < 0.01:
         return f"{seconds * 1e3:.1f} ms"

@@ -1,11 +1,10 @@
-"""The journal: owns what is remembered of every request in flight and of the last that ended. Told by the engine thread, asked
-by the HTTP thread; decides nothing.
+"""Remembers the requests in flight and the last that ended. The engine thread reports, the HTTP thread asks for explanations.
 
-Being told is an append; what was told is worked through when some has come together, or when somebody asks. The engine
-thread never waits for whoever reads: if the journal is being read, it goes on and leaves the work to the reader.
+Reports are queued, and worked through in batches or when someone asks. The engine thread never waits for a reader: while the
+journal is being read, it leaves the work to the reader.
 
-A list of 2,048 texts is one call and as many requests, of which it watches one at a time, the last of those that came together,
-and remembers the last that it watched. So a list costs next to nothing, and makes no other request forgotten.
+A list of 2,048 texts is one call with as many requests. The journal watches one of them at a time, the last that was queued, so
+that a list is cheap and pushes no other request out.
 """
 
 from __future__ import annotations
@@ -37,39 +36,38 @@ from penstock.types.request import Request
 from penstock.types.stats import Admission, PlanNews, Preemption, RequestStats, StepStats
 
 MAX_NOTED = 64
-"""Told and not worked through, unless somebody reads at that moment."""
+"""Reports that wait at most, unless the journal is being read."""
 
 
 class Journal:
-    """A `RequestJournal` of the engine. Reading is for any thread, through `read`."""
+    """A `RequestJournal` of the engine. Reading is thread-safe."""
 
     def __init__(self, max_ended: int, *, speaks_for_calls: bool = False) -> None:
-        """`max_ended`: requests that are remembered after their end. `speaks_for_calls`: requests of one call (`parent_id`) are
-        told as one, under the call's id."""
+        """`max_ended` requests are remembered after their end. `speaks_for_calls`: the requests of a call (`parent_id`) are
+        explained as one, under the call's id."""
         self.speaks_for_calls = speaks_for_calls
         """Set before the engine starts."""
         self._coming: dict[str, tuple[Request, int]] = {}
-        """Call -> the last of its requests that were queued since the last news, and when. The engine thread has this and the
-        next three."""
+        """Call -> its last request queued since the last news, and when. For the engine thread, like the next three."""
         self._watched: set[str] = set()
-        """Calls of which a request is watched."""
+        """Calls with a watched request."""
         self._calls: dict[str, str] = {}
-        """Id of each such request -> its call."""
+        """Id of a watched request -> its call."""
         self._unwatched: set[str] = set()
-        """Ids of requests in flight that are not noted, since another of their call is."""
+        """Ids of requests in flight that another request of their call stands for."""
         self._lock = threading.Lock()
         self._noted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.max_ended = max_ended
         self._lives: dict[str, Life] = {}
         self._voices: dict[str, Life] = {}
-        """The same of requests that are watched for their calls, by these."""
+        """Lives of watched requests by call."""
         self._ended: OrderedDict[str, Life] = OrderedDict()
         self._searches: defaultdict[str, list[Life]] = defaultdict(list)
-        """The beams of each search that has not ended."""
+        """The beams of each running search."""
         self._sitting_out: dict[str, Life] = {}
-        """Those that had no row in the last step for their masks, and have one in the next."""
+        """Requests that sat out the last step."""
         self._last_pieces: list[tuple[Life, int]] = []
-        """Requests with one token of their prompt left, computed like a decode by the next step; how often it had paused."""
+        """Requests with one prompt token left, and how often they were preempted. The next step computes it like a decode."""
         self._clock = WaitClock()
         self._turns = Turns()
         self._log = StepLog()
@@ -89,7 +87,7 @@ class Journal:
             self._coming[call_id] = request, now_ns
 
     def _watch(self) -> None:
-        """Watch the requests that are to speak for their calls from now on."""
+        """Start to watch the requests that stand for their calls."""
         for call_id, (request, now_ns) in self._coming.items():
             self._watched.add(call_id)
             self._calls[request.request_id] = call_id
@@ -121,22 +119,22 @@ class Journal:
             self._watched.remove(self._calls.pop(stats.request_id))
         self._note(self._finish, stats)
 
-    def _note(self, write: Callable[..., None], *told: Any) -> None:
-        self._noted.append((write, told))
+    def _note(self, write: Callable[..., None], *arguments: Any) -> None:
+        self._noted.append((write, arguments))
         if len(self._noted) >= MAX_NOTED and self._lock.acquire(blocking=False):
             try:
                 self._settle()
             finally:
                 self._lock.release()
 
-    # For whoever reads: any thread.
+    # For any thread.
 
     def explain(self, request_id: str, read_clock: Callable[[], int]) -> Explanation | None:
-        """The explanation of a request, or of a call that is told as one; None if it is not remembered."""
+        """Return the explanation of a request or a call, or None if it is not remembered."""
         return next(iter(self.explain_all((request_id,), read_clock)), None)
 
     def explain_all(self, request_ids: Iterable[str], read_clock: Callable[[], int]) -> list[Explanation]:
-        """Explanations of the requests that are remembered, at one moment: when all that was told has been worked through."""
+        """Return the explanations of those requests that are remembered, all at one instant."""
         with self._lock:
             self._settle()
             now_ns = read_clock()
@@ -155,14 +153,14 @@ class Journal:
     # With the lock held, on either thread.
 
     def _turn(self, life: Life, ticket: Ticket) -> Turn:
-        """Its place in order of arrival; of one that speaks for a call it is not known, as others of calls are not counted."""
+        """Return the turn of a request. It is unknown for one that stands for a call, whose others are not counted."""
         return Turn() if life.call_id else self._turns.turn_of(ticket)
 
     def _settle(self) -> None:
         noted = self._noted
         while noted:
-            write, told = noted.popleft()
-            write(*told)
+            write, arguments = noted.popleft()
+            write(*arguments)
 
     def _queue(self, life: Life, now_ns: int) -> None:
         self._lives[life.request_id] = life
@@ -172,7 +170,7 @@ class Journal:
         life.num_before = life.ticket.num_before
         if life.search_id:
             beams = self._searches[life.search_id]
-            life.num_before -= sum(beam.arrival_ns <= life.arrival_ns for beam in beams)  # none begins before all have come
+            life.num_before -= sum(beam.arrival_ns <= life.arrival_ns for beam in beams)  # they start together
             beams.append(life)
         life.queued = self._clock.mark(now_ns)
 
@@ -208,7 +206,7 @@ class Journal:
             self._forget_steps()
 
     def _sit_out(self, stats: StepStats, number: int) -> None:
-        """Before the step is in the log: note who had no row in it for their masks, and who has gone on."""
+        """Note the requests that sat out the step, and those that went on. Called before the step is in the log."""
         went_on, self._sitting_out = self._sitting_out, {}
         last_ended_ns = self._log.last_ended_ns
         for request_id in stats.counts.sat_out:
@@ -255,7 +253,7 @@ class Journal:
 
     def _prefill(self, request_id: str, context_len: int, query_len: int, stats: StepStats, number: int) -> None:
         life = self._lives.get(request_id)
-        if life is None or life.phase is not Phase.PREFILL:  # a decode that was sent again, for its blocks were copied
+        if life is None or life.phase is not Phase.PREFILL:  # a decode that was repeated because its blocks were copied
             return
         if life.first_token_ns is None:
             life.num_prefill_steps += 1
@@ -275,7 +273,7 @@ class Journal:
         if num_behind:
             self._last_pieces.append((life, len(life.pauses)))
             return
-        # One beam computes the prompt, or what was lost in a pause, and the others are forked from it.
+        # One beam computes the prompt, or what a preemption lost, and the others are forked from it.
         for member in self._searches[life.search_id] if life.search_id else (life,):
             if member.phase is Phase.PREFILL:
                 self._begin_decodes(member, stats, number)
@@ -301,7 +299,7 @@ class Journal:
         life.pauses.append(Pause(preemption.reason, now, preemption.num_computed_tokens, preemption.is_swap))
 
     def _close_decodes(self, life: Life, stop: int) -> None:
-        """Sum up its decodes in steps before `stop`."""
+        """Add the decodes in steps before `stop` to the totals."""
         if life.phase is Phase.DECODE:
             life.decodes.add(self._log.span(life.decodes_from, stop))
             life.decodes_from = stop
@@ -342,7 +340,7 @@ class Journal:
             self._ended.popitem(last=False)
 
     def _forget_steps(self) -> None:
-        """The older half, once it is summed up."""
+        """Add the older half of the steps to the totals and drop them."""
         cut = self._log.first + MAX_STEPS // 2
         for life in self._lives.values():
             if life.decodes_from < cut:
