@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from penstock.lab.plan import (
     Binding,
     Candidate,
     Gain,
+    Requirements,
     Resource,
     Trial,
     at_rate,
@@ -78,6 +81,10 @@ def candidate(cost: CostModel = PLAIN, *, is_fitted: bool = True, **changes: int
     return Candidate(simulation=simulation, size=SIZE, rates=RATES, is_fitted=is_fitted)
 
 
+def asked(slos: Sequence[str] = (), **changes: Any) -> Requirements:
+    return Requirements(slos=parse_slos(slos), **changes)
+
+
 def workload(count: int, prompt: int = 32, output: int = 20, *, instants: list[int] | None = None) -> Workload:
     instants = instants or constant(count, 1.0)
     jobs = [Job(arrival_ns=at_ns, num_prompt_tokens=prompt, num_output_tokens=output) for at_ns in instants]
@@ -124,7 +131,7 @@ def test_one_row_serves_as_many_as_its_time_allows() -> None:
     """With even arrivals a server of one row keeps up with 1 / service requests a second, and not with 1 % more."""
     # 32 tokens of a prompt take 10 + 3.2 ms, 19 more tokens 11 ms each.
     service_s = 0.0132 + 19 * 0.011
-    found = search(candidate(max_rows=1), workload(600), parse_slos(["ttft=500ms"]), goal=0.99, seed=0)
+    found = search(candidate(max_rows=1), workload(600), asked(["ttft=500ms"]))
     assert found.saturated_rate == pytest.approx(1 / service_s, rel=0.01)
     assert found.rate == pytest.approx(1 / service_s, rel=0.03)
 
@@ -132,7 +139,7 @@ def test_one_row_serves_as_many_as_its_time_allows() -> None:
 def test_a_limit_of_tpot_bounds_the_batch() -> None:
     """By Little's law N requests run at a rate of N / (time per token x tokens), and a step of N rows takes 10 + N ms."""
     # Prompts of 1 token are steps like all others: 40 steps for 40 tokens.
-    found = search(candidate(), workload(500, prompt=1, output=40), parse_slos(["tpot=22.5ms"]), goal=0.99, seed=0)
+    found = search(candidate(), workload(500, prompt=1, output=40), asked(["tpot=22.5ms"]))
     rows = 12
     assert found.rate == pytest.approx(rows / (0.022 * 40), rel=0.03)
     assert found.best is not None
@@ -143,7 +150,7 @@ def test_a_limit_of_tpot_bounds_the_batch() -> None:
 def test_a_stricter_slo_and_bursts_never_raise_the_rate() -> None:
     steady, bursty = workload(200), workload(200, instants=poisson(Random(1), 200, 1.0))
     rates = [
-        search(candidate(max_rows=4), jobs, parse_slos([slo]), goal=0.99, seed=0).rate
+        search(candidate(max_rows=4), jobs, asked([slo])).rate
         for jobs, slo in ((steady, "ttft=2s"), (steady, "ttft=100ms"), (bursty, "ttft=100ms"))
     ]
     assert rates == sorted(rates, reverse=True)
@@ -151,20 +158,17 @@ def test_a_stricter_slo_and_bursts_never_raise_the_rate() -> None:
 
 
 def test_faster_machines_hold_higher_rates() -> None:
-    slos = parse_slos(["ttft=300ms", "tpot=25ms"])
+    slos = asked(["ttft=300ms", "tpot=25ms"])
     jobs = workload(150, instants=poisson(Random(1), 150, 1.0))
-    slow, fast = (
-        search(candidate(replace(PLAIN, step_ns=step_ns)), jobs, slos, goal=0.99, seed=0).rate
-        for step_ns in (15_000_000, 10_000_000)
-    )
+    slow, fast = (search(candidate(replace(PLAIN, step_ns=step_ns)), jobs, slos).rate for step_ns in (15_000_000, 10_000_000))
     assert fast > slow
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     at_once = workload(200, instants=[0] * 200)
-    one, two = (search(candidate(), at_once, parse_slos(["ttft=1s"]), goal=0.9, seed=4) for _ in range(2))
+    one, two = (search(candidate(), at_once, asked(["ttft=1s"], goal=0.9, seed=4)) for _ in range(2))
     assert one == two
-    assert search(candidate(), at_once, parse_slos(["ttft=1s"]), goal=0.9, seed=5) != one
+    assert search(candidate(), at_once, asked(["ttft=1s"], goal=0.9, seed=5)) != one
 
 
 # Rates of a workload
@@ -193,12 +197,12 @@ def test_users_think_as_long_at_any_rate() -> None:
 def test_a_short_workload_is_repeated_as_often_as_it_needs() -> None:
     jobs = workload(100)  # 2,000 tokens
     full = batch_point(8, PLAIN, lengths_of(jobs.jobs), CAPACITY)
-    assert len(long_enough(jobs, replace(full, rate=1.0)).jobs) == 100
-    longer = long_enough(jobs, replace(full, rate=5.0))
+    assert len(long_enough(jobs, replace(full, rate=1.0), 30.0).jobs) == 100
+    longer = long_enough(jobs, replace(full, rate=5.0), 30.0)
     assert len(longer.jobs) == 200
     assert mean_rate(longer) == pytest.approx(1.0, rel=0.02)
-    assert len(long_enough(jobs, replace(full, rate=1e6)).jobs) == MOST_REQUESTS
-    assert len(long_enough(jobs, replace(full, rate=1e6, num_rows=1)).jobs) == 200, "5,000 steps"
+    assert len(long_enough(jobs, replace(full, rate=1e6), 30.0).jobs) == MOST_REQUESTS
+    assert len(long_enough(jobs, replace(full, rate=1e6, num_rows=1), 30.0).jobs) == 200, "5,000 steps"
 
 
 def test_arrivals_are_made_up_where_there_are_none() -> None:
@@ -236,18 +240,18 @@ def test_a_saturated_run_that_would_be_too_long_counts_no_more_than_a_full_batch
 def test_a_trial_says_how_far_the_slos_are_held() -> None:
     jobs = workload(100)
     outcome = candidate().run(jobs)
-    kept, missed = (make_trial(outcome, 1.0, parse_slos([slo]), 0.99) for slo in ("ttft=26.4ms", "ttft=6.6ms"))
+    kept, missed = (make_trial(outcome, 1.0, asked([slo])) for slo in ("ttft=26.4ms", "ttft=6.6ms"))
     assert (kept.num_good, kept.holds, kept.stress) == (100, True, pytest.approx(0.5))
     assert (missed.num_good, missed.holds, missed.stress) == (0, False, pytest.approx(2.0))
     assert kept.attainment.value == 1.0
-    both = make_trial(outcome, 1.0, parse_slos(["ttft=26.4ms", "tpot=1ms"]), 0.99)
+    both = make_trial(outcome, 1.0, asked(["ttft=26.4ms", "tpot=1ms"]))
     assert both.worst_slo == "tpot=1ms"
     assert both.by_slo["tpot=1ms"] == pytest.approx(11.0, rel=0.01)
 
 
 def test_requests_that_are_refused_hold_nothing() -> None:
     outcome = candidate(num_blocks=3, max_model_len=32).run(workload(10, prompt=100))
-    refused = make_trial(outcome, 1.0, parse_slos(["ttft=10s"]), 0.99)
+    refused = make_trial(outcome, 1.0, asked(["ttft=10s"]))
     assert (refused.num_good, refused.stress) == (0, math.inf)
 
 
@@ -255,9 +259,9 @@ def test_requests_that_are_refused_hold_nothing() -> None:
 
 
 def binding_of(server: Candidate, jobs: Workload, *slos: str) -> Binding:
-    parsed = parse_slos(slos)
-    found = search(server, jobs, parsed, goal=0.99, seed=0)
-    binding = find_binding(server, jobs, parsed, found, goal=0.99, seed=0)
+    parsed = asked(slos)
+    found = search(server, jobs, parsed)
+    binding = find_binding(server, jobs, parsed, found)
     assert binding.reason.endswith(".")
     return binding
 
@@ -296,18 +300,18 @@ def test_bursts_bind_where_even_arrivals_would_wait_less() -> None:
 def test_where_no_rate_holds_it_says_what_would() -> None:
     """A token takes 11 ms: twice the bandwidth makes that 6."""
     server, jobs = candidate(), workload(30)
-    slos = parse_slos(["tpot=8ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
-    binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
+    slos = asked(["tpot=8ms"])
+    found = search(server, jobs, slos)
+    binding = find_binding(server, jobs, slos, found)
     assert (found.best, binding.before, binding.resources) == (None, 0.0, [Resource.BANDWIDTH])
     assert binding.reason == "No rate holds; one would with twice the memory bandwidth."
 
 
 def test_a_run_that_is_too_short_to_overload_the_server_says_so() -> None:
     server, jobs = candidate(), workload(10)
-    slos = parse_slos(["ttft=1m"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
-    binding = find_binding(server, jobs, slos, found, goal=0.99, seed=0)
+    slos = asked(["ttft=1m"])
+    found = search(server, jobs, slos)
+    binding = find_binding(server, jobs, slos, found)
     assert (binding.resources, binding.words) == ([], "unknown")
     assert "too few" in binding.reason
 
@@ -364,18 +368,18 @@ def bursts() -> Workload:
 
 def test_replicas_share_a_burst() -> None:
     """The last of four in a burst waits 102 ms for the others, the last of six 180 ms. One server wants them 25 ms apart."""
-    server, jobs, slos = candidate(), bursts(), parse_slos(["ttft=200ms"])
+    server, jobs, slos = candidate(), bursts(), asked(["ttft=200ms"])
     rate = mean_rate(jobs) or 0.0
-    found = search(server, jobs, slos, goal=0.99, seed=0)
+    found = search(server, jobs, slos)
     assert rate / found.rate > 12, "stretched until one server holds them"
-    fleet = find_fleet(server, jobs, slos, rate, found)
+    fleet = find_fleet(server, jobs, slos, found, rate)
     assert fleet is not None
     assert fleet.num_replicas == 3
     assert fleet.held is not None
     assert fleet.failed is not None
     assert (fleet.held.rate, fleet.held.num_good, fleet.failed.num_good) == (rate, 300, 200)
     assert fleet.load == pytest.approx(rate / (3 * found.saturated_rate))
-    sized = plan(server, BOX, jobs, slos, least_run_s=0)
+    sized = plan(server, BOX, jobs, replace(slos, least_run_s=0))
     assert sized.fleet == fleet
     assert "For 6.23 requests/s: 3 replicas behind a round-robin router, at a load of 8% of what they keep up with" in report(
         sized
@@ -384,7 +388,7 @@ def test_replicas_share_a_burst() -> None:
 
 def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
     jobs = workload(120, prompt=300, output=5, instants=[2_000_000_000 * (i // 6) for i in range(120)])
-    sized = plan(candidate(), BOX, jobs, parse_slos(["ttft=100ms"]), least_run_s=0)
+    sized = plan(candidate(), BOX, jobs, asked(["ttft=100ms"], least_run_s=0))
     assert sized.search is not None
     assert sized.search.best is None
     assert sized.fleet is not None
@@ -395,28 +399,28 @@ def test_a_burst_that_one_server_never_holds_is_held_by_several() -> None:
 
 
 def test_even_arrivals_need_as_many_replicas_as_the_arithmetic_says() -> None:
-    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
+    server, jobs, slos = candidate(max_rows=1), workload(300), asked(["ttft=500ms"])
+    found = search(server, jobs, slos)
     for times in (0.5, 1.0, 2.8, 4.9):
-        fleet = find_fleet(server, jobs, slos, times * found.rate, found)
+        fleet = find_fleet(server, jobs, slos, found, times * found.rate)
         assert fleet is not None
         assert fleet.num_replicas == math.ceil(times)
         assert fleet.failed is None, "fewer do not keep up"
 
 
 def test_headroom_is_a_share_of_the_rate_that_the_replicas_hold() -> None:
-    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
-    fleets = [find_fleet(server, jobs, slos, 2.8 * found.rate, found, headroom=share) for share in (0.0, 0.25)]
+    server, jobs, slos = candidate(max_rows=1), workload(300), asked(["ttft=500ms"])
+    found = search(server, jobs, slos)
+    fleets = [find_fleet(server, jobs, replace(slos, headroom=share), found, 2.8 * found.rate) for share in (0.0, 0.25)]
     assert [fleet and fleet.num_replicas for fleet in fleets] == [3, 4]  # 2.8 / 0.75 = 3.7
     assert fleets[1] is not None
     assert fleets[1].load == pytest.approx(2.8 / 4, rel=0.03)
 
 
 def test_many_replicas_are_simulated_by_one_group_of_them() -> None:
-    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
-    fleet = find_fleet(server, jobs, slos, 99 * found.rate, found)
+    server, jobs, slos = candidate(max_rows=1), workload(300), asked(["ttft=500ms"])
+    found = search(server, jobs, slos)
+    fleet = find_fleet(server, jobs, slos, found, 99 * found.rate)
     assert fleet is not None
     assert fleet.num_groups > 1
     assert fleet.num_in_group <= 2 * MOST_GROUP
@@ -429,8 +433,8 @@ def test_many_replicas_are_simulated_by_one_group_of_them() -> None:
 def test_all_groups_together_have_no_more_replicas_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """No number of replicas makes a prompt shorter than a millisecond."""
     monkeypatch.setattr("penstock.lab.plan.MOST_REPLICAS", 64)
-    server, jobs, slos = candidate(max_rows=1), workload(300), parse_slos(["ttft=500ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
+    server, jobs, slos = candidate(max_rows=1), workload(300), asked(["ttft=500ms"])
+    found = search(server, jobs, slos)
     tried: list[int] = []
 
     def run(cluster: Cluster, jobs: Workload) -> Outcome:
@@ -440,31 +444,31 @@ def test_all_groups_together_have_no_more_replicas_than_the_most(monkeypatch: py
     real_run = Cluster.run
     monkeypatch.setattr(Cluster, "run", run)
     rate = 40 * found.saturated_rate
-    fleet = find_fleet(server, jobs, slos, rate, found)
+    fleet = find_fleet(server, jobs, slos, found, rate)
     assert fleet is not None
     assert fleet.num_groups > 1
-    assert find_fleet(server, jobs, parse_slos(["ttft=1ms"]), rate, found) is None
+    assert find_fleet(server, jobs, asked(["ttft=1ms"]), found, rate) is None
     assert max(tried) * fleet.num_groups <= 64
 
 
 def test_the_tokens_of_a_run_of_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.lab.plan.MOST_FLEET_TOKENS", 1_200)
     monkeypatch.setattr("penstock.lab.plan.MOST_TOKENS", 600)
-    server, slos = candidate(), parse_slos(["ttft=100ms"])
+    server, slos = candidate(), asked(["ttft=100ms"])
     jobs = workload(120, prompt=300, output=5, instants=[2_000_000_000 * (i // 6) for i in range(120)])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
+    found = search(server, jobs, slos)
     assert found.best is None, "a burst is too long for one server at any rate"
-    fleet = find_fleet(server, jobs, slos, 12.0, found)
+    fleet = find_fleet(server, jobs, slos, found, 12.0)
     assert fleet is not None
     assert fleet.held is not None
     assert fleet.held.num_requests == 240, "30 s would be 360 requests of 5 tokens"
 
 
 def test_a_rate_beyond_all_replicas_is_an_error() -> None:
-    server, jobs, slos = candidate(), workload(100), parse_slos(["ttft=500ms"])
-    found = search(server, jobs, slos, goal=0.99, seed=0)
+    server, jobs, slos = candidate(), workload(100), asked(["ttft=500ms"])
+    found = search(server, jobs, slos)
     with pytest.raises(ConfigError, match="not even 256 of these servers keep up"):
-        find_fleet(server, jobs, slos, 1e12, found)
+        find_fleet(server, jobs, slos, found, 1e12)
 
 
 @pytest.mark.parametrize("needed", [3, 4, 7, 20, 256])
@@ -517,7 +521,7 @@ BOX = Hardware(
 def test_a_plan_says_everything_and_what_is_not_certain() -> None:
     jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
     server = replace(candidate(), doubts=["The weights are made up."])
-    sized = plan(server, BOX, jobs, parse_slos(["ttft=1s", "tpot=400ms"]), rate=30.0, least_run_s=0)
+    sized = plan(server, BOX, jobs, asked(["ttft=1s", "tpot=400ms"], rate=30.0, least_run_s=0))
     text = report(sized)
     for words in (
         "Highest rate:",
@@ -540,39 +544,39 @@ def test_a_plan_says_everything_and_what_is_not_certain() -> None:
 
 def test_machines_are_compared_from_the_cheapest_on() -> None:
     jobs = workload(60, instants=poisson(Random(1), 60, 1.0))
-    slos = parse_slos(["ttft=1s", "tpot=400ms"])
+    slos = asked(["ttft=1s", "tpot=400ms"])
     names = {"dear": 9.0, "unpriced": None, "cheap": 1.0}
     some = [
-        plan(candidate(), replace(BOX, name=name, price_per_hour=price), jobs, slos, rate=1.0, least_run_s=0)
+        plan(candidate(), replace(BOX, name=name, price_per_hour=price), jobs, replace(slos, rate=1.0, least_run_s=0))
         for name, price in names.items()
     ]
-    hopeless = plan(candidate(), replace(BOX, name="hopeless"), jobs, parse_slos(["ttft=1ms"]), rate=1.0, least_run_s=0)
+    hopeless = plan(candidate(), replace(BOX, name="hopeless"), jobs, asked(["ttft=1ms"], rate=1.0, least_run_s=0))
     lines = comparison([hopeless, *some]).splitlines()[1:5]
     assert [line.split()[0] for line in lines] == ["cheap", "dear", "unpriced", "hopeless"]
 
 
 def test_plots_are_drawn_of_batches_and_rates() -> None:
     pytest.importorskip("matplotlib", reason="plots need penstock[lab]")
-    sized = plan(candidate(), BOX, workload(30), parse_slos(["ttft=1s", "tpot=40ms"]), least_run_s=0)
+    sized = plan(candidate(), BOX, workload(30), asked(["ttft=1s", "tpot=40ms"], least_run_s=0))
     drawn = dict(plots(sized))
     assert drawn.keys() == {"batches", "rates"}
     assert all(plot.png().startswith(b"\x89PNG") for plot in drawn.values())
 
 
 def test_without_slos_there_is_arithmetic_alone() -> None:
-    sized = plan(candidate(), BOX, workload(20), ())
+    sized = plan(candidate(), BOX, workload(20), asked())
     assert (sized.search, sized.binding, sized.bill) == (None, None, None)
     assert "Highest rate" not in report(sized)
 
 
 def test_no_rate_is_said_so() -> None:
-    sized = plan(candidate(), BOX, workload(50), parse_slos(["ttft=1ms"]), least_run_s=0)
+    sized = plan(candidate(), BOX, workload(50), asked(["ttft=1ms"], least_run_s=0))
     assert "No rate holds these SLOs" in report(sized)
 
 
 def test_requests_that_can_not_fit_are_an_error() -> None:
     with pytest.raises(ConfigError, match="5020 tokens, and this server takes 4096"):
-        plan(candidate(), BOX, workload(5, prompt=5000), ())
+        plan(candidate(), BOX, workload(5, prompt=5000), asked())
 
 
 def test_formulas_of_waits_grow_with_load() -> None:

@@ -1,6 +1,4 @@
-"""Servers that could be, for the commands that simulate them: the hardware and step times that a user names, and the server
-that `penstock serve` would start there. `cli.plan` calls it; the memory plan is `deploy`'s, the rest `lab`'s.
-"""
+"""The server that `penstock serve` would start on a machine, as `penstock plan` and `penstock tune` simulate it."""
 
 from __future__ import annotations
 
@@ -18,39 +16,41 @@ if TYPE_CHECKING:
     from penstock.lab.cost_files import SavedCost
     from penstock.lab.hardware import Hardware
     from penstock.lab.plan import Candidate
+    from penstock.lab.sizing import ModelSize
+    from penstock.types.kv_dtype import KvDtype
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def hardware_options(command: _Command) -> _Command:
-    """Adds --hardware, --hardware-table and --cost."""
-    for option in reversed(_OPTIONS):
+    """Add --hardware, --hardware-table and --cost."""
+    for option in (
+        click.option(
+            "--cost",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Step times that `penstock profile --fit` wrote, instead of an estimate from peaks.",
+        ),
+        click.option(
+            "--hardware-table",
+            type=click.Path(path_type=Path),
+            metavar="FILE.csv",
+            help="More hardware, as in lab/hardware.csv.",
+        ),
+        click.option(
+            "--hardware",
+            default="this",
+            show_default=True,
+            metavar="NAME",
+            help="This machine, probed now, or names such as L4 or c7i.4xlarge. `penstock plan --hardware list` lists them.",
+        ),
+    ):
         command = option(command)
     return command
 
 
-_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "--hardware",
-        default="this",
-        show_default=True,
-        metavar="NAME",
-        help="This machine, probed now, or a name of the table, as L4 or c7i.4xlarge; `penstock plan --hardware list` has all.",
-    ),
-    click.option(
-        "--hardware-table", type=click.Path(path_type=Path), metavar="FILE.csv", help="More hardware, as in lab/hardware.csv."
-    ),
-    click.option(
-        "--cost",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Step times, as `penstock profile --fit` writes them, in place of an estimate from peaks.",
-    ),
-)
-
-
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
-    """The model's numbers, from the headers of its files. Nothing is fetched. Raises PenstockError."""
+    """Read the model's numbers from the headers of its files. Nothing is fetched. Raises PenstockError."""
     from penstock.deploy.encoders import require_answers
     from penstock.deploy.forecast import read_outline
     from penstock.models.catalog import cache_dir, resolve
@@ -58,7 +58,7 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
     if not source.is_present:
         raise ConfigError(
-            f"The files of {source.name} are not here, and their headers say how large it is.",
+            f"The files of {source.name} are not here, but a plan needs their headers.",
             remedy=f"Fetch them with `penstock pull {config.model.model}`, or name a folder with the model's config.json.",
         )
     outline = read_outline(config, source, is_gpu=is_gpu)
@@ -67,21 +67,21 @@ def read_model(config: Config, *, is_gpu: bool) -> Outline:
 
 
 def find_machines(names: str, table: Path | None, *, num_threads: int | None = None) -> list[Hardware]:
-    """The machines of --hardware, each once. Raises ConfigError for a name that is in no table.
+    """Return the machines of --hardware, each once. Raises ConfigError for an unknown name.
 
-    `num_threads`: those that compute on this machine; None: as many as suit it.
+    `num_threads`: threads to probe this machine with. None takes as many as suit it.
     """
     from penstock.lab.hardware import find
 
     known = all_hardware(table)
     wanted = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
     if not wanted:
-        raise ConfigError("--hardware names no hardware.", remedy="Leave it out for this machine.")
+        raise ConfigError(f"--hardware is {names!r}, which names no hardware.", remedy="Leave it out for this machine.")
     return [_this_machine(num_threads) if name.lower() == "this" else find(name, known) for name in wanted]
 
 
 def all_hardware(table: Path | None) -> dict[str, Hardware]:
-    """Our table and the user's, whose lines go before ours. Raises ConfigError."""
+    """Return our table and the user's, which wins for equal names. Raises ConfigError."""
     from penstock.lab.hardware import known_hardware, read_table
 
     return known_hardware() | (read_table(table) if table is not None else {})
@@ -104,7 +104,7 @@ def _this_machine(num_threads: int | None) -> Hardware:
 
 
 def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
-    """The fitted model of a file, which is of one machine. Raises PenstockError."""
+    """Return the fitted model of a file, if one is named. It is of one machine. Raises PenstockError."""
     from penstock.lab.cost_files import load_cost
     from penstock.machine import cpu_name
 
@@ -122,31 +122,20 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
 
 
 def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
-    """The server that `penstock serve` would start there with these settings. Raises ConfigError."""
+    """Return the server that `penstock serve` would start there with these settings. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
     from penstock.deploy.policies import build_policies
     from penstock.lab.plan import Candidate
     from penstock.lab.simulation import Simulation
-    from penstock.lab.sizing import roofline, size_of, speeds
-    from penstock.models.architectures import describe
+    from penstock.lab.sizing import roofline, speeds
 
-    for flag, size_bytes in (
-        ("--kv-disk-size", config.kv.kv_disk_size_bytes),
-        ("--kv-host-size", config.kv.kv_host_size_bytes),
-    ):
-        if size_bytes:
-            raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
+    if config.kv.kv_disk_size_bytes or config.kv.kv_host_size_bytes:
+        flag = "--kv-disk-size" if config.kv.kv_disk_size_bytes else "--kv-host-size"
+        raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
     is_other_cpu = not hardware.is_gpu and hardware.name != "this"
     memory_bytes = hardware.memory_bytes - (ASSUMED_SYSTEM_BYTES if is_other_cpu else 0)
     expected = forecast(config, outline, is_gpu=hardware.is_gpu, memory_bytes=memory_bytes)
-    size = size_of(
-        describe(outline.spec),
-        name=outline.name,
-        kv_dtype=expected.kv_dtype,
-        num_weight_bytes=outline.num_weight_bytes,
-        num_read_bytes=outline.num_read_bytes,
-        is_quantised=outline.is_quantised,
-    )
+    size = size_of_outline(outline, expected.kv_dtype)
     rates = speeds(size, hardware)
     simulation = Simulation(
         capacity=expected.capacity,
@@ -161,8 +150,22 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
     return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)
 
 
+def size_of_outline(outline: Outline, kv_dtype: KvDtype) -> ModelSize:
+    from penstock.lab.sizing import size_of
+    from penstock.models.architectures import describe
+
+    return size_of(
+        describe(outline.spec),
+        name=outline.name,
+        kv_dtype=kv_dtype,
+        num_weight_bytes=outline.num_weight_bytes,
+        num_read_bytes=outline.num_read_bytes,
+        is_quantised=outline.is_quantised,
+    )
+
+
 def _doubts(outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Iterator[str]:
-    """Sentences on everything that is assumed about the model, its memory and its steps."""
+    """Yield what is assumed about the model, its memory and its steps, in sentences."""
     if saved is None:
         yield (
             f"Step times are estimates from peaks ({hardware.basis}), in which nothing ever stalls. Take the rate for an upper "

@@ -76,6 +76,7 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     from penstock.config.units import parse_share
     from penstock.lab import plan_report
     from penstock.lab.figures import parse_slos
+    from penstock.lab.plan import Requirements
     from penstock.lab.plan import plan as size_deployment
     from penstock.lab.workload_choice import make_workload
 
@@ -89,7 +90,14 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             shares[name] = parse_share(values[name])
         except ValueError as error:
             raise click.BadParameter(f"{error}.", param_hint=f"--{name}") from None
-    slos = parse_slos(values["slos"])
+    asked = Requirements(
+        slos=parse_slos(values["slos"]),
+        rate=choice.rate,
+        router=values["router"],
+        price_per_hour=values["price_per_hour"],
+        seed=choice.seed,
+        **shares,
+    )
     config = config_from(values)
     machines = find_machines(values["hardware"], values["hardware_table"])
     saved = read_cost(values["cost"], machines)
@@ -100,30 +108,17 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
             if hardware.is_gpu not in outlines:
                 outlines[hardware.is_gpu] = read_model(config, is_gpu=hardware.is_gpu)
             candidate = make_candidate(config, outlines[hardware.is_gpu], hardware, saved)
-            sized = size_deployment(
-                candidate,
-                hardware,
-                workload,
-                slos,
-                goal=shares["goal"],
-                rate=choice.rate,
-                headroom=shares["headroom"],
-                router=values["router"],
-                price_per_hour=values["price_per_hour"],
-                seed=choice.seed,
-            )
+            some.append(size_deployment(candidate, hardware, workload, asked))
         except PenstockError as error:
             if len(machines) == 1:
                 raise
             print(f"{hardware.name}: left out. {error}\n", file=sys.stderr)
-            continue
-        some.append(sized)
     if not some:
         raise ConfigError("No machine is left to plan for.", remedy="Take another model, other settings, or other --hardware.")
     if len(some) > 1:
         print(plan_report.comparison(some) + "\n")
     print("\n\n".join(plan_report.report(sized) for sized in some))
-    if not slos:
+    if not asked.slos:
         print("\nFor the highest rate, replicas and cost, say what is to hold: --slo ttft=2s --slo tpot=100ms")
     _write(some, values["json_path"], values["plots_path"])
 

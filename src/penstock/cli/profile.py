@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock import __version__
+from penstock.cli.candidates import size_of_outline
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument
 from penstock.config.components import Config, config_from
 from penstock.types.errors import ConfigError
@@ -101,10 +102,8 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     from penstock.deploy.factory import locate, open_executor
     from penstock.deploy.forecast import read_outline
     from penstock.lab.plots import INSTALL, draw, is_installed
-    from penstock.lab.sizing import size_of
     from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
     from penstock.lab.steps import StepRunner, measure
-    from penstock.models.architectures import describe
 
     if plot_file is not None and not is_installed():  # before minutes of steps
         raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}")
@@ -112,14 +111,7 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     outline = read_outline(config, source, is_gpu=is_on_gpu(settled(config)))
     require_answers(outline.name, outline.spec, "a profile")
     config, model, executor = open_executor(config, source)
-    size = size_of(
-        describe(model.spec),
-        name=outline.name,
-        kv_dtype=kv_dtype(config),
-        num_weight_bytes=outline.num_weight_bytes,
-        num_read_bytes=outline.num_read_bytes,
-        is_quantised=outline.is_quantised,
-    )
+    size = size_of_outline(outline, kv_dtype(config))
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
         runner.fill()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.candidates import find_machines
+from penstock.cli.candidates import find_machines, size_of_outline
 from penstock.cli.options import EPILOG, GroupedCommand, config_options, model_argument, printable, warn_of_unknown_variables
 from penstock.config.components import config_from
 from penstock.config.units import format_size
@@ -125,20 +125,11 @@ def _find(config: Config) -> ModelSource:
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
     """The model in numbers; None if its files are refused, and for an encoder, whose steps are no decodes."""
     from penstock.deploy.device import kv_dtype, settled_elsewhere
-    from penstock.lab.sizing import size_of
-    from penstock.models.architectures import describe
 
     outline = appraisal.outline
     if outline is None or outline.spec.ending is not None:
         return None
-    return size_of(
-        describe(outline.spec),
-        name=outline.name,
-        kv_dtype=kv_dtype(settled_elsewhere(config, is_gpu=False)),
-        num_weight_bytes=outline.num_weight_bytes,
-        num_read_bytes=outline.num_read_bytes,
-        is_quantised=outline.is_quantised,
-    )
+    return size_of_outline(outline, kv_dtype(settled_elsewhere(config, is_gpu=False)))
 
 
 def _rows(

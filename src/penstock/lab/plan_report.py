@@ -1,43 +1,47 @@
-"""A plan in words and tables for a terminal, and as one JSON object. Called by `cli.plan`; decides nothing."""
+"""A plan as words and tables for a terminal, as plots and as one JSON object. Called by `cli.plan`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
+from penstock.lab.arrivals import NS_PER_S, mean_rate
 from penstock.lab.hardware import Hardware
-from penstock.lab.plan import ADVICE, LEAST_SHARE, MOST_REPLICAS, Sized, Trial, times_words
+from penstock.lab.plan import LEAST_SHARE, MOST_REPLICAS, REMEDIES, Fleet, Sized, Trial, queue_table
 from penstock.lab.plots import Axis, Panel, Plot, Series, draw
-from penstock.lab.sizing import NS_PER_S, Line, format_number, format_time
+from penstock.lab.sizing import arithmetic, format_number, format_time
 from penstock.types.errors import counted
-
-JSON_VERSION = 2
 
 
 def report(sized: Sized) -> str:
-    """Everything about one machine."""
+    """Return everything about one machine."""
     hardware, lengths = sized.hardware, sized.lengths
     peak = format_number(hardware.ops_per_s(is_quantised=sized.candidate.size.is_quantised), "op/s")
     memory, reads = format_number(hardware.memory_bytes, "B"), format_number(hardware.read_bytes_per_s, "B/s")
     parts = [
         f"{sized.candidate.size.name} on {hardware.name}: {hardware.description}; {memory} of memory, peaks {reads} and {peak}",
-        f"Workload {sized.workload}: {counted(lengths.num_jobs, 'request')}, prompts of {lengths.mean_prompt:.0f} tokens on "
-        f"average (p99 {lengths.p99_prompt}), answers of {lengths.mean_output:.0f}",
+        f"Workload {sized.workload.name}: {counted(lengths.num_jobs, 'request')}, prompts of {lengths.mean_prompt:.0f} tokens "
+        f"on average (p99 {lengths.p99_prompt}), answers of {lengths.mean_output:.0f}",
     ]
     if sized.search is not None:
         parts.append("\n" + "\n".join(_answer(sized)))
     if sized.warnings:
         parts.append("\nWhat is not certain\n" + "\n".join(f"- {warning}" for warning in sized.warnings))
     parts += [
-        "\nArithmetic\n" + "\n".join(_lines(sized.lines)),
+        "\nArithmetic\n" + "\n".join(_lines(sized)),
         "\nBatch size against latency and throughput, with such requests in a steady flow\n" + _batches(sized),
         "\nWaits by formulas (M/G/k for a row of the batch, M/G/1 behind other prompts; Poisson arrivals)\n" + _waits(sized),
     ]
     return "\n".join(parts)
 
 
-def _lines(lines: Sequence[Line]) -> Iterator[str]:
+def _lines(sized: Sized) -> Iterator[str]:
     """`weights   parameters x bytes of one`, and below it `= 134.5 M x 0.63 B = 85 MB`."""
+    candidate, simulation = sized.candidate, sized.candidate.simulation
+    limit_ns = next((slo.limit_ns for slo in sized.asked.slos if slo.metric in ("tpot", "itl")), None)
+    lines = list(
+        arithmetic(candidate.size, simulation.capacity, sized.lengths, simulation.cost, candidate.rates, tpot_limit_ns=limit_ns)
+    )
     width = max(len(line.name) for line in lines)
     for line in lines:
         yield f"  {line.name:{width}}  {line.formula}"
@@ -55,7 +59,7 @@ def _batches(sized: Sized) -> str:
 
 def _waits(sized: Sized) -> str:
     rows = [["utilisation", "requests/s", "in the server", "time per token", "for a row", "p99", "behind prompts"]]
-    for wait in sized.waits:
+    for wait in queue_table(sized.candidate, sized.lengths):
         behind = "no bound" if math.isinf(wait.prompt_s) else format_time(wait.prompt_s * NS_PER_S)
         row, late = (format_time(seconds * NS_PER_S) if seconds >= 1e-6 else "0" for seconds in (wait.row_s, wait.p99_row_s))
         rows.append(
@@ -67,61 +71,50 @@ def _waits(sized: Sized) -> str:
 def _answer(sized: Sized) -> Iterator[str]:
     found, binding = sized.search, sized.binding
     assert found is not None
+    assert binding is not None
     if found.best is None:
         assert found.failed is not None
-        yield f"No rate holds these SLOs, not even {LEAST_SHARE:.0%} of what one server keeps up with: " + (
-            trial_words(found.failed) + "."
-        )
+        least, trial = f"{LEAST_SHARE:.0%}", trial_words(found.failed)
+        yield f"No rate holds these SLOs, not even {least} of what one server keeps up with: {trial}."
         yield "Loosen that SLO, or take a faster machine or a smaller model."
-        if binding is not None:
-            yield binding.reason
-        yield from _fleet(sized)
-        return
-    runs = counted(len(found.trials), "run")
-    bound = "" if sized.candidate.is_fitted else "at most "
-    yield f"Highest rate: {bound}{found.rate:.3g} requests/s, at which {100 * sized.goal:.4g} % hold the SLOs ({runs})"
-    yield f"  holds   {trial_words(found.best)}"
-    if found.failed is not None:
-        yield f"  fails   {trial_words(found.failed)}"
+        yield binding.reason
     else:
-        yield "  The SLOs hold up to the rate that the server can keep up with at all; beyond, its queue grows without bound."
-    option = f"--rate {found.rate:.3g}" if sized.own_rate is None else f"--speed {found.rate / sized.own_rate:.3g}"
-    yield f"  To measure it: `penstock bench` with the options of this workload and {option}"
-    yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
-    if binding is not None:
+        bound, runs = "" if sized.candidate.is_fitted else "at most ", counted(len(found.trials), "run")
+        goal, own_rate = f"{100 * sized.asked.goal:.4g} %", mean_rate(sized.workload)
+        yield f"Highest rate: {bound}{found.rate:.3g} requests/s, at which {goal} hold the SLOs ({runs})"
+        yield f"  holds   {trial_words(found.best)}"
+        if found.failed is not None:
+            yield f"  fails   {trial_words(found.failed)}"
+        else:
+            yield "  The SLOs hold up to the rate that the server can keep up with; beyond it, its queue grows without bound."
+        option = f"--rate {found.rate:.3g}" if own_rate is None else f"--speed {found.rate / own_rate:.3g}"
+        yield f"  To measure it: `penstock bench` with the options of this workload and {option}"
+        yield f"  A server that always has enough of such requests ends {found.saturated_rate:.3g} of them a second."
         yield f"What binds: {binding.words}. {binding.reason}"
         for resource in binding.resources:
-            yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {ADVICE[resource]}."
-    yield from _fleet(sized)
+            yield f"  What helps{'' if binding.is_clear else f', if it is {resource}'}: {REMEDIES[resource][1]}."
+    if sized.fleet is not None:
+        yield from _fleet(sized, sized.fleet)
+    elif found.best is not None:
+        yield f"Not even {MOST_REPLICAS} replicas behind a {sized.asked.router} router hold the SLOs at the wanted rate."
 
 
-def _fleet(sized: Sized) -> Iterator[str]:
-    fleet = sized.fleet
-    if fleet is None:
-        if sized.search is not None and sized.search.best is not None:
-            yield f"Not even {MOST_REPLICAS} replicas behind a {sized.router} router hold the SLOs at the rate that is wanted."
-        return
-    room = f" with {fleet.headroom:.0%} of headroom" if fleet.headroom else ""
-    yield (
-        f"For {fleet.rate:.3g} requests/s{room}: {counted(fleet.num_replicas, 'replica')}"
-        f"{f' behind a {sized.router} router' if fleet.num_replicas > 1 else ''}, "
-        f"at a load of {fleet.load:.0%} of what they keep up with"
-    )
+def _fleet(sized: Sized, fleet: Fleet) -> Iterator[str]:
+    headroom, hardware, bill = sized.asked.headroom, sized.hardware, sized.bill
+    room = f" with {headroom:.0%} of headroom" if headroom else ""
+    routed = f" behind a {sized.asked.router} router" if fleet.num_replicas > 1 else ""
+    number = f"{counted(fleet.num_replicas, 'replica')}{routed}"
+    yield f"For {fleet.rate:.3g} requests/s{room}: {number}, at a load of {fleet.load:.0%} of what they keep up with"
     replicas = counted(fleet.num_in_group, "replica")
     if fleet.held is not None:
         yield f"  holds   {replicas} at {trial_words(fleet.held)}"
         if fleet.failed is not None:
             yield f"  fails   {counted(fleet.num_in_group - 1, 'replica')} at {trial_words(fleet.failed)}"
-        elif fleet.load * fleet.num_in_group > (fleet.num_in_group - 1) * (1 - fleet.headroom):
+        elif fleet.load * fleet.num_in_group > (fleet.num_in_group - 1) * (1 - headroom):
             yield "  With fewer their queues would grow without bound."
     if fleet.num_groups > 1:
         yield f"  One of {fleet.num_groups} groups of {replicas} was simulated, to which requests go in turn."
-    yield from _bill(sized)
-
-
-def _bill(sized: Sized) -> Iterator[str]:
-    bill, hardware = sized.bill, sized.hardware
-    if bill is None or sized.fleet is None:
+    if bill is None:
         yield "  No price is known: give --price-per-hour."
         return
     output, every = _price(bill.price_per_million_output_tokens), _price(bill.price_per_million_tokens)
@@ -129,24 +122,24 @@ def _bill(sized: Sized) -> Iterator[str]:
         f"  {bill.price_per_hour:.2f} USD an hour: {output} USD per million output tokens, "
         f"{every} per million tokens of prompts and answers"
     )
-    if hardware.price_per_hour is not None and bill.price_per_hour == hardware.price_per_hour * sized.fleet.num_replicas:
+    if hardware.price_per_hour is not None and bill.price_per_hour == hardware.price_per_hour * fleet.num_replicas:
         yield f"  ({hardware.price_source}, {hardware.price_date}; yours will differ: --price-per-hour)"
 
 
 def comparison(some: Sequence[Sized]) -> str:
-    """Several machines, a line for each: the cheapest first, those without a price next, then those on which no rate holds."""
+    """Return a line for each machine: the cheapest first, then those without a price, then those on which no rate holds."""
     rows = [["hardware", "requests/s", "binds", "replicas", "load", "USD an hour", "USD per 1M output tokens", "step times"]]
     for sized in sorted(some, key=_order):
-        fleet, bill, binding = sized.fleet, sized.bill, sized.binding
+        fleet, bill = sized.fleet, sized.bill
         rows.append(
             [
                 sized.hardware.name,
-                "-" if sized.search is None else f"{sized.search.rate:.3g}",
-                "-" if binding is None else binding.words,
-                "none" if fleet is None else f"{fleet.num_replicas}",
-                "" if fleet is None else f"{fleet.load:.0%}",
-                "" if bill is None else f"{bill.price_per_hour:.2f}",
-                "" if bill is None else _price(bill.price_per_million_output_tokens),
+                f"{sized.search.rate:.3g}" if sized.search else "-",
+                sized.binding.words if sized.binding else "-",
+                f"{fleet.num_replicas}" if fleet else "none",
+                f"{fleet.load:.0%}" if fleet else "",
+                f"{bill.price_per_hour:.2f}" if bill else "",
+                _price(bill.price_per_million_output_tokens) if bill else "",
                 "fitted" if sized.candidate.is_fitted else "estimated",
             ]
         )
@@ -158,13 +151,12 @@ def comparison(some: Sequence[Sized]) -> str:
 
 
 def _order(sized: Sized) -> tuple[bool, float, float]:
-    """A key by which machines are sorted: the cheapest fleet, else the highest rate."""
     price = math.inf if sized.bill is None else sized.bill.price_per_million_output_tokens
     return sized.fleet is None, price, -sized.search.rate if sized.search else 0.0
 
 
 def hardware_table(machines: Sequence[Hardware]) -> str:
-    """The machines that can be named, with where their figures come from."""
+    """Return the machines that can be named, with the date of their prices."""
     rows = [["name", "memory", "reads", "operations", "USD an hour", "of", "description"]]
     for one in machines:
         price = "" if one.price_per_hour is None else f"{one.price_per_hour:.2f}"
@@ -175,22 +167,23 @@ def hardware_table(machines: Sequence[Hardware]) -> str:
 
 
 def trial_words(trial: Trial) -> str:
-    """One line: attainment with its interval, latency against the limit, occupancy."""
+    """Return one line: attainment with its interval, latency against the limit, occupancy."""
     share = trial.attainment
     interval = "" if share.low is None or share.high is None else f" [{share.low:.1%}, {share.high:.1%}]"
+    stress = "beyond" if math.isinf(trial.stress) else f"{trial.stress:.2f} x"
     return (
         f"{trial.rate:.3g} requests/s: {share.value:.2%}{interval} of {trial.num_requests} hold the SLOs, latency "
-        f"{times_words(trial.stress)} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
+        f"{stress} the limit ({trial.worst_slo}); {trial.mean_running:.1f} running, "
         f"KV {trial.kv_share:.0%} full, end to end {format_time(trial.mean_e2e_s * NS_PER_S)}"
     )
 
 
 def plots(sized: Sized) -> Iterator[tuple[str, Plot]]:
-    """Drawings with names for their files. Raises ConfigError without matplotlib."""
+    """Yield drawings with names for their files. Raises ConfigError without matplotlib."""
     rows = Axis("requests in a batch", is_log=True)
     rates = [(point.num_rows, point.output_tokens_per_s) for point in sized.batches]
     times = [(point.num_rows, point.tpot_ns / 1e6) for point in sized.batches]
-    limits = {str(slo): slo.limit_ns / 1e6 for slo in sized.slos if slo.metric in ("tpot", "itl")}
+    limits = {str(slo): slo.limit_ns / 1e6 for slo in sized.asked.slos if slo.metric in ("tpot", "itl")}
     panels = [
         Panel("Throughput", rows, Axis("output tokens/s", low=0.0), [Series("steady flow", rates)]),
         Panel("Latency", rows, Axis("time per token (ms)", low=0.0), [Series("steady flow", times)], limits=limits),
@@ -199,30 +192,28 @@ def plots(sized: Sized) -> Iterator[tuple[str, Plot]]:
     yield "batches", draw(f"Batch size against throughput and latency, {name}", panels)
     if sized.search is not None:
         trials = sorted(trial for trial in sized.search.trials if math.isfinite(trial.stress))
-        held = [(trial.rate, trial.num_good / trial.num_requests) for trial in trials]
-        stress = [(trial.rate, trial.stress) for trial in trials]
-        rate = Axis("requests/s")
+        held = Series("runs", [(trial.rate, trial.num_good / trial.num_requests) for trial in trials])
+        stress = Series("runs", [(trial.rate, trial.stress) for trial in trials])
+        rate, share, over = Axis("requests/s"), Axis("share of the requests", low=0.0), Axis("over its limit", low=0.0)
         panels = [
-            Panel(
-                "SLOs held", rate, Axis("share of the requests", low=0.0), [Series("runs", held)], limits={"goal": sized.goal}
-            ),
-            Panel("Latency", rate, Axis("over its limit", low=0.0), [Series("runs", stress)], limits={"limit": 1.0}),
+            Panel("SLOs held", rate, share, [held], limits={"goal": sized.asked.goal}),
+            Panel("Latency", rate, over, [stress], limits={"limit": 1.0}),
         ]
         yield "rates", draw(f"SLOs by rate, {name}", panels)
 
 
 def as_json(some: Sequence[Sized]) -> dict[str, object]:
-    """Numbers of the plan, in seconds, bytes and tokens; infinities are null."""
-    return {"penstock_plan": JSON_VERSION, "machines": [_machine(sized) for sized in some]}
+    """Return the numbers of the plan, in seconds, bytes and tokens; infinities are null."""
+    return {"penstock_plan": 2, "machines": [_machine(sized) for sized in some]}
 
 
 def _machine(sized: Sized) -> dict[str, object]:
-    size, capacity = sized.candidate.size, sized.candidate.simulation.capacity
+    size, capacity, asked = sized.candidate.size, sized.candidate.simulation.capacity, sized.asked
     binding, fleet, bill, found = sized.binding, sized.fleet, sized.bill, sized.search
     return {
         "hardware": sized.hardware.name,
         "model": size.name,
-        "workload": sized.workload,
+        "workload": sized.workload.name,
         "is_fitted": sized.candidate.is_fitted,
         "num_weight_bytes": size.num_weight_bytes,
         "kv_bytes_per_token": size.kv_bytes_per_token,
@@ -239,20 +230,20 @@ def _machine(sized: Sized) -> dict[str, object]:
             }
             for point in sized.batches
         ],
-        "goal": sized.goal,
-        "highest_rate": None if found is None else found.rate,
-        "saturated_rate": None if found is None else found.saturated_rate,
-        "trials": [] if found is None else [_trial(trial) for trial in sorted(found.trials)],
-        "binds": [] if binding is None else [str(resource) for resource in binding.resources],
-        "binds_clearly": None if binding is None else binding.is_clear,
-        "times_as_high_with_twice": None if binding is None else {str(key): [*gain] for key, gain in binding.gains.items()},
-        "router": sized.router,
-        "num_replicas": None if fleet is None else fleet.num_replicas,
-        "rate": None if fleet is None else fleet.rate,
-        "headroom": None if fleet is None else fleet.headroom,
-        "load": None if fleet is None else fleet.load,
-        "price_per_hour": None if bill is None else bill.price_per_hour,
-        "price_per_million_output_tokens": None if bill is None else bill.price_per_million_output_tokens,
+        "goal": asked.goal,
+        "highest_rate": found and found.rate,
+        "saturated_rate": found and found.saturated_rate,
+        "trials": [_trial(trial) for trial in sorted(found.trials)] if found else [],
+        "binds": [str(resource) for resource in binding.resources] if binding else [],
+        "binds_clearly": binding and binding.is_clear,
+        "times_as_high_with_twice": binding and {str(key): [*gain] for key, gain in binding.gains.items()},
+        "router": asked.router,
+        "num_replicas": fleet and fleet.num_replicas,
+        "rate": fleet and fleet.rate,
+        "headroom": fleet and asked.headroom,
+        "load": fleet and fleet.load,
+        "price_per_hour": bill and bill.price_per_hour,
+        "price_per_million_output_tokens": bill and bill.price_per_million_output_tokens,
         "warnings": list(sized.warnings),
     }
 
@@ -262,14 +253,10 @@ def _trial(trial: Trial) -> dict[str, object]:
         "rate": trial.rate,
         "attainment": trial.num_good / trial.num_requests,
         "num_requests": trial.num_requests,
-        "stress": _finite(trial.stress),
+        "stress": trial.stress if math.isfinite(trial.stress) else None,
         "kv_share": trial.kv_share,
         "mean_running": trial.mean_running,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _price(dollars: float) -> str:
@@ -277,12 +264,10 @@ def _price(dollars: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cell; all but the first are flush right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    """Return columns as wide as their longest cell. The first is flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)

@@ -1,22 +1,19 @@
-"""The arithmetic of serving a model: bytes of weights and of KV, requests that fit, work and time of a step, batch sizes.
+"""The arithmetic of serving a model: bytes of weights and KV, requests that fit, time of a step, batch sizes.
 
-ModelSize     the numbers of a model, from its description alone; no weight is read
-roofline      a machine's published or probed peaks -> the time of any step, as a cost model: an estimate
-Lengths       prompts and answers of a workload, in the numbers that matter here
-batch_table   batch size -> latency and throughput, in a steady flow of such requests
-arithmetic    all of it as lines: name, formula, numbers, value
-
-A multiply-add is two operations. Called by `plan`; reads no file, measures nothing.
+`plan`, `penstock show` and `penstock profile` call it. All follows from the model's description and the machine's peaks; no
+weight is read and nothing is measured. A multiply-add is two operations.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
+from penstock.lab.arrivals import NS_PER_S
 from penstock.lab.cost_model import CostModel
 from penstock.lab.hardware import Hardware
 from penstock.lab.workload import Job
@@ -24,9 +21,6 @@ from penstock.models.checks import weight_shapes
 from penstock.models.program import Attention, Experts, Linear, Logits, Program
 from penstock.types.kv_dtype import KvDtype, state_bytes
 from penstock.types.plan import Capacity, StepShape
-
-NS_PER_S = 1_000_000_000
-_BISECTIONS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,55 +30,45 @@ class ModelSize:
     name: str
     num_parameters: int
     num_weight_bytes: int
-    """Memory that the weights take."""
     num_read_bytes: int
-    """Bytes of weights that a step of many rows reads: without an embedding of which it looks up rows. See `read_bytes`."""
+    """Bytes of weights that a step of many rows reads. An embedding that is only looked up does not count."""
     num_token_products: int
-    """Multiply-adds of each token with weights, without those for logits. A token counts the experts it is sent to."""
+    """Products of one token with weights, without logits. Only the experts that compute the token count."""
     num_logit_products: int
-    """Multiply-adds for the logits of one row."""
+    """Products for the logits of one row."""
     num_attention_products: int
-    """Multiply-adds of each token with the key and the value of one position, over all layers."""
+    """Products of one token with the key and the value of one position, over all layers."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     kv_dtype: KvDtype
     kv_bytes_per_token: int
-    """Bytes of the keys and values of one position, with scales, over all layers."""
+    """Keys and values of one position, with scales, over all layers."""
     is_quantised: bool
-    """Most products are with weights of 8 bits or less."""
+    """Whether most products are with weights of 8 bits or less."""
     state_bytes_per_block: int = 0
-    """Bytes of recurrent state that a KV block has beside that."""
+    """Recurrent state of a KV block, beside keys and values."""
     expert_share: float = 0.0
     """Share of `num_read_bytes` that are the matrices of experts."""
     routed_share: float = 1.0
-    """Share of a layer's experts to which a token is sent."""
+    """Share of a layer's experts that compute one token."""
 
 
 def size_of(
-    program: Program,
-    *,
-    name: str,
-    kv_dtype: KvDtype,
-    num_weight_bytes: int,
-    num_read_bytes: int,
-    is_quantised: bool,
+    program: Program, *, name: str, kv_dtype: KvDtype, num_weight_bytes: int, num_read_bytes: int, is_quantised: bool
 ) -> ModelSize:
-    """The numbers of a model whose weights take, and of which a step reads, so many bytes."""
-    shapes = weight_shapes(program)
-    sizes = {weight: rows * cols for weight, (rows, cols) in shapes.items()}
-    ending = program.ending
-    num_logits = sizes[ending.weight] if isinstance(ending, Logits) else 0
-    attentions = [op for op in program.ops if isinstance(op, Attention)]
+    """Return the numbers of a model. The bytes depend on the file's formats, so they are passed in."""
+    sizes = {weight: rows * cols for weight, (rows, cols) in weight_shapes(program).items()}
+    num_logits = sizes[program.ending.weight] if isinstance(program.ending, Logits) else 0
     token_products = sum(sizes[op.weight] for op in program.ops if isinstance(op, Linear))
     num_read, state = token_products + num_logits, program.state
     num_expert_weights, share = 0, 1.0
     for op in program.ops:
         if isinstance(op, Experts):
-            share = op.num_experts_per_token / op.num_experts
-            num_expert_weights += sizes[op.gate] + sizes[op.up] + sizes[op.down]
-            num_read += sizes[op.router] + sizes[op.gate] + sizes[op.up] + sizes[op.down]
-            token_products += sizes[op.router] + round(share * (sizes[op.gate] + sizes[op.up] + sizes[op.down]))
+            share, num_experts = op.num_experts_per_token / op.num_experts, sizes[op.gate] + sizes[op.up] + sizes[op.down]
+            num_expert_weights += num_experts
+            num_read += sizes[op.router] + num_experts
+            token_products += sizes[op.router] + round(share * num_experts)
     return ModelSize(
         name=name,
         num_parameters=sum(sizes.values()),
@@ -92,7 +76,7 @@ def size_of(
         num_read_bytes=num_read_bytes,
         num_token_products=token_products,
         num_logit_products=num_logits,
-        num_attention_products=sum(2 * op.num_heads * op.head_dim for op in attentions),
+        num_attention_products=sum(2 * op.num_heads * op.head_dim for op in program.ops if isinstance(op, Attention)),
         num_layers=program.num_layers,
         num_kv_heads=program.num_kv_heads,
         head_dim=program.head_dim,
@@ -109,26 +93,26 @@ def size_of(
 
 
 def token_ops(size: ModelSize, context_tokens: float = 0.0) -> float:
-    """Operations of one token of a prompt that attends to so many positions."""
+    """Return the operations of one prompt token that attends to this many positions."""
     return 2 * (size.num_token_products + size.num_attention_products * context_tokens)
 
 
 def decode_row_ops(size: ModelSize, context_tokens: float) -> float:
-    """Operations of a row that generates one token after so many positions: logits are on top."""
+    """Return the operations of a row that generates one token after this many positions, logits included."""
     return token_ops(size, context_tokens + 1) + 2 * size.num_logit_products
 
 
 def read_bytes(size: ModelSize, num_tokens: float) -> float:
-    """Bytes of weights that a step of so many tokens reads.
+    """Return the bytes of weights that a step of this many tokens reads.
 
-    A mixture reads the experts to which a token is sent. If each of E is as likely as the others, and n tokens are sent to k
-    each, these are E (1 - (1 - k/E)^n) on average.
+    A mixture reads the experts that its tokens need. If n tokens need k of E equally likely experts each, that is
+    E (1 - (1 - k/E)^n) experts on average.
     """
     return size.num_read_bytes * (1 - size.expert_share * math.pow(1 - size.routed_share, num_tokens))
 
 
 def decode_bytes(size: ModelSize, num_rows: int, context_tokens: float) -> float:
-    """Bytes that a step reads in which each row generates one token: weights once, and the KV of each row."""
+    """Return the bytes that a step reads in which each row generates one token: weights once, and the KV of each row."""
     return read_bytes(size, num_rows) + num_rows * (context_tokens + 1) * size.kv_bytes_per_token
 
 
@@ -143,7 +127,7 @@ class Speeds:
 
 
 def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
-    """The peaks that hold for this model's weights, times the shares that `hardware` says are reached."""
+    """Return the peaks for this model's weights, times the shares that `hardware` says are reached."""
     return Speeds(
         ops_per_s=hardware.ops_per_s(is_quantised=size.is_quantised) * hardware.compute_share,
         read_bytes_per_s=hardware.read_bytes_per_s * hardware.read_share,
@@ -152,12 +136,11 @@ def speeds(size: ModelSize, hardware: Hardware) -> Speeds:
 
 
 def roofline(size: ModelSize, rates: Speeds) -> CostModel:
-    """The time of a step by the roofline of each of its operations (Williams, Waterman and Patterson, CACM 52(4), 2009).
+    """Estimate the time of any step by the roofline of each operation (Williams, Waterman, Patterson, CACM 52(4), 2009).
 
-    Products with weights take as long as reading the weights, or as multiplying if that is longer: from the knee on, each
-    further token costs its multiply-adds. With experts, each token up to there has more of them read. Attention of a row that
-    generates is bound by reading its keys and values, that of prompts by multiplying. Logits cost their multiply-adds. Nobody
-    knows what overlaps, so these times are added.
+    Products with weights take as long as reading the weights or as multiplying, whichever is longer. Attention of decodes is
+    bound by reading KV, that of prompts by multiplying. Logits cost their products. The times are added: what overlaps is
+    unknown.
     """
     ns_per_op, ns_per_byte = NS_PER_S / rates.ops_per_s, NS_PER_S / rates.read_bytes_per_s
     token_ns = 2 * size.num_token_products * ns_per_op
@@ -165,6 +148,7 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
     def products_ns(num_tokens: float) -> float:
         return max(read_bytes(size, num_tokens) * ns_per_byte, num_tokens * token_ns)
 
+    # Brackets of constant cost per token. Up to the knee, each token of a mixture has more experts read.
     knee = int(_knee(size, token_ns / ns_per_byte))
     counts = [0, *sorted({many for i in range(knee.bit_length()) for many in (1 << i, 3 << i) if many < knee})]
     counts = [*(counts if size.expert_share else counts[:1]), knee, knee + 1, knee + 2]
@@ -183,19 +167,19 @@ def roofline(size: ModelSize, rates: Speeds) -> CostModel:
 
 
 def _knee(size: ModelSize, bytes_per_token: float) -> float:
-    """The tokens that cost as much as reading their weights, if each costs as much as reading so many bytes."""
+    """Return the number of tokens whose products take as long as reading their weights. A token costs `bytes_per_token`."""
     low, high = 0.0, size.num_read_bytes / bytes_per_token
-    for _ in range(_BISECTIONS if size.expert_share else 0):
+    for _ in range(60 if size.expert_share else 0):
         middle = (low + high) / 2
         low, high = (middle, high) if middle * bytes_per_token <= read_bytes(size, middle) else (low, middle)
     return high
 
 
 def with_more_compute(cost: CostModel, factor: float) -> CostModel:
-    """A fitted model of a machine that multiplies so many times as fast.
+    """Return a fitted model of a machine that multiplies `factor` times as fast.
 
     A fit does not say what a part waits for. Products and attention of prompts are taken for multiply-adds; the fixed part of a
-    step, which reads the weights, and the reads of rows that generate for bandwidth.
+    step, which reads the weights, and the reads of decodes are taken for bandwidth.
     """
     return replace(
         cost,
@@ -208,14 +192,12 @@ def with_more_compute(cost: CostModel, factor: float) -> CostModel:
 
 
 def with_more_bandwidth(cost: CostModel, factor: float) -> CostModel:
-    """A fitted model of a machine that reads memory so many times as fast; see `with_more_compute`."""
+    """Return a fitted model of a machine that reads memory `factor` times as fast; see `with_more_compute`."""
     return replace(cost, step_ns=cost.step_ns / factor, decode_read_ns=cost.decode_read_ns / factor)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """Tokens per second that no server exceeds with this machine's peaks, whatever it does: short texts, nothing but products
-    and reads."""
+class Bounds(NamedTuple):
+    """Tokens per second that no server exceeds with this machine's peaks, for short texts."""
 
     prompt_tokens_per_s: float
     one_row_tokens_per_s: float
@@ -228,33 +210,29 @@ BOUND_ROWS = 32
 
 
 def bounds(size: ModelSize, hardware: Hardware) -> Bounds:
-    """The longer of reading and multiplying, each at the machine's peak, as if all else were free and both ran at once."""
+    """Return the bounds: the longer of reading and multiplying, each at its peak, as if all else were free."""
     ops_per_s = hardware.ops_per_s(is_quantised=size.is_quantised)
 
     def decoded(num_rows: int) -> float:
         read_s = decode_bytes(size, num_rows, 0) / hardware.read_bytes_per_s
         return num_rows / max(read_s, num_rows * decode_row_ops(size, 0) / ops_per_s)
 
-    return Bounds(
-        prompt_tokens_per_s=ops_per_s / token_ops(size),
-        one_row_tokens_per_s=decoded(1),
-        many_rows_tokens_per_s=decoded(BOUND_ROWS),
-    )
+    return Bounds(ops_per_s / token_ops(size), decoded(1), decoded(BOUND_ROWS))
 
 
 def knee_rows(size: ModelSize, rates: Speeds) -> float:
-    """Rows at which the products of a decode step take as long as reading the weights. Below, one more is nearly free."""
+    """Return the rows whose products take as long as reading the weights. Below, one more row is nearly free."""
     row_ops = 2 * (size.num_token_products + size.num_logit_products)
     return _knee(size, row_ops / rates.ops_per_s * rates.read_bytes_per_s)
 
 
 def decode_shape(num_rows: int, context_tokens: float) -> StepShape:
-    """A step in which each row generates one token after so many positions."""
+    """Return a step in which each row generates one token after this many positions."""
     return StepShape(((1, round(context_tokens)),) * num_rows, num_rows)
 
 
 def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: int) -> int:
-    """Time of a prompt that has the server for itself: the best possible TTFT, but for what HTTP and text take."""
+    """Return the time of a prompt that has the server for itself: the best possible TTFT, without HTTP and text."""
     total_ns = 0
     for begin in range(0, num_prompt_tokens, max_step_tokens):
         end = min(num_prompt_tokens, begin + max_step_tokens)
@@ -267,72 +245,69 @@ def prompt_alone_ns(cost: CostModel, num_prompt_tokens: int, max_step_tokens: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Prompts and answers in tokens."""
+    """Prompts and answers of a workload, in tokens."""
 
     num_jobs: int
     mean_prompt: float
     prompt_cv: float
-    """Standard deviation of prompts over their mean."""
+    """Standard deviation over mean, here and below."""
     mean_output: float
     output_cv: float
-    """Standard deviation of answers over their mean."""
     p50_prompt: int
     p99_prompt: int
-    longest: int
-    """Prompt and answer of the longest request."""
     mean_context: float
-    """Positions before a token that is generated, on average over all such tokens."""
+    """Positions before a generated token, on average over all of them."""
     totals: tuple[int, ...]
     """Prompt and answer of each request."""
 
+    @property
+    def longest(self) -> int:
+        return max(self.totals)
+
 
 def lengths_of(jobs: Sequence[Job]) -> Lengths:
-    """Lengths of some requests, at least one."""
+    """Return the lengths of at least one request."""
     outputs = [job.num_output_tokens for job in jobs]
     prompts = sorted(job.num_prompt_tokens for job in jobs)
-    totals = tuple(job.num_prompt_tokens + job.num_output_tokens for job in jobs)
-    mean_output = fmean(outputs)
+    context = sum(job.num_output_tokens * (job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs)
     return Lengths(
         num_jobs=len(jobs),
         mean_prompt=fmean(prompts),
         prompt_cv=pstdev(prompts) / fmean(prompts),
-        mean_output=mean_output,
-        output_cv=pstdev(outputs) / mean_output,
+        mean_output=fmean(outputs),
+        output_cv=pstdev(outputs) / fmean(outputs),
         p50_prompt=prompts[(len(prompts) - 1) // 2],
-        p99_prompt=prompts[min(len(prompts) - 1, math.ceil(0.99 * len(prompts)) - 1)],
-        longest=max(totals),
-        mean_context=sum(job.num_output_tokens * (job.num_prompt_tokens + job.num_output_tokens / 2) for job in jobs)
-        / sum(outputs),
-        totals=totals,
+        p99_prompt=prompts[math.ceil(0.99 * len(prompts)) - 1],
+        mean_context=context / sum(outputs),
+        totals=tuple(job.num_prompt_tokens + job.num_output_tokens for job in jobs),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Complete requests that the KV cache holds at once, and the share of the memory of each that stays empty."""
+class Fit(NamedTuple):
+    """Complete requests that the KV cache holds at once, and the share of their memory that stays empty."""
 
     num_paged: int
     paged_tokens: float
     """Positions of the blocks of one request, on average."""
     paged_waste: float
     num_preallocated: int
-    """Each has memory for the longest request that is admitted, from the start."""
+    """If each had memory for the longest request that is admitted."""
     preallocated_waste: float
 
 
 def fit_in(capacity: Capacity, lengths: Lengths) -> Fit:
-    """Blocks of `capacity` against one rectangle per request."""
+    """Compare paged blocks with one preallocated rectangle per request."""
     block = capacity.block_size
     num_tokens = (capacity.num_blocks - 1) * block
     totals = [min(total, capacity.max_model_len) for total in lengths.totals]
     held = [min(total, capacity.window or total) for total in totals]
-    mean_paged, mean = fmean(-(-num // block) * block for num in held), fmean(totals)
+    paged = fmean(-(-num // block) * block for num in held)
     return Fit(
-        num_paged=int(num_tokens / mean_paged),
-        paged_tokens=mean_paged,
-        paged_waste=1 - fmean(held) / mean_paged,
+        num_paged=int(num_tokens / paged),
+        paged_tokens=paged,
+        paged_waste=1 - fmean(held) / paged,
         num_preallocated=num_tokens // capacity.max_model_len,
-        preallocated_waste=1 - mean / capacity.max_model_len,
+        preallocated_waste=1 - fmean(totals) / capacity.max_model_len,
     )
 
 
@@ -347,7 +322,7 @@ class BatchPoint:
     decode_ns: int
     """A step without prompts."""
     prompt_ns: float
-    """Time by which a prompt of the mean length makes the steps longer that it shares."""
+    """Time that a prompt of the mean length adds to the steps that it shares."""
     tpot_ns: float
     """Time per token of a request, the prompts of others included."""
     rate: float
@@ -358,14 +333,15 @@ class BatchPoint:
 
 
 def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
-    """Little's law: `num_rows` requests, each of which has one step per token of its answer; and per request, one prompt."""
-    context = lengths.mean_context
-    decodes = decode_shape(num_rows, context)
-    decode_ns = cost.duration_ns(decodes)
-    prompt_ns = _prompt_beside_ns(cost, lengths, capacity, decodes, decode_ns)
+    """Apply Little's law to `num_rows` requests, each with one prompt and one step per token of its answer."""
+    decodes = decode_shape(num_rows, lengths.mean_context)
+    decode_ns, prompt_ns = cost.duration_ns(decodes), 0.0
+    room, num_tokens = max(1, capacity.max_step_tokens - num_rows), round(lengths.mean_prompt)
+    for begin in range(0, num_tokens, room):
+        chunk = (min(room, num_tokens - begin), begin)
+        prompt_ns += cost.duration_ns(StepShape((*decodes.rows, chunk), num_rows)) - decode_ns
     tpot_ns = decode_ns + num_rows * prompt_ns / lengths.mean_output
     rate = num_rows / (tpot_ns * lengths.mean_output) * NS_PER_S
-    held = num_rows * _mean_blocks(lengths, capacity)
     return BatchPoint(
         num_rows=num_rows,
         decode_ns=decode_ns,
@@ -373,33 +349,23 @@ def batch_point(num_rows: int, cost: CostModel, lengths: Lengths, capacity: Capa
         tpot_ns=tpot_ns,
         rate=rate,
         output_tokens_per_s=rate * lengths.mean_output,
-        kv_share=held / (capacity.num_blocks - 1),
+        kv_share=num_rows * _mean_blocks(lengths, capacity) / (capacity.num_blocks - 1),
     )
 
 
 def _mean_blocks(lengths: Lengths, capacity: Capacity) -> float:
-    """Blocks that a request of the mean context holds."""
+    """Return the blocks that a request of the mean context holds."""
     return -(-min(lengths.mean_context, capacity.window or lengths.mean_context) // capacity.block_size)
 
 
-def _prompt_beside_ns(cost: CostModel, lengths: Lengths, capacity: Capacity, decodes: StepShape, decode_ns: int) -> float:
-    """Time by which a prompt of the mean length makes the steps longer that it shares with decodes."""
-    room = max(1, capacity.max_step_tokens - len(decodes.rows))
-    total_ns, num_tokens = 0.0, round(lengths.mean_prompt)
-    for begin in range(0, num_tokens, room):
-        chunk = (min(room, num_tokens - begin), begin)
-        total_ns += cost.duration_ns(StepShape((*decodes.rows, chunk), decodes.num_samples)) - decode_ns
-    return total_ns
-
-
 def batch_table(cost: CostModel, lengths: Lengths, capacity: Capacity) -> Sequence[BatchPoint]:
-    """Powers of two up to the rows of a step, and that number itself."""
+    """Return batches of powers of two up to the rows of a step, and of that number itself."""
     numbers = [1 << i for i in range(capacity.max_rows.bit_length()) if 1 << i < capacity.max_rows]
     return [batch_point(rows, cost, lengths, capacity) for rows in (*numbers, capacity.max_rows)]
 
 
 def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns: float) -> BatchPoint | None:
-    """The most rows whose time per token, prompts included, is within `tpot_ns`; None if not even one is."""
+    """Return the most rows whose time per token, prompts included, is within `tpot_ns`, or None if not even one row is."""
     low, high = 0, capacity.max_rows
     while low < high:
         middle = (low + high + 1) // 2
@@ -409,7 +375,7 @@ def largest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity, tpot_ns
 
 
 def fullest_batch(cost: CostModel, lengths: Lengths, capacity: Capacity) -> BatchPoint:
-    """The batch that rows and memory allow: its rate is the most that the server can keep up with, whatever the latency."""
+    """Return the batch that rows and memory allow. Its rate is the most that the server can keep up with."""
     fitting = int((capacity.num_blocks - 1) / _mean_blocks(lengths, capacity))
     return batch_point(max(1, min(capacity.max_rows, fitting)), cost, lengths, capacity)
 
@@ -434,13 +400,12 @@ def format_time(ns: float) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """Without an exponent, and no digit before the point is lost."""
+    """Format without an exponent, and with all digits before the point."""
     whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     return f"{value:.{max(0, digits - whole)}f}" if whole else f"{value:.{digits}g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One quantity: its name, its formula in words, the same with numbers, and the result."""
 
     name: str
@@ -457,122 +422,89 @@ def arithmetic(
     rates: Speeds,
     *,
     tpot_limit_ns: float | None = None,
-) -> Sequence[Line]:
-    """All quantities of a deployment in the order in which they follow from each other.
+) -> Iterator[Line]:
+    """Yield all quantities of a deployment in the order in which they follow from each other.
 
-    `cost` may be fitted; `rates` are those of the roofline in any case, whose lines say so.
+    `cost` may be fitted; `rates` are always those of the roofline, whose lines say so.
     """
-    lines = [*_memory_lines(size, capacity, lengths), *_step_lines(size, lengths, rates)]
     context = lengths.mean_context
+    yield from _memory_lines(size, capacity, lengths)
+    yield from _step_lines(size, lengths.mean_prompt / 2, context, rates)
     words = "by the fitted model" if cost.fitted else "reads, + work of the logits, + what is fixed"
     one = format_time(cost.duration_ns(decode_shape(1, context)))
-    lines.append(Line("decode step, 1 row", words, f"after {context:.0f} positions", one))
+    yield Line("decode step, 1 row", words, f"after {context:.0f} positions", one)
     for name, num_tokens in (("median", lengths.p50_prompt), ("p99", lengths.p99_prompt)):
-        lines.append(
-            Line(
-                f"best TTFT, {name} prompt",
-                "the prompt alone on the server, in steps of bounded length",
-                f"{num_tokens:,} tokens, at most {capacity.max_step_tokens} a step",
-                format_time(prompt_alone_ns(cost, num_tokens, capacity.max_step_tokens)),
-            )
-        )
+        numbers = f"{num_tokens:,} tokens, at most {capacity.max_step_tokens} a step"
+        best = format_time(prompt_alone_ns(cost, num_tokens, capacity.max_step_tokens))
+        yield Line(f"best TTFT, {name} prompt", "the prompt alone on the server, in steps of bounded length", numbers, best)
     if tpot_limit_ns is not None:
-        lines.append(_tpot_line(cost, lengths, capacity, tpot_limit_ns))
+        found = largest_batch(cost, lengths, capacity, tpot_limit_ns)
+        shown, limit = found or batch_point(1, cost, lengths, capacity), format_time(tpot_limit_ns)
+        numbers = f"{format_time(shown.tpot_ns)} with {shown.num_rows}, limit {limit}, at most {capacity.max_rows}"
+        formula = "most rows with step + rows x prompt / answer within the TPOT limit"
+        yield Line("largest batch in the limit", formula, numbers, f"{found.num_rows} rows" if found else "none")
     top = fullest_batch(cost, lengths, capacity)
-    lines.append(
-        Line(
-            "rate of a full batch",
-            "rows / (time per token x tokens of an answer)",
-            f"{top.num_rows} / ({format_time(top.tpot_ns)} x {lengths.mean_output:.0f})",
-            f"{top.rate:.3g} requests/s",
-        )
+    numbers = f"{top.num_rows} / ({format_time(top.tpot_ns)} x {lengths.mean_output:.0f})"
+    formula = "rows / (time per token x tokens of an answer)"
+    yield Line("rate of a full batch", formula, numbers, f"{top.rate:.3g} requests/s")
+
+
+def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Iterator[Line]:
+    num_blocks, state, dim = capacity.num_blocks - 1, size.state_bytes_per_block, size.head_dim
+    pool_tokens, fitting = num_blocks * capacity.block_size, fit_in(capacity, lengths)
+    numbers = f"{format_number(size.num_parameters, digits=4)} x {size.num_weight_bytes / size.num_parameters:.3g} B"
+    yield Line("weights", "parameters x bytes of one", numbers, format_number(size.num_weight_bytes, "B"))
+    formula = f"layers x KV heads x bytes of a head ({dim} of K, {dim} of V, {size.kv_dtype}, scales)"
+    numbers = f"{size.num_layers} x {size.num_kv_heads} x {size.kv_dtype.head_bytes(dim)} B"
+    yield Line("KV per token", formula, numbers, f"{size.kv_bytes_per_token:,} B")
+    formula = f"blocks x tokens of one x KV per token{' + blocks x recurrent state of one' if state else ''}"
+    numbers = f"{num_blocks:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B"
+    numbers += f" + {num_blocks:,} x {state:,} B" if state else ""
+    yield Line("KV cache", formula, numbers, format_number(pool_tokens * size.kv_bytes_per_token + num_blocks * state, "B"))
+    yield Line(
+        "requests that fit, paged",
+        "tokens of the cache / tokens of a request, in whole blocks",
+        f"{pool_tokens:,} / {fitting.paged_tokens:,.1f}",
+        f"{fitting.num_paged:,}; {fitting.paged_waste:.1%} of that memory stays empty",
     )
-    return lines
-
-
-def _memory_lines(size: ModelSize, capacity: Capacity, lengths: Lengths) -> Sequence[Line]:
-    head_bytes = size.kv_dtype.head_bytes(size.head_dim)
-    pool_tokens, state = (capacity.num_blocks - 1) * capacity.block_size, size.state_bytes_per_block
-    fitting = fit_in(capacity, lengths)
-    each = size.num_weight_bytes / size.num_parameters
-    return [
-        Line(
-            "weights",
-            "parameters x bytes of one",
-            f"{format_number(size.num_parameters, digits=4)} x {each:.3g} B",
-            format_number(size.num_weight_bytes, "B"),
-        ),
-        Line(
-            "KV per token",
-            f"layers x KV heads x bytes of a head ({size.head_dim} of K, {size.head_dim} of V, {size.kv_dtype}, scales)",
-            f"{size.num_layers} x {size.num_kv_heads} x {head_bytes} B",
-            f"{size.kv_bytes_per_token:,} B",
-        ),
-        Line(
-            "KV cache",
-            f"blocks x tokens of one x KV per token{' + blocks x recurrent state of one' if state else ''}",
-            f"{capacity.num_blocks - 1:,} x {capacity.block_size} = {pool_tokens:,} tokens, x {size.kv_bytes_per_token:,} B"
-            + (f" + {capacity.num_blocks - 1:,} x {state:,} B" if state else ""),
-            format_number(pool_tokens * size.kv_bytes_per_token + (capacity.num_blocks - 1) * state, "B"),
-        ),
-        Line(
-            "requests that fit, paged",
-            "tokens of the cache / tokens of a request, in whole blocks",
-            f"{pool_tokens:,} / {fitting.paged_tokens:,.1f}",
-            f"{fitting.num_paged:,}; {fitting.paged_waste:.1%} of that memory stays empty",
-        ),
-        Line(
-            "preallocated instead",
-            "tokens of the cache / longest request that is admitted",
-            f"{pool_tokens:,} / {capacity.max_model_len:,}",
-            f"{fitting.num_preallocated:,}; {fitting.preallocated_waste:.1%} of that memory stays empty",
-        ),
-    ]
-
-
-def _step_lines(size: ModelSize, lengths: Lengths, rates: Speeds) -> Sequence[Line]:
-    middle, context = lengths.mean_prompt / 2, lengths.mean_context
-    row_ops, num_bytes = decode_row_ops(size, context), decode_bytes(size, 1, context)
-    products, pairs, logits = (
-        format_number(number) for number in (size.num_token_products, size.num_attention_products, size.num_logit_products)
+    yield Line(
+        "preallocated instead",
+        "tokens of the cache / longest request that is admitted",
+        f"{pool_tokens:,} / {capacity.max_model_len:,}",
+        f"{fitting.num_preallocated:,}; {fitting.preallocated_waste:.1%} of that memory stays empty",
     )
-    return [
-        Line(
-            "work of a prompt token",
-            "2 x (products with weights + with a position x positions)",
-            f"2 x ({products} + {pairs} x {middle:.0f})",
-            format_number(token_ops(size, middle), "op"),
-        ),
-        Line(
-            "work of a decode row",
-            "the same, + 2 x products for logits",
-            f"2 x ({products} + {pairs} x {context + 1:.0f} + {logits})",
-            f"{format_number(row_ops, 'op')} = {format_time(row_ops / rates.ops_per_s * NS_PER_S)} "
-            f"at {format_number(rates.ops_per_s, 'op/s')}",
-        ),
-        Line(
-            "reads of a decode step",
-            "weights + rows x positions x KV per token",
-            f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_bytes_per_token:,} B",
-            f"{format_number(num_bytes, 'B')} = {format_time(num_bytes / rates.read_bytes_per_s * NS_PER_S)} "
-            f"at {format_number(rates.read_bytes_per_s, 'B/s')}",
-        ),
-        Line(
-            "rows at the knee",
-            "time to read the weights / time of a row's products",
-            f"{format_time(read_bytes(size, knee_rows(size, rates)) / rates.read_bytes_per_s * NS_PER_S)} / "
-            f"{format_time(2 * (size.num_token_products + size.num_logit_products) / rates.ops_per_s * NS_PER_S)}",
-            f"{knee_rows(size, rates):.1f}: below, rows are nearly free",
-        ),
-    ]
 
 
-def _tpot_line(cost: CostModel, lengths: Lengths, capacity: Capacity, limit_ns: float) -> Line:
-    found = largest_batch(cost, lengths, capacity, limit_ns)
-    shown = found or batch_point(1, cost, lengths, capacity)
-    return Line(
-        "largest batch in the limit",
-        "most rows with step + rows x prompt / answer within the TPOT limit",
-        f"{format_time(shown.tpot_ns)} with {shown.num_rows}, limit {format_time(limit_ns)}, at most {capacity.max_rows}",
-        f"{found.num_rows} rows" if found else "none",
+def _step_lines(size: ModelSize, middle: float, context: float, rates: Speeds) -> Iterator[Line]:
+    def worked(ops: float) -> str:
+        return format_time(ops / rates.ops_per_s * NS_PER_S)
+
+    def read(num_bytes: float) -> str:
+        return format_time(num_bytes / rates.read_bytes_per_s * NS_PER_S)
+
+    products, pairs = format_number(size.num_token_products), format_number(size.num_attention_products)
+    row_ops, num_bytes, knee = decode_row_ops(size, context), decode_bytes(size, 1, context), knee_rows(size, rates)
+    yield Line(
+        "work of a prompt token",
+        "2 x (products with weights + with a position x positions)",
+        f"2 x ({products} + {pairs} x {middle:.0f})",
+        format_number(token_ops(size, middle), "op"),
+    )
+    yield Line(
+        "work of a decode row",
+        "the same, + 2 x products for logits",
+        f"2 x ({products} + {pairs} x {context + 1:.0f} + {format_number(size.num_logit_products)})",
+        f"{format_number(row_ops, 'op')} = {worked(row_ops)} at {format_number(rates.ops_per_s, 'op/s')}",
+    )
+    yield Line(
+        "reads of a decode step",
+        "weights + rows x positions x KV per token",
+        f"{format_number(read_bytes(size, 1), 'B')} + 1 x {context + 1:.0f} x {size.kv_bytes_per_token:,} B",
+        f"{format_number(num_bytes, 'B')} = {read(num_bytes)} at {format_number(rates.read_bytes_per_s, 'B/s')}",
+    )
+    yield Line(
+        "rows at the knee",
+        "time to read the weights / time of a row's products",
+        f"{read(read_bytes(size, knee))} / {worked(2 * (size.num_token_products + size.num_logit_products))}",
+        f"{knee:.1f}: below, rows are nearly free",
     )
