@@ -1,13 +1,13 @@
-"""Follows an answer through reasoning and free text to a grammar: implements `types.sampling.Matcher`. Made by `text.grammar`.
+"""Follows an answer through reasoning and free text to a grammar: implements `types.sampling.Matcher`.
 
-While an answer is free, its next token is not restricted and costs a look at its bytes. From the trigger of a call, or from the
-end of the reasoning block, the grammar decides:
+While an answer is free, tokens are not restricted. From a call's trigger, or from the end of the reasoning, the grammar
+decides:
 
     <think> ... </think>  some words  <tool_call> {"name": ...} </tool_call>
     `--- free, counted    `--- free   `--- the grammar
 
-One token may complete a mark and begin what follows. So where the text may be the beginning of a mark, tokens that would
-complete it and go on wrongly are masked. Once the mark is complete, a new matcher of the grammar reads its tokens again.
+One token may complete a mark and start what follows. So once a mark may have begun, tokens that complete it and continue
+wrongly are masked. After the mark, a new matcher of the grammar reads its tokens again.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """The reasoning before an answer that follows a grammar, and where the grammar begins."""
+    """What precedes the grammar in an answer, and where the grammar begins."""
 
     reasoning: ReasoningFormat | None = None
-    """None: there is no reasoning block."""
+    """None if there is no reasoning block."""
     is_reasoning: bool = False
-    """The prompt has begun the block already."""
+    """The prompt already ends within the block."""
     max_reasoning_tokens: int | None = None
-    """Tokens of the block after which its end is forced; None: no limit."""
+    """The end of the block is forced after this many tokens. None means unlimited."""
     trigger_of: ToolFormat | None = None
-    """The grammar begins at this format's triggers; None: with the answer, or behind the reasoning block."""
+    """The grammar begins at this format's triggers. None: with the answer, or after the reasoning."""
     tool_names: frozenset[str] = frozenset()
     """Tools that a call without a mark may name."""
 
     @property
     def begins_free(self) -> bool:
-        """Whether the grammar begins later than the answer: behind a trigger, or behind a block that the prompt has begun."""
+        """Whether the grammar begins later than the answer: at a trigger, or after a block that the prompt has begun."""
         return self.trigger_of is not None or (self.reasoning is not None and self.is_reasoning)
 
 
@@ -51,7 +51,7 @@ class _State(Enum):
     """The answer may begin with a reasoning block."""
     REASONING = auto()
     WAITING = auto()
-    """No trigger has come yet."""
+    """Free text before a trigger."""
     FOLLOWING = auto()
     """The grammar decides."""
     FREE = auto()
@@ -64,17 +64,17 @@ class AnswerMatcher:
         self._tokens = tokens
         self._grammar = grammar
         self._is_bound = grammar is not None and plan.trigger_of is None
-        """The answer may not end before it has followed the grammar."""
+        """The answer must follow the grammar before it ends."""
         self._inner: GrammarMatcher | None = None
         self._mask: bytes | None = None
         self._num_reasoning = 0
         self._forced: list[int] = []
-        """Tokens still to come of the forced end of the reasoning block."""
+        """Remaining tokens of the forced end of the reasoning block."""
         self._opened_ids: list[int] = []
         """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
-        """The answer, while it may still become a call without a mark; then None."""
+        """The answer so far, while it may still become a call without a mark; then None."""
         if plan.reasoning is None:
             self._begin_answer()
         elif plan.is_reasoning:
@@ -130,7 +130,7 @@ class AnswerMatcher:
                 self._state = _State.FREE
 
     def _go_on(self) -> None:
-        """A mark is complete."""
+        """Enter the next state after a complete mark."""
         ids = self._watch.ids
         if self._state is _State.OPENING:
             self._opened_ids = ids
@@ -156,7 +156,7 @@ class AnswerMatcher:
         self._num_reasoning = 0
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
-        """`read_ids` are tokens in which the answer may have begun already; `text` is the answer so far."""
+        """`read_ids` are tokens that may contain the beginning of the answer; `text` is the answer so far."""
         if self._grammar is None:
             self._state = _State.FREE
         elif self._plan.trigger_of is not None:
@@ -175,7 +175,7 @@ class AnswerMatcher:
     def _begins_call(self) -> bool:
         """Follow the grammar if the answer has become a call without a mark.
 
-        Its text is cut into tokens anew, since the first token may have begun before it.
+        Its text is tokenised again, since the first token may have begun before it.
         """
         assert self._beginning is not None
         assert self._plan.trigger_of is not None
@@ -193,7 +193,6 @@ class AnswerMatcher:
         return True
 
     def _follow(self, ids: Sequence[int]) -> None:
-        """Raises `GrammarFailure`."""
         assert self._grammar is not None
         inner = self._grammar.matcher()
         inner.accept(ids)
@@ -217,7 +216,7 @@ class AnswerMatcher:
         return None
 
     def _barred(self) -> list[bytes]:
-        """Masks of tokens to forbid because marks may have begun."""
+        """Return masks of tokens to forbid because marks may have begun."""
         assert self._grammar is not None
         bars = [self._grammar.barred(mark, rest) for mark, rest in self._watch.begun()]
         return [bar for bar in bars if bar is not None]
@@ -227,7 +226,7 @@ class _Watch:
     """Looks for marks in the bytes of tokens."""
 
     def __init__(self, marks: Sequence[str], *, is_at_start: bool) -> None:
-        """`is_at_start`: a mark counts only at the beginning, behind white space."""
+        """`is_at_start`: a mark counts only at the beginning, after white space."""
         self._texts = tuple(marks)
         self._marks = tuple(mark.encode() for mark in marks)
         self._firsts = tuple(mark[:1] for mark in self._marks)
@@ -237,7 +236,7 @@ class _Watch:
         self.ids: list[int] = []
         """The tokens since a mark may have begun."""
         self.is_over = False
-        """No mark can come any more."""
+        """No mark can follow any more."""
 
     @property
     def text(self) -> bytes:
@@ -246,11 +245,11 @@ class _Watch:
 
     @property
     def behind(self) -> bytes:
-        """The text behind the complete mark."""
+        """The text after the complete mark."""
         return next((self._tail.partition(mark)[2] for mark in self._marks if mark in self._tail), b"")
 
     def push(self, token_id: int, data: bytes) -> bool:
-        """Return whether a mark is complete."""
+        """Add a token and return whether a mark is complete."""
         self._tail += data
         self.ids.append(token_id)
         self._sizes.append(len(data))
@@ -268,7 +267,7 @@ class _Watch:
         return bool(found)
 
     def begun(self) -> list[tuple[str, str]]:
-        """Return the marks that may have begun, each with the rest of its text."""
+        """Return the marks that may have begun, each with the missing part."""
         if not self.ids:
             return []
         if self._is_at_start:

@@ -1,8 +1,7 @@
-"""Takes the text of an answer apart into reasoning, content and calls of tools, for the writers of all APIs.
+"""Splits the text of an answer into reasoning, content and tool calls, for all APIs.
 
-A reader takes the text of one choice in pieces and returns parts as soon as it is known what they are. Text that may begin a
-mark is held back, so the result does not depend on how the text was cut. Arguments are what the model wrote; a grammar makes
-them follow their schema.
+A reader takes the text in pieces and returns parts as soon as they are certain. It holds back text that may begin a mark, so
+the result does not depend on how the text was cut. Arguments are returned as the model wrote them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 MAX_UNMARKED_CHARS = 256
-"""A call without a mark has its tool's name within so many characters."""
+"""A call without a mark must name its tool within this many characters."""
 _NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-")
 
 
@@ -41,7 +40,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments: JSON text, as the model wrote it."""
+    """A piece of a call's arguments, as the model wrote it."""
 
     index: int
     text: str
@@ -51,7 +50,7 @@ class CallArguments:
 class CallEnd:
     index: int
     is_whole: bool
-    """False: the answer was cut within the arguments."""
+    """False if the answer was cut within the arguments."""
     text: str
     """The whole call, as the model wrote it."""
 
@@ -69,14 +68,14 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """All that one choice said."""
+    """Everything that one choice contains."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    """Whole calls. The text of a cut call is part of `content`."""
+    """Complete calls. The text of an incomplete call is in `content`."""
     is_cut: bool = False
-    """A call was cut."""
+    """The last call is incomplete."""
 
 
 def gather(parts: Iterable[Part]) -> Answer:
@@ -107,40 +106,39 @@ def gather(parts: Iterable[Part]) -> Answer:
 
 class AnswerReader(Protocol):
     def push(self, text: str) -> list[Part]:
-        """Return the parts that became certain with this text."""
+        """Return the parts that are certain after this text."""
         ...
 
     def finish(self) -> list[Part]:
-        """Return what was held back, at the end of the answer."""
+        """Return everything held back, at the end of the answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """How the answers of one call are read. Answers that are only content have none."""
+    """How to read the answers of one call."""
 
     tools: ToolFormat | None = None
-    """None: no calls are looked for."""
+    """None if calls are not looked for."""
     tool_names: frozenset[str] = frozenset()
     """Tools that a call without a mark may name."""
     reasoning: ReasoningFormat | None = None
     is_reasoning: bool = False
-    """The prompt has begun the reasoning block already."""
+    """The prompt already ends within a reasoning block."""
 
     @property
     def marks(self) -> frozenset[str]:
-        """Parts of the marks that may be special tokens."""
         return marks_of(self.tools, self.reasoning)
 
     def reader(self, new_call_id: Callable[[int], str]) -> AnswerReader:
-        """Return a reader for one choice. `new_call_id` makes the id of the call with a number."""
+        """Return a reader for one choice. `new_call_id` makes the id of a call from its number."""
         if self.reasoning is not None and self.reasoning.lead:
             return ChannelReader(self, new_call_id)
         return MarkReader(self, new_call_id)
 
 
 class MarkReader:
-    """Reads answers whose content is bare, with marks around reasoning and calls."""
+    """Reads answers with bare content, and with marks around reasoning and calls."""
 
     def __init__(self, form: AnswerForm, new_call_id: Callable[[int], str]) -> None:
         self._tools, self._reasoning = form.tools, form.reasoning
@@ -149,14 +147,14 @@ class MarkReader:
         self._held = ""
         self._parts: list[Part] = []
         self._has_said = False
-        """Content other than white space was shown."""
+        """Content other than white space was returned."""
         self._call: _CallReader | None = None
         if self._reasoning is None:
             self._step = self._read_content
         else:
             self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
         self._is_fresh = form.is_reasoning
-        """Nothing of the block was shown yet, so white space is skipped."""
+        """Skip white space until something is returned."""
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -248,7 +246,7 @@ class MarkReader:
         return True
 
     def _find(self, triggers: Sequence[str]) -> tuple[int, int]:
-        """Return where the first trigger stands, or -1, and its index."""
+        """Return the position of the first trigger, or -1, and its index."""
         assert self._tools is not None
         found = [(at, nth) for nth, trigger in enumerate(triggers) if (at := self._held.find(trigger)) >= 0]
         if self._tools.only_at_start:
@@ -275,13 +273,13 @@ class MarkReader:
 
 
 class HiddenTokens:
-    """Removes the names of sampled special tokens from a text, except marks. The same text spelled by other tokens stays."""
+    """Removes the names of sampled special tokens from a text, except marks. The same text from ordinary tokens stays."""
 
     def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
         self._names: list[str] = []
-        """Names of sampled tokens that the text does not have yet, since it may be held back."""
+        """Names of sampled tokens that have not appeared in the text yet."""
 
     def show(self, text: str, token_ids: Sequence[int]) -> str:
         for token_id in token_ids:
@@ -299,7 +297,7 @@ class HiddenTokens:
 
 
 class _CallReader:
-    """Reads the calls of one answer, beginning at the trigger."""
+    """Reads the calls of one answer, starting at the trigger."""
 
     def __init__(self, way: Way, new_call_id: Callable[[int], str]) -> None:
         self._way = way
@@ -310,11 +308,11 @@ class _CallReader:
         self._before = way.begin + before
         self._name = ""
         self._text = ""
-        """The part of the present call that was read."""
+        """The text of the current call so far."""
         self._arguments: _ObjectScanner | None = None
         self._step: Callable[[list[Part]], bool] = self._read_before
         self.is_over = False
-        """No further call can follow."""
+        """No more calls can follow."""
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -324,7 +322,7 @@ class _CallReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """Return the end of a cut call. If its name is not yet known, all of it is content."""
+        """Return the end of an incomplete call, as content if its name is unknown."""
         if self._arguments is not None:
             return [CallEnd(self._index, False, self._text)]
         is_behind = self._step in (self._read_after, self._read_between)
@@ -334,7 +332,7 @@ class _CallReader:
         return [Content(rest), CallEnd(self._index, False, "")] if rest else []
 
     def rest(self) -> str:
-        """Return the text that belongs to no whole call, or an empty text if it is only white space."""
+        """Return the text that belongs to no complete call, without mere white space."""
         rest = self._text + self._held
         return rest if rest.strip() else ""
 
@@ -427,7 +425,7 @@ class _CallReader:
 
 
 class ChannelReader:
-    """Reads Harmony: messages with a channel, and maybe a recipient, before their text."""
+    """Reads Harmony: messages with a channel, and perhaps a recipient, before their text."""
 
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
@@ -511,7 +509,7 @@ class ChannelReader:
 
 
 def _first_word(header: str) -> str:
-    """The text up to the next mark or white space."""
+    """Return the text up to the next mark or white space."""
     return "".join(header.partition("<|")[0].split()[:1])
 
 
@@ -544,9 +542,9 @@ class _ObjectScanner:
 
 
 def match_literal(text: str, literal: str) -> int | None:
-    """Return how many characters of the text are the literal, whose white space stands for any or none.
+    """Return the length of the literal at the start of the text. White space in the literal matches any or none.
 
-    None: more text is needed. -1: the text does not begin with the literal.
+    Return None if more text is needed, -1 if the text does not match.
     """
     at = 0
     for char in literal:
@@ -563,7 +561,7 @@ def match_literal(text: str, literal: str) -> int | None:
 
 
 def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> tuple[Way | None, bool]:
-    """Return the way without a mark by which this beginning of an answer calls a tool, or None, and whether one may come."""
+    """Return the way to call a tool without a mark that the answer begins with, or None, and whether one may still follow."""
     text = text.lstrip()
     is_short, text = len(text) < MAX_UNMARKED_CHARS, text[:MAX_UNMARKED_CHARS]
     may_come = False
@@ -579,6 +577,6 @@ def match_unmarked(text: str, tools: ToolFormat, tool_names: frozenset[str]) -> 
 
 
 def held_back(text: AnyStr, marks: Sequence[AnyStr]) -> int:
-    """Return how many characters at the end of a text may begin one of the marks."""
+    """Return the length of the longest end of the text that begins one of the marks."""
     longest = min(len(text), max(map(len, marks)) - 1)
     return next((num for num in range(longest, 0, -1) if any(mark.startswith(text[-num:]) for mark in marks)), 0)

@@ -1,7 +1,7 @@
 """Chat templates that `--chat-template` takes by name, for models without one.
 
 Names and formats are those of llama.cpp's server. Each template writes the beginning-of-text token if the family has one. None
-knows tools: `text.dialects` puts them into the system message.
+supports tools: `text.dialects` puts them into the system message.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SYSTEM_FIRST = (
     "{% set system = messages[0].content if is_led else '' %}"
     "{% set turns = messages[1:] if is_led else messages %}"
 )
-"""Moves a leading system message before a user's into `system`, and the other messages into `turns`. For families without
-system turns: any other system message is written as a user's."""
+"""Splits off a leading system message before a user's as `system`, with the rest in `turns`, for families without system turns.
+Other system messages are written as user messages."""
 
 BUILTIN_TEMPLATES: Mapping[str, str] = MappingProxyType(
     {

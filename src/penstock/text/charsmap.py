@@ -1,5 +1,4 @@
-"""Checks SentencePiece's compiled rules for replacing characters (`precompiled_charsmap`). `tokenizers` does not, and panics on
-damaged ones.
+"""Checks SentencePiece's compiled character replacements (`precompiled_charsmap`), since `tokenizers` panics on damaged ones.
 
 The data are the size of a trie in bytes, the trie, and the replacements, each with a zero byte at its end. The trie is a double
 array of 32-bit units: https://github.com/s-yata/darts-clone, `include/darts.h`.
@@ -16,11 +15,11 @@ MAX_BYTES = 16 << 20
 _LABEL = np.uint32(0x800000FF)
 _HAS_LEAF = 8
 _CHUNK = 256
-"""Nodes that are looked at together: 255 children of each."""
+"""Nodes checked together, with 255 children each."""
 
 
 def check_charsmap(data: bytes) -> int:
-    """Return the bytes of the longest replacement. Raises `ModelError` if some text would be looked up outside of the data."""
+    """Return the length in bytes of the longest replacement. Raises `ModelError` if a lookup could leave the data."""
     size = int.from_bytes(data[:4], "little")
     if not 4 + size < len(data) <= MAX_BYTES or size < 1024 or size % 1024:  # units come in blocks of 256
         raise _damaged(f"it has {len(data)} bytes, and a trie of {size}")
@@ -32,8 +31,8 @@ def check_charsmap(data: bytes) -> int:
 
 
 def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
-    """Walk every path from the root, many nodes at a time. Units come in whole blocks of 256, so if the base of a node is
-    inside, all of its children are."""
+    """Walk every path from the root, many nodes at a time. Units come in blocks of 256, so if a node's base is inside, all its
+    children are."""
     seen = np.zeros(len(units), dtype=bool)
     bases = _offsets(units[:1])
     labels = np.arange(1, 256, dtype=np.uint32)
@@ -58,7 +57,7 @@ def _check_trie(units: NDArray[np.uint32], targets: bytes) -> None:
 
 
 def _offsets(units: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Each unit's distance to its children. A flag says that it is in blocks of 256."""
+    """Return each unit's distance to its children. A flag says that the distance is in blocks of 256."""
     return (units >> np.uint32(10)) << ((units & np.uint32(1 << 9)) >> np.uint32(6))
 
 

@@ -1,8 +1,7 @@
-"""Turns chat messages into the prompt text that a model was trained on. Used by `serve` and `cli`.
+"""Turns chat messages into the prompt text that a model was trained on.
 
-Chat templates are Jinja2 programs that come with the model, and nobody has read them. So they run in a process of their own,
-which the kernel ends at a limit of time or memory (docs/decisions/chat-templates.md). This is the server's half, which starts,
-asks and replaces the process. `chat_environment` is the other half.
+Chat templates are untrusted Jinja2 programs, so they run in a process with limits on time and memory
+(docs/decisions/chat-templates.md). This half starts, asks and replaces the process; `chat_environment` is the other half.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from penstock.types.errors import ConfigError, Rejected, RejectReason
 _log = logging.getLogger(__name__)
 
 MAX_NAMES = 20
-"""Names of a model's templates that an error message lists."""
+"""Most names of templates in an error message."""
 _WAIT_FACTOR = 30
-"""The limit by the clock is so many times the CPU time, so that a busy machine refuses no template."""
+"""The limit of wall-clock time as a multiple of CPU time, so that a busy machine refuses no template."""
 _CONTINUE_MARK = "<|penstock continues here|> "
-"""Put behind the last message to find its end in the rendered text. Its final space shows whether the template trims."""
+"""Appended to the last message to find its end in the rendered text. The final space shows whether the template trims."""
 _DOUBLED_CALL = r"{{\"name\": <function-name>, \"arguments\": <args-json-object>}}"
 _REMEDY = "Correct it, or give another one with --chat-template."
 _START = (
@@ -41,7 +40,7 @@ _START = (
 
 
 class ChatTemplate:
-    """A template in a process of its own, which ends with this object. Thread-safe."""
+    """A template in its own process, which ends with this object. Thread-safe."""
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class ChatTemplate:
 
 
 def _functions(variables: Mapping[str, Any]) -> dict[str, str]:
-    """The tools as JSON text, which some templates read instead of a list."""
+    """Return the tools as JSON text, which some templates read instead of a list."""
     tools = variables.get("tools")
     return {"functions": json.dumps(tools, ensure_ascii=False, indent=2)} if tools else {}
 
@@ -144,10 +143,10 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
 
 
 def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | None:
-    """Return the template that `--chat-template` means: the name of one of the model's or of a built-in one, the template
-    itself, or a path.
+    """Return the template that `--chat-template` means: the name of one of the model's or of a built-in one, a template, or a
+    path.
 
-    Without a value it is the model's `default`, and for requests with tools its `tool_use`. Raises `ConfigError`.
+    Without a value, the model's `default`, with its `tool_use` for requests with tools. Raises `ConfigError`.
     """
     named = {name: _with_single_braces(source) for name, source in named.items()}
     if value is None:
@@ -172,7 +171,7 @@ def choose_chat_template(value: str | None, named: Mapping[str, str]) -> str | N
 
 
 def _with_single_braces(source: str) -> str:
-    """Mend the example of a call in Qwen2.5-Coder's template, whose doubled braces the model copies."""
+    """Fix the example of a call in Qwen2.5-Coder's template, whose doubled braces the model copies."""
     if _DOUBLED_CALL not in source:
         return source
     _log.info("The chat template shows calls of tools in doubled braces; the model is shown single ones.")
@@ -182,14 +181,14 @@ def _with_single_braces(source: str) -> str:
 def _either(with_tools: str, plain: str) -> str:
     """Return one template that is the first if there are tools, else the second.
 
-    Jinja2 drops a line break at the end of a template and behind a tag, hence the suffix and the empty expressions.
+    Jinja2 drops a line break at the end of a template and after a tag, hence the suffix and the empty expressions.
     """
     with_tools, plain = (source.removesuffix("\n") for source in (with_tools, plain))
     return f"{{% if tools %}}{{{{ '' }}}}{with_tools}{{% else %}}{{{{ '' }}}}{plain}{{% endif %}}"
 
 
 def _cut_at_mark(text: str, content: str) -> str:
-    """Return the text before the mark, without white space at the content's end if the template trims contents."""
+    """Return the text before the mark, without trailing white space if the template trims contents."""
     at = text.rfind(_CONTINUE_MARK)
     if at >= 0:
         return text[:at]
@@ -213,9 +212,9 @@ class TemplateProcess:
         self._child = self._start()
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
-        """Render JSON data. Replaces the process first if it has ended.
+        """Render JSON data, starting a new process if the last one has ended.
 
-        Raises `Rejected`: INVALID, naming `messages`, for whatever the template does, and UNAVAILABLE without a process.
+        Raises `Rejected`: INVALID, naming `messages`, for anything the template does, and UNAVAILABLE without a process.
         """
         try:
             question = json.dumps({"variables": variables, "now": now.isoformat()}).encode()
@@ -256,7 +255,7 @@ class TemplateProcess:
         raise _invalid(f"The chat template needs more than {limit} for these messages.", "messages") from error
 
     def _limit(self, error: _Ended) -> str | None:
-        """The limit that ended the process, or None."""
+        """Return the limit that ended the process, or None."""
         limits = {
             -signal.SIGPROF: f"{self._max_s:g} s",
             -signal.SIGALRM: f"{_WAIT_FACTOR * self._max_s:g} s by the clock",
@@ -326,7 +325,7 @@ class _Child:
         return text[1:]
 
     def _read(self) -> bytes:
-        """The next message. Raises `EOFError`."""
+        """Return the next message. Raises `EOFError`."""
         head = self._stdout.read(8)
         num_bytes = int.from_bytes(head)
         if num_bytes > self._max_answer_bytes:

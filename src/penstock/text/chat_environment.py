@@ -1,12 +1,11 @@
 """The process that compiles and renders a chat template: a Jinja2 sandbox under limits that the kernel enforces.
 
-`chat` runs it and asks through pipes; it imports nothing else of Penstock. Templates are written for transformers'
-`apply_chat_template`, so it has trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and
-`{% generation %}`.
+`chat` runs it and asks through pipes. It imports nothing else of Penstock. It offers what transformers' `apply_chat_template`
+does: trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and `{% generation %}`.
 
-A message is its length (eight bytes, big-endian) and its content. The first question is the template, each further one a JSON
+A message is its length (eight bytes, big-endian) and its content. The first question is the template, each later one a JSON
 object with `variables` and `now`, an ISO 8601 time. An answer is `+` and the text, or `-` and the error, in UTF-8. At a limit
-the process ends instead: for CPU time by SIGPROF, for time by SIGALRM, for memory with the status ENOMEM.
+the process ends: for CPU time by SIGPROF, for wall-clock time by SIGALRM, for memory with status ENOMEM.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_RANGE_ITEMS = 100_000
-"""Items of all `range` calls of one rendering together."""
+"""Most items of all `range` calls of one rendering."""
 MAX_ERROR_CHARS = 1000
-"""A template can put anything into an error's message."""
+"""A template can put anything into an error message."""
 
 
 def serve(*, max_s: float, max_wait_s: float, max_memory_bytes: int, max_chars: int) -> None:
@@ -85,16 +84,14 @@ def _read() -> bytes | None:
 
 
 class _Refused(Exception):
-    """The template is not valid, or refuses its data."""
+    """The template is invalid, or refuses its data."""
 
 
 class _Raised(jinja2.TemplateError):
-    """The template called `raise_exception`. Any other error is a fault of the template."""
+    """The template called `raise_exception`. Any other error is a bug in the template."""
 
 
 class _Template:
-    """A compiled template."""
-
     def __init__(self, source: str, max_chars: int) -> None:
         """Raises `_Refused` if the template is not valid."""
         self._max_chars = max_chars
@@ -138,7 +135,7 @@ class _Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses to build a huge string or number by multiplying. Jinja2 itself only limits a single `range`."""
+    """Also refuses to build a huge string or number by multiplication. Jinja2 itself only limits a single `range`."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_chars: int
@@ -221,7 +218,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **items: Any) -> dict[Any, Any]:
-    """Instead of the class, whose attributes templates should not see."""
+    """Replaces the class, whose attributes templates must not see."""
     return dict(*args, **items)
 
 

@@ -1,7 +1,6 @@
-"""The formats in which models write calls of tools and reasoning, and how their chat templates want them. Read by `answers`,
-`answer_matcher`, `tool_grammar` and `serve`.
+"""The formats in which models write tool calls and reasoning, and how chat templates expect them.
 
-A format is found by marks in the chat template, or named by a setting. If the template knows no tools, the system message
+A format is recognised by marks in the chat template, or chosen by a setting. If the template has no tools, the system message
 describes them and the model answers in the generic format.
 """
 
@@ -21,30 +20,29 @@ from penstock.types.errors import ConfigError
 NAME_CHARS = "A-Za-z0-9_.-"
 """Characters of a tool's name."""
 SPELLED_PARTS = re.compile(r"(<\|[^|<>\s]*\|>|\[/?[A-Z_]+\]|</?[a-z_]+>)")
-"""Marks in the texts of a format that may be special tokens."""
+"""Marks that may be special tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to write calls. White space in these texts stands for any, and for none."""
+    """One way to write calls. White space in these texts matches any or none."""
 
     trigger: str
-    """The text that turns a free answer into a call: the beginning of `begin` and `call`."""
+    """The text that turns a free answer into a call: a prefix of `begin` and `call`."""
     call: str
-    """One call, with NAME and ARGUMENTS in it."""
+    """One call, with placeholders NAME and ARGUMENTS."""
     begin: str = ""
     """Text before the first call."""
     between: str | None = None
-    """Text between two calls; None: an answer has only one."""
+    """Text between two calls, or None if an answer has only one."""
     end: str = ""
     """Text after the last call."""
     has_no_mark: bool = False
-    """Data may look like such a call. So it counts only at the beginning of an answer, and if the name of a given tool follows
-    the trigger."""
+    """Data may look like such a call. It counts only at the start of an answer, before the name of a given tool."""
 
     @cached_property
     def parts(self) -> tuple[str, str, str]:
-        """The text of a call before its name, between name and arguments, and after the arguments."""
+        """The text of a call before the name, between name and arguments, and after the arguments."""
         before, _, rest = self.call.partition("NAME")
         middle, _, after = rest.partition("ARGUMENTS")
         return before, middle, after
@@ -53,22 +51,21 @@ class Way:
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     name: str
-    """vLLM's name for it, where it has one."""
+    """vLLM's name for it, if it has one."""
     ways: tuple[Way, ...]
-    """Calls that are required are written in the first way."""
+    """The first is used when calls are required."""
     only_at_start: bool = False
     """Triggers count only at the beginning of an answer."""
     marks: tuple[str, ...] = ()
-    """A chat template that has all of these, and none of `but_not`, is of this format."""
+    """A chat template with all of these, and none of `but_not`, has this format."""
     but_not: tuple[str, ...] = ()
     id_chars: int = 0
-    """Length of the ids of calls that the template demands, in letters and digits; 0: any id."""
+    """Length of alphanumeric call ids that the template demands; 0 for any id."""
     has_one_call: bool = False
-    """Templates take only one call per message."""
+    """Templates accept only one call per message."""
 
     @cached_property
     def marked(self) -> tuple[Way, ...]:
-        """Ways that are known by their trigger alone."""
         return tuple(way for way in self.ways if not way.has_no_mark)
 
     @cached_property
@@ -90,7 +87,7 @@ _UNMARKED = tuple(
 )
 
 GENERIC = ToolFormat(name="generic", ways=(_HERMES, *_UNMARKED))
-"""For models whose template knows no tools. They know the commonest format from elsewhere, or learn it from the prompt."""
+"""For models whose template has no tools. They know the most common format, or learn it from the prompt."""
 
 # Sources: the chat templates that come with the models, and for Harmony https://cookbook.openai.com/articles/openai-harmony.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
@@ -146,7 +143,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     GENERIC,
 )
-"""In the order in which their marks are looked for."""
+"""In the order in which their marks are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +152,10 @@ class ReasoningFormat:
     open: str
     close: str
     lead: str = ""
-    """Text that begins the answer proper."""
+    """Text that begins the answer itself."""
     marks: tuple[str, ...]
     forced: str
-    """Text that ends a block when its budget is used up."""
+    """Text that ends a block whose budget is used up."""
 
 
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
@@ -181,19 +178,18 @@ REASONING_PARSERS = (AUTO, NONE, *(one.name for one in REASONING_FORMATS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The formats of one model, as its chat template shows them."""
+    """The formats of one model, from its chat template."""
 
     tools: ToolFormat = GENERIC
     reasoning: ReasoningFormat | None = None
     tools_variable: str | None = None
-    """The template's variable for tools; None: a message describes them."""
+    """The template's variable for tools, or None if a message must describe them."""
     has_tools_in_system: bool = False
     """The template reads tools from a field of the system message, as text."""
     takes_system: bool = True
     takes_text_arguments: bool = False
-    """The template joins arguments to other text, so it needs JSON text. Other templates make JSON of an object."""
+    """The template concatenates arguments, so they must be JSON text. Other templates take an object."""
     takes_effort: bool = False
-    """The template has a variable `reasoning_effort`."""
     takes_enable_thinking: bool = False
 
     @property
@@ -253,7 +249,7 @@ def find_dialect(template: str | None, *, tool_parser: str = AUTO, reasoning_par
 
 
 def _expressions(source: str) -> str:
-    """The code of a template, without its text."""
+    """Return a template's expressions and statements without its text."""
     parts = []
     at = 0
     while (begin := _BEGIN.search(source, at)) is not None:
@@ -331,7 +327,7 @@ def for_template(
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Give each call a message of its own, followed by its result."""
+    """Give each call its own message, followed by its result."""
     changed: list[Message] = []
     groups = [(is_result, list(group)) for is_result, group in groupby(messages, lambda message: message.role == "tool")]
     for at, (is_result, group) in enumerate(groups):
@@ -353,7 +349,7 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
 
 
 def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[str, Any]:
-    """A message for a template that knows tools."""
+    """Return a message for a template with tools."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -377,7 +373,7 @@ def _told(message: Message, names: Mapping[str, str], dialect: Dialect) -> dict[
 
 
 def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
-    """The field that templates read. gpt-oss's takes reasoning or content beside a call, not both."""
+    """Return the field that templates read. gpt-oss's takes reasoning or content beside a call, but not both."""
     if not message.reasoning or dialect.reasoning is None:
         return {}
     if dialect.reasoning.lead and message.calls:
@@ -387,7 +383,7 @@ def _told_reasoning(message: Message, dialect: Dialect) -> dict[str, str]:
 
 
 def _told_plainly(message: Message, dialect: Dialect) -> dict[str, Any]:
-    """A message for a template that knows no tools."""
+    """Return a message for a template without tools."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -417,7 +413,7 @@ def _instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> list[dict[str, Any]]:
-    """Put a text in the system message, or before the first user message if the template takes no system message."""
+    """Add a text to the system message, or to the first user message if the template takes no system message."""
     if dialect.takes_system:
         return _with_system(messages, {}, text)
     at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
@@ -428,7 +424,7 @@ def _with_text(messages: list[dict[str, Any]], text: str, dialect: Dialect) -> l
 
 
 def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text: str = "") -> list[dict[str, Any]]:
-    """Put fields and a text in the leading system message, which is added if there is none."""
+    """Add fields and a text to the leading system message, creating it if needed."""
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text, **fields}, *messages]
     first = messages[0]
@@ -437,7 +433,7 @@ def _with_system(messages: list[dict[str, Any]], fields: Mapping[str, Any], text
 
 
 def _template_id(call_id: str, dialect: Dialect) -> str:
-    """Return an id of the length that the template wants; the same client's id always gives the same one."""
+    """Return an id of the length that the template demands. Equal client ids give equal ids."""
     num_chars = dialect.tools.id_chars
     if not num_chars or re.fullmatch(f"[A-Za-z0-9]{{{num_chars}}}", call_id):
         return call_id

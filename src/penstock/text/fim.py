@@ -1,7 +1,7 @@
-"""Filling in the middle: the prompt that asks a model for the text between two others. Called by `serve`.
+"""Fill-in-the-middle prompts, which ask a model for the text between two others.
 
-Models that were trained for it have three tokens with known names. The prompt is the text before, the text behind, and then the
-token after which the model writes the middle (Bavarian et al., arXiv 2207.14255).
+Models trained for it have three special tokens. The prompt is the text before, the text after, and the token after which the
+model writes the middle (Bavarian et al., arXiv 2207.14255).
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ NAMES = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
 )
-"""The tokens before the first text, before the last text and before the middle, by family."""
+"""Tokens before the first text, before the last text and before the middle, by family."""
 REPOSITORIES = ("<|repo_name|>", "<repo_name>", "<reponame>")
 """Tokens before the name of a repository."""
 FILES = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<filename>")
 """Tokens before the name and the text of a file."""
 ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>")
-"""Tokens with which such models end a middle, or begin another file."""
+"""Tokens that end a middle or begin another file."""
 
 _REPOSITORY, _FILE = "repository", "file"
-"""Names in the prompt of the repository, and of the file with the hole."""
+"""Names in the prompt for the repository and for the file with the hole."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillInTheMiddle:
-    """The tokens of one model that ask for a middle."""
+    """The tokens of one model for fill-in-the-middle prompts."""
 
     before: str
     behind: str
     middle: str
     end_token_ids: tuple[int, ...]
-    """Tokens that end the middle, beside the model's own end tokens."""
+    """Tokens that end the middle, besides the model's end tokens."""
     repository: str = ""
     file: str = ""
-    """Tokens before the names of a repository and of a file; empty if the model has none."""
+    """Tokens before the names of a repository and a file; empty if the model has none."""
 
     def text(self, first: str, last: str) -> str:
         """Return the prompt for the text between `first` and `last`."""
         return f"{self.before}{first}{self.behind}{last}{self.middle}"
 
     def file_text(self, name: str, text: str) -> str:
-        """Return another file as it stands before the prompt."""
+        """Return another file in the form in which it precedes the prompt."""
         return f"{self.file}{name}\n{text}" if self.file else f"{text}\n\n"
 
     def text_after_files(self, files: Sequence[str], first: str, last: str) -> str:
-        """As `text`, behind `files` made by `file_text`."""
+        """Like `text`, after `files` made by `file_text`."""
         if not files or not self.file:
             return "".join(files) + self.text(first, last)
         repository = f"{self.repository}{_REPOSITORY}\n" if self.repository else ""
         return repository + "".join(files) + self.file_text(_FILE, self.text(first, last))
 
     def token_ids(self, first: Sequence[int], last: str, tokenizer: Tokenizer) -> list[int]:
-        """As `text`, with the first text as tokens."""
+        """Like `text`, with the first text as tokens."""
         before = tokenizer.encode(self.before, add_special_tokens=False)
         rest = tokenizer.encode(f"{self.behind}{last}{self.middle}", add_special_tokens=False)
         return [*before, *first, *rest]
@@ -74,11 +74,11 @@ def find_fim(tokenizer: Tokenizer) -> FillInTheMiddle | None:
 
 
 def _first(tokenizer: Tokenizer, names: Sequence[str]) -> str:
-    """The first of these names that is a token, or an empty text."""
+    """Return the first name that is a token, or an empty text."""
     return next((name for name in names if _token_id(tokenizer, name) is not None), "")
 
 
 def _token_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """The id of the token with this name, or None."""
+    """Return the id of the token with this name, or None."""
     found = tokenizer.encode(name, add_special_tokens=False)
     return found[0] if len(found) == 1 and tokenizer.token_text(found[0]) == name else None

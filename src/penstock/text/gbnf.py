@@ -1,15 +1,14 @@
-"""GBNF, llama.cpp's grammar notation, and the EBNF of xgrammar, which hardly differs, written as llguidance's Lark. Called by
-`text.grammar_source`.
+"""Translates GBNF, llama.cpp's grammar notation, and xgrammar's EBNF to llguidance's Lark.
 
     root ::= item ("," item)*         # the first rule to apply is `root`
     item ::= [a-z]+ | "(" root ")"    # texts, classes, groups; * + ? {2} {2,} {2,5}
 
-A GBNF rule may be read in any way. A terminal of Lark takes the longest text it can and gives nothing back:
+GBNF rules are ambiguous on purpose, while a Lark terminal takes the longest text and gives nothing back:
 
     rest ::= " " rest | "."       word ::= [a-z]+ " "?
 
-As a terminal, `word` would take the space that `rest` needs. So a rule becomes a terminal only where no answer is lost, and all
-others are followed character by character, which is as exact and makes slower masks. `_Writer` finds out which.
+As a terminal, `word` would take the space that `rest` needs. So a rule becomes a terminal only where that loses no answer.
+Other rules are followed character by character, with slower masks.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from typing import NoReturn
 from penstock.types.errors import Rejected, RejectReason
 
 MAX_DEPTH = 60
-"""Groups inside each other."""
+"""Most nested groups."""
 MAX_REPEATS = 100_000
-"""llguidance's own limits bound what such a repetition costs."""
+"""llguidance's own limits bound the cost of a repetition."""
 MAX_CHECKS = 12
-"""Calls of llguidance to find terminals."""
+"""Most calls of llguidance to find terminals."""
 CHECK_FUEL = 100_000
-"""Limit of each call in llguidance's units; it takes up to 20 ms."""
+"""Limit of each such call in llguidance's units: up to 20 ms."""
 MAX_TERMINAL_DEPTH = 150
-"""Rules inside each other in one terminal: llguidance recurses for each."""
+"""Most rules nested in a terminal: llguidance recurses for each."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
 _NOTATION = re.compile(rf"(?m)^[ \t]*{_NAME}[ \t]*::=")
@@ -55,9 +54,9 @@ class _Node:
     """A part of a rule."""
 
     kind: str
-    """char, text (a row of characters written as one), name, all, any, repeat."""
+    """char, text (characters written as one string), name, all, any or repeat."""
     text: str = ""
-    """A character or a class as a regex, the text, the name of a rule, or the sign of a repetition."""
+    """A character or a class as a regex, a text, the name of a rule, or the sign of a repetition."""
     parts: tuple[_Node, ...] = ()
 
 
@@ -69,12 +68,12 @@ class _Token:
 
 
 def is_gbnf(source: str) -> bool:
-    """Return whether rules are written with `::=`, and not with `:` as in Lark."""
+    """Return whether rules are written with `::=` rather than with Lark's `:`."""
     return _NOTATION.search(source) is not None
 
 
 def to_lark(source: str) -> str:
-    """Return the Lark whose `start` is the rule `root`. Raises `Rejected` with a line and a column."""
+    """Return Lark for the rule `root`. Raises `Rejected` with a line and a column."""
     return _Writer(_Parser(source).rules()).lark()
 
 
@@ -171,7 +170,7 @@ class _Parser:
         return _Node("char", f"[{sign}{written}]")
 
     def _characters(self, token: _Token) -> Iterator[tuple[str, bool]]:
-        """The characters between quotes or brackets, each with whether it was escaped."""
+        """Yield the characters between quotes or brackets, and whether each was escaped."""
         text = token.text[:-1]
         nth = 1
         while nth < len(text):
@@ -220,26 +219,25 @@ def _unknown(character: str) -> str:
 
 
 def _in_regex(character: str) -> str:
-    """One character, inside a class of a regex or outside."""
+    """Return one character as a regex, valid inside and outside a class."""
     if character.isalnum() and character.isascii():
         return character
     return f"\\x{{{ord(character):X}}}"
 
 
 class _TooLargeError(Exception):
-    """It is not known which terminals lose no answer. Without terminals none is lost."""
+    """Finding terminals takes too long. The grammar works without any."""
 
 
 _Part = tuple[str, str]
-"""Kind and text of what stands outside terminals: a char, a text or a name."""
+"""Kind and text of a part outside terminals: a char, a text or a name."""
 
 
 class _Writer:
     """Writes rules as Lark, with those terminals that lose no answer.
 
-    Let a text of one terminal be the beginning of a longer text, of the same terminal or of another one. The longer terminal is
-    taken apart if the character with which it goes on may also come behind the shorter one. Terminals count as if each might
-    stand anywhere, so some are taken apart without need.
+    If a text of one terminal begins a longer text of any terminal, and the next character may also follow the shorter one, the
+    longer terminal is split. Terminals are checked regardless of where they stand, so some are split without need.
     """
 
     def __init__(self, rules: dict[str, _Node]) -> None:
@@ -247,11 +245,11 @@ class _Writer:
         self._numbers = {name: nth for nth, name in enumerate(rules)}
         depths = _depths({name: set(_names(node)) for name, node in rules.items()})
         self._terminals = set(depths)
-        """Rules that are terminals; at first all that never come back to themselves."""
+        """Rules that are terminals: at first all that are not recursive."""
         self._texts: set[str] = set()
-        """Texts that are terminals. Outside terminals, others are written character by character."""
+        """Texts that are terminals. Others are written character by character outside terminals."""
         self._bits: dict[str, int] = {}
-        """Characters and classes, as regexes, with a bit for each."""
+        """Characters and classes as regexes, with a bit for each."""
         if "root" not in self._terminals:  # else all is one terminal, and nothing comes behind it
             self._texts = {text for node in rules.values() for text in _texts(node)}
             try:
@@ -271,7 +269,7 @@ class _Writer:
         return f"{'T' if name in self._terminals else 'r'}{self._numbers[name]}"
 
     def _written(self, node: _Node, *, is_terminal: bool, is_inside: bool = False) -> str:
-        """`is_inside`: a choice or a row of parts needs brackets."""
+        """`is_inside`: choices and sequences need brackets."""
         if node.kind == "char":
             return f"/{node.text}/"
         if node.kind == "text" and node.parts and (is_terminal or node.text in self._texts):
@@ -315,7 +313,7 @@ class _Writer:
         return f"/({'|'.join(text for text, bit in self._bits.items() if mask & bit)})/"
 
     def _begins(self) -> dict[str, tuple[bool, int]]:
-        """Whether each rule may be empty, and the characters that it may begin with."""
+        """Return for each rule whether it can be empty, and the characters it can begin with."""
         begins = dict.fromkeys(self._rules, (False, 0))
         names, before = list(self._rules), None
         while before != begins:
@@ -340,7 +338,7 @@ class _Writer:
         return may_miss or (node.kind == "repeat" and re.match(r"[?*]|\{0", node.text) is not None), mask
 
     def _behind(self, begins: dict[str, tuple[bool, int]]) -> dict[_Part, int]:
-        """The characters that may come behind each terminal that stands outside others."""
+        """Return the characters that can follow each terminal that is not inside another."""
         behind: dict[_Part, int] = {}
 
         def walk(node: _Node, mask: int) -> None:
@@ -365,7 +363,7 @@ class _Writer:
 
 
 class _Checker:
-    """Asks llguidance which terminals reach further than others, with bytes as the vocabulary."""
+    """Asks llguidance which terminals reach further than others. Its vocabulary is the bytes."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -382,9 +380,9 @@ class _Checker:
         return list(data)
 
     def not_empty(self, terminals: Sequence[str], lines: Sequence[str]) -> list[int]:
-        """The indices of those terminals that have any text. `lines` define what they are made of. Raises `_TooLargeError`.
+        """Return the indices of terminals that match any text. `lines` define the rules they use. Raises `_TooLargeError`.
 
-        Each terminal gets a byte in front. The first mask allows the bytes of those that have a text.
+        Each terminal is prefixed with a byte of its own. The first mask allows the bytes of those that match a text.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -406,7 +404,7 @@ class _Checker:
 
 
 def _names(node: _Node) -> Iterator[str]:
-    """The rules that a part refers to."""
+    """Yield the rules that a part refers to."""
     if node.kind == "name":
         yield node.text
     for part in node.parts:
@@ -421,7 +419,7 @@ def _texts(node: _Node) -> Iterator[str]:
 
 
 def _depths(uses: dict[str, set[str]]) -> dict[str, int]:
-    """The rules that lead to none which comes back to itself, with the number of rules inside each other."""
+    """Return the rules that lead to no recursive rule, with their nesting depth."""
     waiting = {name: len(names) for name, names in uses.items()}
     users: dict[str, list[str]] = {name: [] for name in uses}
     for name, names in uses.items():

@@ -1,11 +1,9 @@
-"""Builds a `Backend` from a GGUF file's vocabulary. Called by `load_tokenizer`; reads no files.
+"""Builds a `Backend` from a GGUF file's vocabulary.
 
-`tokenizer.ggml.model` names the kind: `gpt2` is BPE with the file's merges, mostly byte-level, and so is `gemma4`; `llama` is
-SentencePiece BPE, `t5` SentencePiece unigram and `bert` WordPiece.
-
-The file names the recipe by which a byte-level vocabulary's text is cut before merging. The names, and which of them are alike,
-are llama.cpp's (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). A recipe is that of the model's own
-tokenizer.json if it is known, else llama.cpp's patterns, which come near it.
+`tokenizer.ggml.model` names the kind: `gpt2` and `gemma4` are BPE with the file's merges, `llama` is SentencePiece BPE, `t5`
+SentencePiece unigram and `bert` WordPiece. For BPE, `tokenizer.ggml.pre` names the recipe that splits text before merging. The
+names are llama.cpp's (https://github.com/ggml-org/llama.cpp, `src/llama-vocab.cpp`). Recipes are those of the models' own
+tokenizer.json, or llama.cpp's patterns.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from penstock.types.vocab import GgufVocab
 MODELS = ("gpt2", "llama", "gemma4", "t5", "bert")
 """Values of `tokenizer.ggml.model`."""
 _CUT = ("gpt2", "gemma4")
-"""Those whose text is cut by a recipe before it is merged."""
+"""Kinds whose text is split by a recipe before merging."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
 
 
 def build_backend(vocab: GgufVocab) -> Backend:
-    """Raises `ModelError` if the vocabulary is of another kind or contradicts itself."""
+    """Raises `ModelError` if the vocabulary is of an unknown kind or inconsistent."""
     check_vocab(vocab)
     recipe = recipe_for(_pre_name(vocab)) if vocab.model in _CUT else None
     encoder = _encoder(vocab) if recipe is None else _bpe_encoder(vocab, recipe)
@@ -62,7 +60,7 @@ def build_backend(vocab: GgufVocab) -> Backend:
 
 
 def check_vocab(vocab: GgufVocab) -> None:
-    """Check what is known before weights are loaded. Raises `ModelError`."""
+    """Check the vocabulary before weights are loaded. Raises `ModelError`."""
     if vocab.model not in MODELS:
         raise ModelError(
             f"tokenizer.ggml.model is {vocab.model!r}; supported are {', '.join(map(repr, MODELS))}.",
@@ -101,17 +99,17 @@ def _contradiction(cause: str) -> ModelError:
 
 
 def _has_ranks(vocab: GgufVocab) -> bool:
-    """Whether the tokens' scores give the order of merges, as in a tekken.json."""
+    """Return whether scores give the order of merges, as in a tekken.json."""
     return not vocab.merges and len(vocab.scores) == len(vocab.tokens) and any(vocab.scores)
 
 
 def _pre_name(vocab: GgufVocab) -> str:
-    """The name of the recipe. The kind `gemma4` has only one, whatever the file says."""
+    """Return the name of the recipe. `gemma4` always has its own."""
     return "gemma4" if vocab.model == "gemma4" else vocab.pre
 
 
 def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
-    """Text is cut by the recipe and merged within its parts."""
+    """Split text by the recipe, and merge within its parts."""
     options = _unknown_options(vocab) if recipe.is_raw else {}
     merges = merges_from_scores(_joinable(vocab)) if _has_ranks(vocab) else _split_merges(vocab.merges)
     model = _bpe(vocab, merges, ignore_merges=recipe.ignore_merges, **options)
@@ -124,7 +122,7 @@ def _bpe_encoder(vocab: GgufVocab, recipe: Recipe) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """Text is one part: spaces become marks, and merging goes across them."""
+    """Merge across the whole text, with spaces as marks."""
     merges = _split_merges(vocab.merges) if vocab.merges else merges_from_scores(_joinable(vocab))
     encoder = tokenizers.Tokenizer(_bpe(vocab, merges, **_unknown_options(vocab)))
     encoder.normalizer = normalizers.Sequence(list(_sentencepiece_steps(vocab)))
@@ -136,7 +134,7 @@ def _encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """The pieces with the largest sum of scores. User-defined pieces are added tokens, which are found first."""
+    """Choose the pieces with the largest sum of scores. User-defined pieces are added tokens, which are matched first."""
     pieces = list(zip(vocab.tokens, vocab.scores, strict=True))
     has_bytes = bool(_unknown_options(vocab)["byte_fallback"])
     try:
@@ -150,7 +148,7 @@ def _unigram_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
 
 
 def _wordpiece_encoder(vocab: GgufVocab) -> tokenizers.Tokenizer:
-    """The longest pieces from the left of each word. GGUF files mark pieces that begin a word, the library the others."""
+    """Take the longest pieces from the left of each word. GGUF files mark pieces that begin a word, the library the others."""
     added = {*_ids_of_type(vocab, CONTROL), *_ids_of_type(vocab, UNKNOWN), *_end_ids(vocab), vocab.unknown_token_id}
     pieces: dict[str, int] = {}
     for token_id, token in enumerate(vocab.tokens):
@@ -171,15 +169,15 @@ def _expansion(vocab: GgufVocab) -> Expansion | None:
 
 
 def _unknown_options(vocab: GgufVocab) -> dict[str, str | bool | None]:
-    """Characters without a piece become their bytes if each byte has a piece, else a run of them one unknown token."""
+    """Characters without a piece become bytes if every byte has a piece; otherwise a run of them becomes one unknown token."""
     unknown = None if vocab.unknown_token_id is None else vocab.tokens[vocab.unknown_token_id]
     has_bytes = len({byte_of_piece(vocab.tokens[token_id]) for token_id in _ids_of_type(vocab, BYTE)} - {None}) == 256
     return {"unk_token": unknown, "fuse_unk": True, "byte_fallback": has_bytes}
 
 
 def _sentencepiece_steps(vocab: GgufVocab) -> Iterator[normalizers.Normalizer]:
-    """In SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so each gets a space
-    in front, as in llama.cpp and in transformers' `legacy` tokenizers."""
+    """Yield the steps in SentencePiece's order (`normalizer.cc`). They run on each stretch of text between special tokens, so
+    each gets a space in front, as in llama.cpp and transformers' `legacy` tokenizers."""
     if vocab.remove_extra_whitespaces:
         yield normalizers.Replace(Regex(" {2,}"), " ")
         yield normalizers.Replace(Regex(r"\A | \z"), "")
@@ -204,7 +202,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _joinable(vocab: GgufVocab) -> dict[str, float]:
-    """The pieces that merging may give, with their scores. Control, byte and unused pieces are not among them."""
+    """Return the pieces that merging can produce, with scores: no control, byte or unused pieces."""
     if not vocab.token_types:
         return dict(zip(vocab.tokens, vocab.scores, strict=True))
     rows = zip(vocab.tokens, vocab.scores, vocab.token_types, strict=True)
@@ -225,8 +223,8 @@ def _added(vocab: GgufVocab, ids: Iterable[int], *, special: bool) -> list[Added
 
 
 def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[int], str | None]:
-    """Uses the encoder's pieces, as 150,000 strings of our own take 25 MB. Ours are needed if a piece is there twice, of which
-    the encoder has one id, and for WordPiece, where the encoder spells them differently."""
+    """Use the encoder's pieces, since 150,000 strings take 25 MB. Our own are needed for duplicate pieces, of which the encoder
+    keeps one, and for WordPiece, which the encoder spells differently."""
     tokens, num_tokens = vocab.tokens, len(vocab.tokens)
     has_same = vocab.model != "bert" and encoder.get_vocab_size() == num_tokens
     find: Callable[[int], str | None] = encoder.id_to_token if has_same else tokens.__getitem__
@@ -238,7 +236,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the pairs (left, right) in the order in which they apply. `scores` has the pieces that merging may give, by id."""
+    """Return the pairs (left, right) in the order in which they merge. `scores` has the pieces that merging can produce, by id."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):
@@ -251,20 +249,20 @@ def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How text is cut before merging. Each field cuts what the field before it has left."""
+    """How text is split before merging. Each field splits the parts of the previous one."""
 
     single_digits: bool = False
     """Each digit is a part."""
     splits: tuple[str, ...] = ()
-    """Oniguruma's regexes (https://github.com/kkos/oniguruma). Matches, and the gaps between them, become parts."""
+    """Oniguruma regexes (https://github.com/kkos/oniguruma). Matches, and the gaps between them, become parts."""
     gpt2_pattern: bool = False
-    """GPT-2's pattern, which `tokenizers` has built in."""
+    """Use GPT-2's pattern, which `tokenizers` has built in."""
     ignore_merges: bool = False
-    """A part that is a piece is not merged from smaller ones."""
+    """A part that is a piece is not split into smaller ones."""
     nfc: bool = False
     """Normalise to NFC first."""
     is_raw: bool = False
-    """Pieces are text, with U+2581 for a space; else each character is a byte."""
+    """Pieces are text, with U+2581 for a space; otherwise each character is a byte."""
 
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -281,7 +279,7 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 
 
 def _cased_words(end: str, digits: str) -> str:
-    """Words end where a capital follows, as in camelCase; `end` may be taken with the word."""
+    """Words end before a capital, as in camelCase. `end` may be included in the word."""
     capital_first = rf"{_LEAD}{_UPPER}*{_LOWER}+{end}|{_LEAD}{_UPPER}+{_LOWER}*{end}"
     return rf"{capital_first}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _NEWLINES
 
@@ -295,7 +293,7 @@ _DEEPSEEK_LETTERS = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8F\u2D00-\u2D2F\uA790-\uA7FF\uAB30-\uAB6F"
     r"\x{10570}-\x{105BF}\x{10D40}-\x{10D8F}\x{16E40}-\x{16EFF}\x{1D400}-\x{1DFFF}]]"
 )
-"""Cased letters except of some scripts, as the list of ranges in the model's tokenizer.json has them."""
+"""Cased letters except of some scripts: the ranges in the model's tokenizer.json."""
 _DEEPSEEK_WORDS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 _DEEPSEEK_IDENTIFIERS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
 _EAST_ASIAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
@@ -422,7 +420,7 @@ def make_normalizer(recipe: Recipe) -> normalizers.Normalizer | None:
 
 
 def make_pre_tokenizer(recipe: Recipe) -> pre_tokenizers.PreTokenizer:
-    """The cuts, then the mapping of bytes to characters, unless pieces are text."""
+    """Return the splits, then the mapping of bytes to characters unless pieces are text."""
     parts: list[pre_tokenizers.PreTokenizer] = []
     if recipe.single_digits:
         parts.append(pre_tokenizers.Digits(individual_digits=True))

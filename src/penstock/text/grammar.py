@@ -1,4 +1,4 @@
-"""Compiles the grammars that answers follow, and keeps them for the next request. Made once per model, used by `serve`."""
+"""Compiles grammars and keeps them for later requests. One `Grammars` per model, used by `calls`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 
 MAX_SOURCE_CHARS = 1 << 16
 MAX_REGEX_CHARS = 1 << 13
-"""Some regexes take the square of their length to compile."""
+"""The time to compile some regexes grows with the square of their length."""
 MAX_LARK_CHARS = 1 << 14
-"""Terminals inside terminals take the square of their number: 0.3 s and 20 MB here, 5 s and 310 MB in 64 KiB."""
+"""Time and memory grow with the square of the nested terminals: 0.3 s and 20 MB here, 5 s and 310 MB in 64 KiB."""
 STACK_BYTES = 1 << 27
-"""Stack of the thread that compiles. llguidance recurses for each rule inside a rule, and the longest chain of rules takes
-between 8 and 16 MiB. A thread usually has 8 MiB."""
+"""Stack of the compiling thread. llguidance recurses for each nested rule, and the longest chain needs 8 to 16 MiB, more than a
+thread usually has."""
 MAX_KEPT = 16
-"""Compiled grammars that are kept. Each has 1 to 45 MB; the least recently used one goes first."""
+"""Compiled grammars that are kept, each 1 to 45 MB. The least recently used one is dropped first."""
 MAX_KEPT_CHARS = 1 << 20
-"""Characters in the sources of all grammars that are kept."""
+"""Total length of the sources of all kept grammars."""
 ANSWERS_PER_COMPILATION = 64
-"""Answers of one compiled grammar share its automaton, whose size is limited. After so many it is compiled anew."""
+"""Answers of one compiled grammar share an automaton of limited size. After this many it is compiled again."""
 MAX_REFUSED = 256
-"""Refused grammars that are remembered, by a hash, so that refusing one again costs nothing."""
+"""Refused grammars that are remembered by hash, so that refusing one again is free."""
 
 _starting = threading.Lock()
-"""Guards the stack size of new threads, which is the process's: two models may compile at once."""
+"""Guards the process-wide stack size of new threads: two models may compile at once."""
 
 
 class GrammarKind(StrEnum):
@@ -52,7 +52,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
-    """GBNF where rules are written with `::=`, else Lark."""
+    """GBNF if rules are written with `::=`, else Lark."""
     LARK = "Lark grammar"
     GBNF = "GBNF grammar"
     STRUCTURAL_TAG = "structural_tag"
@@ -76,14 +76,14 @@ _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A reasoning block that an answer may begin with, and the text that begins the rest. Marks may be special tokens."""
+    """A reasoning block that may precede the answer, and the text after it. Marks may be special tokens."""
 
     open: str
     close: str
     text: str = ""
 
     def block(self, spell: Callable[[str], str]) -> str:
-        """Lark of the block: any text up to its end."""
+        """Return Lark for the block: any text up to its end."""
         opened, closed = spell(self.open), spell(self.close)
         if closed.startswith("<["):  # a special token, which no text holds
             return f"block: {opened} ANY? {closed}\nANY: /(.|\\n)+/\n"
@@ -92,19 +92,20 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of an answer, as the client asked for it."""
+    """The required form of an answer."""
 
     kind: GrammarKind
     source: str = ""
-    """JSON text of a schema, or of a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
-    for TOOLS the text of `tool_grammar.tool_source`."""
+    """JSON text of a schema or a structural tag; a regex; rules; a JSON array of strings for CHOICE; empty for JSON_OBJECT;
+    `tool_grammar.tool_source` for TOOLS."""
     lead: Lead | None = None
-    """The text that may stand before the answer, or None."""
+    """What may precede the answer, or None."""
     other: Grammar | None = None
     """An alternative to TOOLS, without a lead or an alternative of its own."""
 
     def before(self, spell: Callable[[str], str]) -> str:
-        """Lark of the whole, with `@main` for `kind` and `source` and `@other` for the alternative; empty if `@main` is all."""
+        """Return Lark for the whole, with `@main` for the source and `@other` for the alternative. Empty if `@main` is
+        everything."""
         if self.lead is None and self.other is None:
             return ""
         block = "" if self.lead is None else "(block LINES?)? "
@@ -116,34 +117,34 @@ class Grammar:
 
 
 class Grammars:
-    """Thread-safe. The first grammar takes longer, as it reads the vocabulary."""
+    """Thread-safe. The first grammar takes longer because the vocabulary is read."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's logits, which may be more than the tokenizer has."""
+        """`vocab_size` is the number of logits, which may exceed the tokenizer's tokens."""
         from penstock.text.grammar_matcher import GrammarTokens  # naming a grammar needs no numpy
 
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._lock = threading.Lock()
-        """Guards the two below."""
+        """Guards the next two."""
         self._refused: OrderedDict[int, str] = OrderedDict()
-        """The hash of a grammar -> why it was refused."""
+        """Hash of a grammar -> why it was refused."""
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     def matcher(self, grammar: Grammar, plan: AnswerPlan | None = None) -> Matcher:
-        """Return a matcher for a new answer. Compiling may take a second; a known grammar takes microseconds.
+        """Return a matcher for a new answer. Compiling can take a second; a known grammar takes microseconds.
 
-        `plan` says what comes before the grammar. Raises `Rejected` if the grammar is wrong or can't be followed.
+        `plan` describes what precedes the grammar. Raises `Rejected` if the grammar is invalid or too large.
         """
         return self._begin(self._ready(grammar), plan)
 
     def free_matcher(self, plan: AnswerPlan) -> Matcher:
-        """Return a matcher for an answer without a grammar, whose reasoning is limited."""
+        """Return a matcher for an answer without a grammar, but with limited reasoning."""
         from penstock.text.answer_matcher import AnswerMatcher
 
         return AnswerMatcher(plan, self._tokens, None)
 
     def prepare(self, grammar: Grammar, plan: AnswerPlan | None = None, number: int = 1) -> None:
-        """Compile a grammar for later calls of `known`, which also report a refusal."""
+        """Compile a grammar for later calls of `known`, which also raise its refusal."""
         with contextlib.suppress(Rejected):
             self._ready(grammar, num_at_once(plan, number))
 
@@ -214,7 +215,7 @@ class Grammars:
             return self._of_lark(grammar, lark)
 
     def _lark_of(self, grammar: Grammar) -> str:
-        """Return the Lark of any kind but TOOLS. Raises `Rejected`."""
+        """Return Lark for any kind except TOOLS. Raises `Rejected`."""
         if grammar.kind is GrammarKind.STRUCTURAL_TAG:
             from penstock.text.structural_tag import of_structural_tag  # few ask for it
 
@@ -258,12 +259,12 @@ class Grammars:
 
 
 def num_at_once(plan: AnswerPlan | None, number: int) -> int:
-    """Return how many matchers a compiled grammar must have left for `number` answers. Answers that begin free count later."""
+    """Return how many matchers a compiled grammar must have left for `number` answers. Those with a free beginning count later."""
     return 1 if plan is not None and plan.begins_free else number
 
 
 def _has_left(compiled: CompiledGrammar, number: int) -> bool:
-    """Return whether `number` more answers may begin with it."""
+    """Return whether a compiled grammar can serve `number` more answers."""
     return not compiled.has_failed and compiled.num_answers + number <= ANSWERS_PER_COMPILATION
 
 

@@ -1,8 +1,8 @@
-"""Follows a grammar through one answer: implements `types.sampling.Matcher` with llguidance. Made by `text.grammar`.
+"""Follows a grammar through one answer: implements `types.sampling.Matcher` with llguidance.
 
-The model's vocabulary is handed to llguidance at the first grammar. Special tokens and unused ids spell nothing there, so no
-grammar can allow them. Forced text is cut into tokens as the model's tokenizer cuts it, except its end, where a longer token
-could still come. Nothing is logged, since grammars and answers are private.
+llguidance gets the model's vocabulary with the first grammar. Special and unused tokens have no bytes there, so no grammar can
+allow them. Forced text is tokenised as the model's tokenizer does it, except for an end that a longer token could still extend.
+Nothing is logged: grammars and answers are private.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 _IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 PIECES = (r"[\x20\x0A\x0D\x09]+", *[_IN_STRINGS + most for most in ("{1,10}", "{1,15}", "{1,30}", "+")], "[A-Za-z0-9]{1,10}")
-"""Regexes of tokens that a mask can take or leave as one set: white space, contents of JSON strings, and words.
+"""Regexes of tokens that a mask handles as one set: white space, contents of JSON strings, and words.
 
-A string with a `maxLength` takes the longest piece that it has room for. In a string of 20 characters a mask takes 14 us, and
-150 without the piece of 15; in an e-mail address 16 us, and 100 without the words
-(`python benchmarks/grammar_masks.py --pieces`, one core of an AMD EPYC, 2026-11-23).
+A string with a `maxLength` uses the longest piece that fits. In a string of 20 characters a mask takes 14 us, and 150 us
+without the piece of 15; in an e-mail address 16 us, and 100 us without the words (`python benchmarks/grammar_masks.py
+--pieces`, one core of an AMD EPYC, 2026-11-23).
 """
 MAX_CUTS = 4096
-"""Forced texts whose tokens are remembered, of all grammars together."""
+"""Forced texts whose tokens are remembered, for all grammars together."""
 MAX_CUT_BYTES = 64
 """Longer texts are not remembered."""
 
 
 class GrammarTokens:
-    """The model's tokens as grammars need them. Thread-safe."""
+    """The model's tokens in the form that grammars need. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: rows of the model's logits."""
+        """`vocab_size` is the number of logits."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
@@ -58,7 +58,7 @@ class GrammarTokens:
         self._ready: tuple[LLTokenizer, NDArray[np.uint8]] | None = None
 
     def ready(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
-        """Return the vocabulary, and the mask of all tokens that an answer may have: [ceil(vocab / 32) * 4].
+        """Return the vocabulary, and the mask of all tokens an answer may have: [ceil(vocab / 32) * 4].
 
         Raises `Rejected` if the model has no end token.
         """
@@ -84,12 +84,12 @@ class GrammarTokens:
         return vocabulary, np.packbits(usable, bitorder="little")
 
     def cut_greedily(self, text: str) -> list[int]:
-        """Cut a text into tokens by their bytes alone, as llguidance does."""
+        """Tokenise a text greedily by bytes, as llguidance does."""
         return [] if self._ready is None else self._ready[0].greedy_tokenize(text)
 
     @property
     def end_id(self) -> int:
-        """The end token of a complete answer."""
+        """The token that ends a complete answer."""
         return self._end_ids[0]
 
     def spell(self, text: str) -> str:
@@ -101,21 +101,21 @@ class GrammarTokens:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. Names of special tokens become these."""
+        """Return the tokens of a text. Names of special tokens become those tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; a special token spells its name."""
+        """Return the bytes of a token. A special token spells its name."""
         return self._tokenizer.token_bytes(token_id)
 
     def only(self, token_id: int) -> bytes:
-        """The mask of one token."""
+        """Return the mask of one token."""
         mask = bytearray((self._vocab_size + 31) // 32 * 4)
         mask[token_id // 8] = 1 << token_id % 8
         return bytes(mask)
 
     def across(self, mark: str) -> Mapping[str, list[int]]:
-        """Return the tokens that begin with a proper end of the mark and go on, by that end."""
+        """Return the tokens that complete the mark and continue beyond it, by the part of the mark that they begin with."""
         with self._lock:
             if mark not in self._across:
                 rests = [mark[at:] for at in range(1, len(mark))]
@@ -131,7 +131,7 @@ class GrammarTokens:
             return self._across[mark]
 
     def any_but(self, barred: Sequence[bytes], *, may_end: bool) -> bytes:
-        """Return the mask of all tokens except those of some masks, and except end tokens if the answer may not end."""
+        """Return the mask of all tokens not in `barred`, without end tokens unless `may_end`."""
         mask = self._all.copy()
         for bar in barred:
             mask &= ~np.frombuffer(bar, np.uint8)
@@ -141,7 +141,7 @@ class GrammarTokens:
         return mask.tobytes()
 
     def _special_id(self, text: str) -> int | None:
-        """The special token with this name, or None."""
+        """Return the special token with this name, or None."""
         if not SPELLED_PARTS.fullmatch(text):
             return None
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -155,7 +155,7 @@ class GrammarTokens:
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance calls it."""
+    """The tokenizer, as llguidance calls it."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -167,18 +167,17 @@ class _Vocabulary:
         tokenizer: Tokenizer,
         cut_greedily: WeakMethod[Callable[[str], list[int]]],
     ) -> None:
-        """`cut_greedily` is called for a text that the tokenizer can't spell. It is weak because llguidance keeps this object,
-        and the garbage collector sees no cycle through Rust.
-        """
+        """`cut_greedily` handles texts that the tokenizer can't spell. It is a weak reference because llguidance keeps this
+        object, and the garbage collector can't see cycles through Rust."""
         self.tokens = tokens
         self.eos_token_id = eos_token_id
         self._tokenizer = tokenizer
         self._cut_greedily = cut_greedily
         self._cuts: dict[bytes, list[int]] = {}
-        """Tokens of short texts: the names of fields are forced again and again."""
+        """Tokens of short texts: names of fields are forced again and again."""
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return tokens that spell a text behind other text. None of them is special."""
+        """Return tokens that spell a text after other text. None of them is special."""
         if (token_ids := self._cuts.get(data)) is None:
             token_ids = self._cut(data)
             if token_ids and len(data) <= MAX_CUT_BYTES:
@@ -199,10 +198,10 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one grammar, in llguidance's units. `benchmarks/grammar_cases.json` needs a tenth of most.
+    """Limits of one grammar, in llguidance's units. `benchmarks/grammar_cases.json` mostly needs a tenth of them.
 
-    25,000 states of the lexer take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs all of the
-    last two.
+    25,000 lexer states take 10 to 45 MB, and 50,000 fuel up to 13 ms. An object of 500 optional fields needs all of the last
+    two.
     """
 
     initial_lexer_fuel: int = 1_000_000
@@ -215,21 +214,21 @@ class Limits:
 
 JSON_LIMITS = Limits()
 LARK_LIMITS = replace(JSON_LIMITS, max_items_in_row=300, step_max_items=20_000)
-"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms, and 220 with llguidance's defaults. The
+"""Ambiguous rules cost the square of the items in a row: a mask takes up to 20 ms, and 220 ms with llguidance's defaults. The
 function calls of `benchmarks/grammar_cases.json` need 8,000 to 12,000 items in a step, with a vocabulary of 152,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text behind which a grammar begins."""
+    """A text after which a grammar begins."""
 
     text: str
     before: str = ""
-    """Text of the grammar before it."""
+    """Text of the grammar before the mark."""
 
 
 class CompiledGrammar:
-    """A grammar at the beginning of an answer. Any thread may call `matcher`."""
+    """A grammar at the start of an answer. `matcher` is thread-safe."""
 
     def __init__(self, start: LLMatcher, usable: NDArray[np.uint8], tokens: GrammarTokens) -> None:
         self._start = start
@@ -242,11 +241,11 @@ class CompiledGrammar:
 
     @functools.cached_property
     def first_mask(self) -> bytes:
-        """The mask of tokens that may begin an answer. Raises `GrammarFailure` if there are none."""
+        """The mask of tokens that can begin an answer. Raises `GrammarFailure` if there are none."""
         return self.mask_of(self._start)
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
-        """Find tokens to forbid once a mark has begun: those that complete it and go on with what can't follow it."""
+        """Find the tokens that complete a mark and continue with something the grammar forbids."""
         for rest, token_ids in tokens.across(mark.text).items():
             begun = self._start.deep_copy()
             if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
@@ -256,7 +255,7 @@ class CompiledGrammar:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
     def barred(self, mark: str, rest: str) -> bytes | None:
-        """Return the mask of tokens to forbid once all of a mark but `rest` has come, or None."""
+        """Return the mask of tokens to forbid when only `rest` of a mark is missing, or None."""
         return self._bars.get((mark, rest))
 
     def matcher(self) -> GrammarMatcher:
@@ -264,7 +263,7 @@ class CompiledGrammar:
         return GrammarMatcher(self._start.deep_copy(), self)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
-        """Return the mask of tokens that may follow. Raises `GrammarFailure`."""
+        """Return the mask of tokens that may come next. Raises `GrammarFailure`."""
         words = np.empty_like(self._usable)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)  # as bytes it would be copied word by word
         mask = np.bitwise_and(words, self._usable, out=words).tobytes()
@@ -275,7 +274,7 @@ class CompiledGrammar:
         return mask
 
     def failure(self, matcher: LLMatcher) -> GrammarFailure:
-        """Return why a matcher can't go on, and have no further answer begin with this grammar."""
+        """Return why a matcher failed, and start no further answer with this grammar."""
         self.has_failed = True
         return failure(matcher.get_error())
 
@@ -289,10 +288,10 @@ def compile_grammar(
     marks: Sequence[Mark],
     is_free: bool,
 ) -> CompiledGrammar:
-    """Compile Lark. `name` is what errors call the grammar. Raises `Rejected`. Recurses as deep as the grammar.
+    """Compile Lark. `name` is the grammar's name in errors. Raises `Rejected`. Recurses as deeply as the grammar.
 
-    `start` is the whole, where `@main` stands for the grammar of `larks` with that name; empty if `main` is the whole.
-    `is_free`: the grammar begins behind one of the marks.
+    `start` is the whole grammar, in which `@main` stands for `larks["main"]`; empty if that is everything. `is_free`: the
+    grammar begins after one of the marks.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -317,7 +316,7 @@ def compile_grammar(
 
 
 def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.uint8]:
-    """A mask with these tokens added."""
+    """Return a mask with these tokens added."""
     changed = mask.copy()
     for token_id in token_ids:
         if token_id < 8 * len(mask):
@@ -326,7 +325,7 @@ def _with_ids(mask: NDArray[np.uint8], token_ids: Sequence[int]) -> NDArray[np.u
 
 
 class GrammarMatcher:
-    """Follows one answer. Used by one thread at a time."""
+    """Follows one answer. Not thread-safe."""
 
     __slots__ = ("_compiled", "_forced", "_inner", "_is_first", "_mask")
 
@@ -336,11 +335,11 @@ class GrammarMatcher:
         self._compiled = compiled
         self._mask: bytes | None = None
         self._forced: deque[int] | None = None
-        """Forced tokens still to come. Found once, so that they are the same one by one and all at once. None: not yet looked
-        for."""
+        """Forced tokens still to come, or None if they are not known yet. Found once, so that they don't depend on how they are
+        accepted."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """See `Matcher.accept`. End tokens after the first change nothing."""
+        """See `Matcher.accept`. Ignores tokens after an end token."""
         self._mask, self._is_first = None, False
         for token_id in token_ids:
             if not self._inner.consume_token(token_id):
@@ -350,7 +349,7 @@ class GrammarMatcher:
             self._forced = None
 
     def forced(self) -> Sequence[int]:
-        """See `Matcher.forced`. Empty before the first token, whose mask answers share."""
+        """See `Matcher.forced`. Empty before the first token, because answers share the first mask."""
         if self._forced is None:
             self._forced = deque(() if self._is_first else self._find_forced())
         return tuple(self._forced)
@@ -367,6 +366,6 @@ class GrammarMatcher:
         return self._mask
 
     def _find_forced(self) -> Sequence[int]:
-        """The tokens that must come; the tokenizer's own end token if only an end can."""
+        """Return the forced tokens, or the end token if only an end can come."""
         is_complete = self._inner.is_stopped() and not self._inner.is_error()
         return [self._compiled.tokens.end_id] if is_complete else self._inner.compute_ff_tokens()

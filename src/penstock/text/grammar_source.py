@@ -1,6 +1,6 @@
-"""Writes the grammars that clients ask for as llguidance's Lark, and says what its errors mean. Called by `text.grammar`.
+"""Writes the grammars of clients as llguidance's Lark, and translates its error messages.
 
-llguidance decides whether a grammar is right when it compiles it. This module refuses what it would pass over.
+llguidance checks grammars when it compiles them. This module refuses what it would ignore.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from penstock.text import gbnf, json_schema
 from penstock.types.errors import GrammarFailure, Rejected, RejectReason
 
 START = "\nstart: "
-"""The beginning of our Lark for any other grammar."""
+"""The beginning of all Lark that is not the client's."""
 _OUR_PLACE = "at 2(8): "
-"""The place that llguidance names for what stands behind `START`."""
+"""Where llguidance reports errors in what follows `START`."""
 _TOO_LARGE = (
     "Unable to determine|too many (states|expressions|items)|Current row has|fuel|precomputation|panic|too large|too complex"
 )
@@ -62,12 +62,12 @@ def failure(message: str) -> GrammarFailure:
 
 
 def refusal(name: str, error: GrammarFailure) -> Rejected:
-    """`name` is the client's word for the grammar."""
+    """`name` is the client's name for the grammar."""
     return Rejected(RejectReason.INVALID, f"The {name} can't be followed: {error}")
 
 
 def _cause(message: str) -> str:
-    """The cause alone, without the quoted source and llguidance's own steps."""
+    """Return the cause without the quoted source and llguidance's own steps."""
     text = message.split("\n<", 1)[0]
     lines = [line for line in text.split("\n") if not re.match(r"\s*\d+ \| |\s*\^+\s*$", line)]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -80,8 +80,8 @@ def _cause(message: str) -> str:
 
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\\.')
-"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds. Skipping it here keeps the
-search linear: in a string without an end, each escaped quote would begin another search."""
+"""Strings, regexes and comments of Lark. A backslash elsewhere is an error that llguidance finds. Skipping it keeps the search
+linear: in an unterminated string, each escaped quote would start another search."""
 _UNSUPPORTED_LARK = (
     (re.compile(r"<[^<>\s]*>"), "names special tokens, which no answer may have"),
     (
@@ -92,13 +92,13 @@ _UNSUPPORTED_LARK = (
 )
 
 _OF_SETS = re.compile(r"&|~(?!\s*[0-9])")
-"""Intersections and complements. A number after ~ makes it a repetition."""
+"""Intersections and complements. Before a number, ~ is a repetition."""
 MAX_SET_OPERATORS = 8
-"""Each further one may triple time and memory: 14 take 0.05 s, 18 take 1 s. llguidance's limits do not count them."""
+"""Each more may triple time and memory: 14 take 0.05 s, 18 take 1 s. llguidance's limits do not count them."""
 
 
 def of_schema(source: str) -> str:
-    """`source` is the text of a JSON schema. Raises `Rejected`."""
+    """Return Lark for the text of a JSON schema. Raises `Rejected`."""
     schema = _parsed(source, "json_schema")
     if schema is True:
         schema = {}
@@ -108,21 +108,21 @@ def of_schema(source: str) -> str:
 
 
 def of_json_object(source: str) -> str:
-    """Any JSON object; `source` is empty. Raises `Rejected`."""
+    """Return Lark for any JSON object. Raises `Rejected` if there is a source."""
     if source:
         raise _rejected("A json_object takes no description. Use json_schema to describe it.")
     return of_schema('{"type": "object"}')
 
 
 def of_regex(source: str) -> str:
-    """`source` is a regex that the whole answer matches."""
+    """Return Lark for a regex that the whole answer matches."""
     from llguidance import regex_to_lark
 
     return f"{START}/{regex_to_lark(source, '')}/\n"
 
 
 def of_choices(source: str) -> str:
-    """`source` is a JSON array of strings, one of which is the answer. Raises `Rejected`."""
+    """Return Lark for a JSON array of strings, one of which is the answer. Raises `Rejected`."""
     choices = _parsed(source, "choice")
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise _rejected("The choice must be a list of at least one string, none of them empty.")
@@ -130,18 +130,18 @@ def of_choices(source: str) -> str:
 
 
 def of_grammar(source: str) -> str:
-    """`source` is GBNF if rules are written with `::=`, else Lark. Raises `Rejected`."""
+    """Return Lark for GBNF, if rules are written with `::=`, or for Lark. Raises `Rejected`."""
     return gbnf.to_lark(source) if gbnf.is_gbnf(source) else of_lark(source)
 
 
 def how_read(source: str) -> str:
-    """Return a sentence to append: as what `of_grammar` reads a grammar, and how to say otherwise."""
+    """Return a sentence for errors: how `of_grammar` read the grammar, and how to choose otherwise."""
     as_what, otherwise = ("GBNF, as a rule has ::=", "lark") if gbnf.is_gbnf(source) else ("Lark, as no rule has ::=", "gbnf")
     return f" It was read as {as_what}; if it is the other, say 'grammar_syntax': '{otherwise}'."
 
 
 def of_lark(source: str) -> str:
-    """Return Lark as it is. Raises `Rejected` for what it may not have, or not so often."""
+    """Return Lark unchanged. Raises `Rejected` for what is not supported, or too often."""
     rules = _LITERAL.sub("", source)
     for pattern, what in _UNSUPPORTED_LARK:
         if pattern.search(rules):

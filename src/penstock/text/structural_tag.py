@@ -1,14 +1,15 @@
-"""Writes structural tags, the JSON that vLLM takes, as llguidance's Lark. Called by `text.grammar`.
+"""Writes structural tags, vLLM's JSON format, as llguidance's Lark.
 
-The older form (`structures` and `triggers`) is read as the newer one (`format`), a tree of formats. The tree becomes a row of
-parts. A terminal of Lark takes the longest text it can and gives nothing back, so a row is taken only where no answer is lost:
+The older form (`structures` and `triggers`) is converted to the newer one (`format`), a tree of formats, which becomes a
+sequence of parts. A Lark terminal takes the longest text and gives nothing back, so a sequence is accepted only if that loses
+no answer:
 
-    constants and regexes side by side    one terminal, as all of it is regular
-    free text                             up to the first text that stands behind it
+    constants and regexes side by side    one regular terminal
+    free text                             up to the first text that follows it
     a regex inside a tag                  up to the first place where the tag may end
-    JSON                                  before a constant that can't be more of a number, or at the end
+    JSON                                  before a constant that can't continue a number, or at the end
 
-Everything else is refused by its place. Text between tags has no trigger in it.
+Anything else is refused, with its place. Text between tags contains no trigger.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_TAGS = 128
 MAX_REPEAT = 1000
 MAX_DEPTH = 32
 _OF_NUMBERS = frozenset("0123456789.eE+-")
-"""Characters that may go on with a number of JSON."""
+"""Characters that can continue a JSON number."""
 _ANY = "(.|\\n)*"
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "const_string": {"value": ...},
@@ -44,21 +45,21 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "triggered_tags": {"triggers": ..., "tags": ..., "at_least_one": False, "stop_after_first": False, "excludes": []},
     "tags_with_separator": {"tags": ..., "separator": ..., "at_least_one": False, "stop_after_first": False},
 }
-"""Fields of each type with their values where they are left out; `...`: they may not be."""
+"""Fields of each type with their defaults; `...` marks required ones."""
 _ONLY_DEFAULT = ("style", "any_order", "excludes", "max_tokens", "max_chars")
-"""Fields of which no other value is supported."""
+"""Fields that support only their default."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a row: a regular text, JSON, free text up to what follows, or tags, behind which nothing may stand."""
+    """A part of a sequence: regular text, JSON, free text up to what follows, or tags, which nothing may follow."""
 
     kind: Literal["text", "json", "free", "tags"]
     place: str
     lark: str = ""
-    """The expression of terminals for a text, the name of the rule for tags."""
+    """The terminals of a text, or the name of the rule for tags."""
     constants: tuple[str, ...] = ()
-    """A text is one of these; empty for a regex."""
+    """All values of a text; empty for a regex."""
     schema: Any = None
 
 
@@ -77,7 +78,7 @@ def of_structural_tag(source: str, spell: Callable[[str], str], max_regex_chars:
 
 
 def _format_of(asked: Any) -> Any:
-    """The newer form of what is asked for."""
+    """Return the newer form of a structural tag."""
     if not isinstance(asked, dict) or asked.get("type") != "structural_tag":
         _refuse("", "must be an object of the type structural_tag")
     names = asked.keys() - {"type"}
@@ -110,13 +111,13 @@ class _Writer:
     max_regex_chars: int
     num_regex_chars: int = 0
     lines: list[str] = field(default_factory=lambda: [""])
-    """The first is the start."""
+    """The first line is the start rule."""
     count: json_schema.SchemaCount = field(default_factory=json_schema.SchemaCount)
 
     # reading
 
     def parts(self, one: Any, place: str, depth: int) -> list[_Part]:
-        """A format as a row of parts."""
+        """Return a format as a sequence of parts."""
         fields = self._fields(one, place, depth)
         match one["type"]:
             case "const_string":
@@ -181,7 +182,7 @@ class _Writer:
         return f"({text}){{{least},{'' if most == -1 else most}}}"
 
     def _text(self, one: Any, place: str, depth: int) -> str:
-        """A format that is regular, as one expression."""
+        """Return a regular format as one expression."""
         parts = self.parts(one, place, depth + 1)
         texts = [part.lark for part in parts if part.kind == "text"]
         if len(texts) < len(parts):
@@ -239,7 +240,7 @@ class _Writer:
         return f"/{regex_to_lark(value, '')}/"
 
     def row(self, parts: Sequence[_Part], *, is_last: bool, is_lazy: bool = False) -> str:
-        """Parts one after another. `is_last`: nothing follows. `is_lazy`: regexes end at the first place where they may."""
+        """Write a sequence. `is_last`: nothing follows. `is_lazy`: regexes end at the first possible place."""
         written: list[str] = []
         texts: list[_Part] = []
         """Regular parts side by side."""
@@ -273,7 +274,7 @@ class _Writer:
         return " ".join([*written, self._of_texts(texts, is_lazy=is_lazy)])
 
     def _of_texts(self, texts: Sequence[_Part], *, is_lazy: bool) -> str:
-        """Regular parts as one terminal. Constants stay as they are, since they may have special tokens."""
+        """Write adjacent regular parts as one terminal. Constants stay separate because they may contain special tokens."""
         if all(text.constants for text in texts):
             return " ".join(text.lark for text in texts)
         if any("<[" in text.lark for text in texts):
@@ -294,7 +295,7 @@ class _Writer:
         return name
 
     def _free(self, ends: Sequence[str]) -> str:
-        """Any text, and the first of what ends it."""
+        """Write any text up to the first of its ends."""
         name = f"free{len(self.lines)}"
         if not ends:
             self.lines.append(f"{name}: /{_ANY}/")
@@ -308,7 +309,7 @@ class _Writer:
         return name
 
     def _whole(self, tag: _Tag, num_read: int, *, is_lazy: bool = True) -> str:
-        """A tag without the first characters of its begin."""
+        """Write a tag without the first characters of its begin."""
         begin = [self._constants((tag.begin[num_read:],), tag.place)] if num_read < len(tag.begin) else []
         return self.row([*begin, *tag.content, self._constants(tag.ends, tag.place)], is_last=False, is_lazy=is_lazy)
 

@@ -1,10 +1,10 @@
-"""Turns text into token ids and back. `load_tokenizer` makes one per model; any thread may use it.
+"""Turns text into token ids and back. `load_tokenizer` makes one tokenizer per model.
 
-Encoding recognises the names of added tokens in the text (`<|im_start|>` becomes one token), as chat templates need. So a
-user's prompt can contain them, too, as with transformers and vLLM.
+Encoding recognises added tokens by name (`<|im_start|>` becomes one token), as chat templates require. So a user's prompt can
+contain them too, as with transformers and vLLM.
 
-An output is decoded token by token. It continues its prompt, so a SentencePiece model's first space is kept:
-"The capital is" + " Paris". The pieces add up to `Tokenizer.decode(..., is_continuation=True)`.
+Output is decoded token by token as a continuation of its prompt, so a SentencePiece model's first space is kept: "The capital
+is" + " Paris".
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load a tokenizer.json, a tokenizer.model, a tekken.json or a GGUF file's vocabulary. Raises `ModelError`.
 
-    `bos_token_id`, `eos_token_ids` and `special_tokens` say what a tokenizer.json can't. The tokenizer's own end token
-    comes first: the one of a GGUF vocabulary, or the `eos_token` of `special_tokens`. `ends` are `add_bos_token` and
+    `bos_token_id`, `eos_token_ids` and `special_tokens` supply what a tokenizer.json lacks. `ends` are `add_bos_token` and
     `add_eos_token` of a tokenizer_config.json, which override a tokenizer.json.
     """
     if isinstance(source, GgufVocab) or source.suffix == ".model" or source.name == "tekken.json":
@@ -70,7 +69,7 @@ class Tokenizer:
         )  # no method: tables would know their owner
         self._special_ids = backend.special_ids.union(extra_eos_token_ids)
         self.eos_token_ids = tuple(dict.fromkeys((*backend.eos_token_ids, *extra_eos_token_ids)))
-        """Tokens that end a text, the tokenizer's own first."""
+        """Tokens that end a text, the tokenizer's own one first."""
         self.bytes_with_special = ByteTable(self._bytes_of, backend.vocab_size)
         """Token id -> its bytes; special tokens spell their name."""
         self.bytes_without_special = self.bytes_with_special.hiding(self._special_ids)
@@ -80,7 +79,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of the tokenizer. A model's matrices may have more rows."""
+        """Number of token ids. A model may have more logits."""
         return self._backend.vocab_size
 
     @property
@@ -89,8 +88,8 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, str | tuple[str, ...]]:
-        """The tokens that chat templates refer to by name: those of the model's files, and by their ids `bos_token`,
-        `eos_token`, `unk_token` and `pad_token`, if the files do not mention them."""
+        """The tokens that chat templates refer to by name: those of the model's files, and `bos_token`, `eos_token`,
+        `unk_token` and `pad_token` by their ids."""
         ids = {
             "bos_token": self._backend.bos_token_id,
             "eos_token": self.eos_token_ids[0] if self.eos_token_ids else None,
@@ -104,15 +103,15 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """The longest token, so n bytes make at least n / max_token_bytes tokens."""
+        """Length of the longest token, so n bytes make at least n / max_token_bytes tokens."""
         return max(len(self._bytes_of(token_id)) for token_id in range(self.vocab_size))
 
     def encode(self, text: str, *, add_special_tokens: bool, is_continuation: bool = False) -> list[int]:
-        """Return token ids. `add_special_tokens` puts bos and eos around them if the model wants that: right for plain prompts,
-        wrong for the result of a chat template. `is_continuation`: the text follows another, so no space is put before it.
+        """Return token ids. `add_special_tokens` adds bos and eos if the model wants them: right for plain prompts, wrong for
+        the output of a chat template. `is_continuation`: the text follows another, so no space is put before it.
 
-        A byte that the vocabulary can't spell is left out, as transformers does (SmolLM2 has none for U+0004).
-        Raises `Rejected` if the text has a lone surrogate, could become too long before it is cut, or makes the tokenizer fail.
+        Bytes that the vocabulary can't spell are dropped, as in transformers (SmolLM2 has none for U+0004). Raises `Rejected`
+        if the text has a lone surrogate, could become too long, or makes the tokenizer fail.
         """
         if not is_continuation or not self._backend.starts_with_space:
             return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -134,10 +133,10 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> list[TextTokens]:
-        """Return the tokens of texts and of pairs of texts for an encoder, special tokens included.
+        """Return the tokens of texts and of pairs of texts for an encoder, including special tokens.
 
-        A text beyond `max_tokens` loses tokens at one side; a pair first loses those of the longer text. None: nothing is cut.
-        Raises `Rejected` as `encode` does, if the special tokens leave no room, and if the tokenizer has no form for pairs.
+        Texts beyond `max_tokens` lose tokens at one side; a pair loses those of the longer text first. Raises `Rejected` as
+        `encode` does, if special tokens leave no room, and if the tokenizer has no form for pairs.
         """
         lists = [(one,) if isinstance(one, str) else one for one in texts]
         different = list(dict.fromkeys([text for parts in lists for text in parts]))
@@ -154,7 +153,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         truncation_side: TruncationSide = "right",
     ) -> TextTokens:
-        """As `encode_texts`, of one text or the two of a pair that are tokens already, without special ones."""
+        """Like `encode_texts`, for one text or pair that is already tokenised without special tokens."""
         ends = self._ends_of_one if len(parts) == 1 else self._ends_of_pair
         if ends is None:
             raise Rejected(
@@ -189,10 +188,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, is_continuation: bool = False) -> str:
-        """Return the text of these tokens; bytes that aren't UTF-8 become U+FFFD.
+        """Return the text of these tokens. Bytes that aren't UTF-8 become U+FFFD.
 
-        The space that SentencePiece models put before a text is taken away, unless `is_continuation` says that the tokens
-        follow others.
+        The space that SentencePiece models put before a text is removed unless `is_continuation`.
         """
         table = self.bytes_without_special if skip_special_tokens else self.bytes_with_special
         text = b"".join([table[token_id] for token_id in token_ids]).decode("utf-8", "replace")
@@ -201,7 +199,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, perhaps part of a character. Empty for an id without a token."""
+        """Return the bytes of one token, perhaps part of a character. Empty for an unknown id."""
         return self.bytes_with_special[token_id]
 
     def token_text(self, token_id: int) -> str:
@@ -230,7 +228,7 @@ def _bytes_of(backend: Backend, decode_piece: Callable[[str], bytes], token_id: 
 
 
 def _cut(parts: Sequence[Sequence[int]], max_tokens: int, num_ends: int, side: TruncationSide) -> list[Sequence[int]]:
-    """Cut texts so that they have `max_tokens` with their ends. Raises `Rejected` if that leaves nothing of one."""
+    """Cut texts to `max_tokens` including their ends. Raises `Rejected` if nothing of a text would remain."""
     room = max_tokens - num_ends
     if room < len(parts):
         raise Rejected(
@@ -261,12 +259,11 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Implements `engine.ports.Detokenizer`. Holds at most three bytes, of an incomplete character."""
+    """Implements `engine.ports.Detokenizer`. Holds back at most three bytes of an incomplete character."""
 
     __slots__ = ("_bytes", "_decoder", "_is_within_character", "_texts")
 
     def __init__(self, table: ByteTable, texts: TextTable) -> None:
-        """`texts` is of the same tokens."""
         self._bytes = table
         self._texts = texts
         self._decoder = _Utf8Decoder("replace")
@@ -290,7 +287,7 @@ class IncrementalDetokenizer:
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[bool], IncrementalDetokenizer]:
-    """Return a function that makes a detokenizer for a request; its argument is `skip_special_tokens`."""
+    """Return a function that makes a detokenizer for a request, given `skip_special_tokens`."""
 
     def make(skip_special_tokens: bool, /) -> IncrementalDetokenizer:
         if skip_special_tokens:

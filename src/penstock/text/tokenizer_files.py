@@ -1,9 +1,8 @@
-"""Reads a SentencePiece `tokenizer.model` or Mistral's `tekken.json`, for models without a tokenizer.json. Called by
-`load_tokenizer`.
+"""Reads a SentencePiece `tokenizer.model` or Mistral's `tekken.json`, for models without a tokenizer.json.
 
 tokenizer.model is the Protocol Buffer `ModelProto` of https://github.com/google/sentencepiece
 (`src/sentencepiece_model.proto`). tekken.json is defined by https://github.com/mistralai/mistral-common
-(`tokens/tokenizers/tekken.py`). Tokens that were added later stand in tokenizer_config.json or added_tokens.json.
+(`tokens/tokenizers/tekken.py`). Tokens added later are in tokenizer_config.json or added_tokens.json.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _unsupported(path: Path, cause: str) -> ModelError:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Empty if the file is absent. Raises ValueError."""
+    """Return the object in a JSON file, empty if the file is absent. Raises ValueError."""
     if not path.is_file():
         return {}
     value = orjson.loads(path.read_bytes())
@@ -181,7 +180,7 @@ def _special_id(value: int) -> int | None:
 
 
 def _add_tokens(folder: Path, config: dict[str, Any], tokens: list[str], types: list[int]) -> None:
-    """Add tokens to the pieces, and mark special ones. Ids between them stay unused."""
+    """Add tokens to the pieces and mark special ones. Ids between them stay unused."""
     added = {int(token_id): (text, False) for text, token_id in _json_object(folder / "added_tokens.json").items()}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         added[int(token_id)] = (token["content"], bool(token.get("special")))
@@ -241,27 +240,9 @@ _OLD_SPECIAL_TOKENS = [
     {"rank": rank, "token_str": text}
     for rank, text in enumerate(
         (
-            "<unk>",
-            "<s>",
-            "</s>",
-            "[INST]",
-            "[/INST]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
-            "[TOOL_CALLS]",
-            "[IMG]",
-            "<pad>",
-            "[IMG_BREAK]",
-            "[IMG_END]",
-            "[PREFIX]",
-            "[MIDDLE]",
-            "[SUFFIX]",
-            "[SYSTEM_PROMPT]",
-            "[/SYSTEM_PROMPT]",
-            "[TOOL_CONTENT]",
-        )
+            "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
+            "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+        ).split()
     )
 ]
 """The special tokens of old files, which do not list them (`DEPRECATED_SPECIAL_TOKENS` of mistral-common)."""

@@ -1,7 +1,4 @@
-"""Reads a Hugging Face tokenizer.json into a `Backend`. Called by `load_tokenizer`.
-
-The file says how to encode; how its pieces spell bytes is read from its decoder.
-"""
+"""Reads a Hugging Face tokenizer.json into a `Backend`. The spelling of bytes follows from the file's decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from penstock.types.errors import ModelError
 _log = logging.getLogger(__name__)
 
 MAX_EXPANSION = 64
-"""Bytes that the steps before cutting may make of one byte. A space that becomes U+2581 makes 3."""
+"""Bytes that the steps before splitting may make of one byte. U+2581 for a space makes 3."""
 MAX_EXTRA_BYTES = 1024
 MAX_PARTS = 64
 MAX_ENDS = 1024
@@ -30,10 +27,10 @@ MAX_ENDS = 1024
 def load_backend(
     path: Path, *, bos_token_id: int | None, eos_token: str | None, ends: tuple[bool, bool] | None = None
 ) -> Backend:
-    """The file does not name its bos and eos tokens, so the caller does. Raises `ModelError`.
+    """Raises `ModelError`. The caller passes bos and eos tokens, which the file does not name.
 
-    `ends`: whether to put bos and eos around a text; None: as the file says. Truncation and padding by the file are switched
-    off, since they would change prompts silently.
+    `ends`: whether to put bos and eos around a text, or None to follow the file. The file's truncation and padding are
+    disabled, since they would change prompts silently.
     """
     encoder, expansion = _read(path)
     encoder.no_truncation()
@@ -84,7 +81,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
-    """Return how much longer the file's steps can make a text before it is cut. Raises `ModelError` if too much."""
+    """Return how far the file's steps can expand a text before it is split. Raises `ModelError` if too far."""
     parts = [*_flat(file.get("normalizer"), "normalizers"), *_flat(file.get("pre_tokenizer"), "pretokenizers")]
     factor, extra_bytes = 1.0, 0.0
     for part in parts:
@@ -106,7 +103,7 @@ def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
 
 
 def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """The steps of a sequence, with nested sequences laid flat."""
+    """Return the steps of a sequence, with nested sequences flattened."""
     steps, pending = [], [part] if part else []
     while pending:
         step = pending.pop(0)
@@ -118,7 +115,7 @@ def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def _part_expansion(part: dict[str, Any]) -> Expansion:
-    """Steps are known by their fields, as in the library: `type` may be absent. NFC and NFD count as nothing, since the
+    """Steps are recognised by their fields, as in the library: `type` may be missing. NFC and NFD count as 1, since the
     characters of which they make three bytes are very rare."""
     if "pattern" in part and "content" in part:  # Replace
         # The library fails where a pattern matches nothing, so a match has a byte at least.
@@ -139,7 +136,7 @@ def _part_expansion(part: dict[str, Any]) -> Expansion:
 
 
 def _check_ends(part: dict[str, Any], path: Path) -> None:
-    """Check that a text, or the two of a pair, get a few tokens around them, and each text comes once."""
+    """Check that only a few tokens surround a text or a pair, and that each text appears once."""
     num_tokens = sum([len(token["ids"]) for token in (part.get("special_tokens") or {}).values()])
     for name, num_texts in (("single", 1), ("pair", 2)):
         pieces = part.get(name, ())
@@ -160,7 +157,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer) -> Callable[[int], str | None]:
 
 
 def _decoder_steps(encoder: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    """The decoder's steps, with nested sequences laid flat."""
+    """Yield the decoder's steps, with nested sequences flattened."""
     if encoder.decoder is None:
         return
     pending = [json.loads(encoder.decoder.__getstate__())]

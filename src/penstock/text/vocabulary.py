@@ -1,9 +1,8 @@
-"""A loaded vocabulary: how its pieces spell bytes, and a `tokenizers` object. Made by `gguf_vocab` or `tokenizer_json`, owned
-by a `Tokenizer`.
+"""A loaded vocabulary: its spelling of bytes, and a `tokenizers` object.
 
-Three spellings exist. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
-character. SentencePiece vocabularies (https://github.com/google/sentencepiece) write text as it is, a space
-as U+2581, and bytes that no piece covers as `<0xAB>`. WordPiece's write `##` before a piece that continues a word.
+There are three spellings. Byte-level vocabularies (GPT-2, https://github.com/openai/gpt-2) write every byte as one printable
+character. SentencePiece vocabularies (https://github.com/google/sentencepiece) write text, with U+2581 for a space and `<0xAB>`
+for bytes without a piece. WordPiece's write `##` before a piece that continues a word.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tokenizers import processors
 
 SPACE_MARK = "\u2581"
 MAX_TEXTS = 4096
-"""Tokens whose text is kept as a string: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
+"""Tokens whose text is cached: half a megabyte, which covers six of seven tokens in ShareGPT's replies."""
 
 
 class Spelling(Enum):
@@ -31,7 +30,7 @@ class Spelling(Enum):
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte. Printable Latin-1 stands for itself; the other 68 bytes are U+0100 and on, in order."""
+    """Return character -> byte. Printable Latin-1 stands for itself; the other 68 bytes are U+0100 and up, in order."""
     alphabet: dict[str, int] = {}
     num_moved = 0
     for byte in range(256):
@@ -80,10 +79,10 @@ def put_ends(
     eos_token_id: int | None,
     between: Sequence[str] = ("eos", "bos"),
 ) -> None:
-    """Have `add_special_tokens` put exactly these tokens around a text.
+    """Make `add_special_tokens` put exactly these tokens around a text.
 
-    `between` names the tokens between the texts of a pair. The second text has the type 1. The template refers to tokens by
-    alias, since their own text could be template syntax.
+    `between` names the tokens between the texts of a pair. The second text has type 1. The template uses aliases for tokens,
+    since their text could be template syntax.
     """
     ids = {name: token_id for name, token_id in (("bos", bos_token_id), ("eos", eos_token_id)) if token_id is not None}
     texts = ("$A", "$B:1")
@@ -106,7 +105,7 @@ class Ends(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
     """Token ids before the first text, and after each."""
     has_types: bool
-    """The second text, and all that follows it, has the type 1."""
+    """The second text, and everything after it, has type 1."""
 
     @property
     def num_tokens(self) -> int:
@@ -138,21 +137,21 @@ def find_ends(encoder: tokenizers.Tokenizer, num_texts: int) -> Ends | None:
 class ByteTable:
     """Token id -> bytes, filled on first use. Thread-safe.
 
-    Known bytes lie side by side in one array: some 7 bytes per token, and 8 for its place. Objects in a dict would take 200,
-    and since ever rarer tokens come, a server's memory would grow for hours.
+    The bytes are packed into one array, 15 bytes per token. Objects in a dict would take 200, and since rare tokens keep
+    coming, a server's memory would grow for hours.
     """
 
     __slots__ = ("_data", "_ends", "_hidden_ids", "_lock", "_lookup", "_starts")
 
     def __init__(self, lookup: Callable[[int], bytes], num_tokens: int) -> None:
-        """Ids outside of [0, `num_tokens`) are looked up each time."""
+        """Ids outside [0, `num_tokens`) are not cached."""
         self._lookup = lookup
         self._hidden_ids: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._data = bytearray(1)  # no token ends at 0
         self._starts = array("I", bytes(array("I").itemsize * num_tokens))
         self._ends = array("I", self._starts)
-        """End of each token in `_data`; 0: not yet looked up."""
+        """End of each token in `_data`; 0 if not cached."""
 
     def hiding(self, token_ids: frozenset[int]) -> ByteTable:
         """Return a view of this table in which these tokens are empty."""
@@ -179,7 +178,7 @@ class ByteTable:
 
 
 class TextTable(dict[int, str | None]):
-    """Token id -> its text, or None if it has part of a character. Keeps `MAX_TEXTS` recent tokens."""
+    """Token id -> its text, or None if it is part of a character. Caches `MAX_TEXTS` recent tokens."""
 
     __slots__ = ("_bytes",)
 
@@ -203,11 +202,11 @@ def _text_or_none(data: bytes) -> str | None:
 
 
 MAX_EXPANDED_BYTES = 8 << 20
-"""Bytes of one text before it is cut into tokens: twice the longest of a request."""
+"""Most bytes of one text before it is tokenised: twice the longest of a request."""
 
 
 class Expansion(NamedTuple):
-    """How long a text can become before it is cut into tokens: n bytes become at most `n * factor + extra_bytes`."""
+    """How long a text can become before it is tokenised: n bytes become at most `n * factor + extra_bytes`."""
 
     factor: float
     extra_bytes: int
@@ -217,21 +216,21 @@ class Expansion(NamedTuple):
 class Backend:
     encoder: tokenizers.Tokenizer
     vocab_size: int
-    """Number of ids, unused ones included."""
+    """Number of ids, including unused ones."""
     piece: Callable[[int], str | None]
-    """Returns the piece of an id, or None if the vocabulary has no such id (models pad their matrices)."""
+    """Return the piece of an id, or None (models pad their matrices)."""
     spelling: Spelling
     literal_ids: frozenset[int]
-    """Added tokens: their piece is their text, whatever the spelling."""
+    """Added tokens: their piece is their text, in any spelling."""
     special_ids: frozenset[int]
-    """Control tokens, which are not part of the text."""
+    """Control tokens, which are not text."""
     silent_ids: frozenset[int]
-    """Ids that pad the vocabulary."""
+    """Padding of the vocabulary."""
     starts_with_space: bool
-    """Encoding puts a space before a text; decoding takes it away."""
+    """Encoding puts a space before a text; decoding removes it."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     unknown_token_id: int | None
     padding_token_id: int | None
     expansion: Expansion | None = None
-    """How much the file's own steps can expand a text. None: to twice its bytes, as byte-level vocabularies do."""
+    """How far the file's own steps can expand a text. None: to twice its bytes, as in byte-level vocabularies."""
