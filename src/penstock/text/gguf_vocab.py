@@ -236,7 +236,7 @@ def _piece_lookup(encoder: tokenizers.Tokenizer, vocab: GgufVocab) -> Callable[[
 
 
 def merges_from_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the pairs (left, right) in the order in which they merge. `scores` has the pieces that merging can produce, by id."""
+    """Return the pairs (left, right) in merge order. `scores` has the pieces that merging can produce, by id."""
     ranked: list[tuple[float, int, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

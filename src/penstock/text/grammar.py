@@ -259,7 +259,7 @@ class Grammars:
 
 
 def num_at_once(plan: AnswerPlan | None, number: int) -> int:
-    """Return how many matchers a compiled grammar must have left for `number` answers. Those with a free beginning count later."""
+    """Return how many matchers `number` answers need at their start. Answers with a free beginning need theirs later."""
     return 1 if plan is not None and plan.begins_free else number
 
 
