@@ -284,5 +284,5 @@ def test_no_family_is_both_served_and_refused():
 def test_an_unknown_architecture_gets_the_nearest_names() -> None:
     with pytest.raises(ModelError) as refused:
         architectures.our_name("LlamoForCausalLM", architectures.HF_CLASSES, Path())
-    assert "The nearest that are: LlamaForCausalLM" in refused.value.remedy
+    assert "The nearest that are supported: LlamaForCausalLM" in refused.value.remedy
     assert len(refused.value.remedy) < 200, "not all that are supported"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from parity.encoder_cases import ENCODERS, write_encoder
-from penstock.models.distances import FARTHEST, NUM_BUCKETS, bucket, slopes
+from penstock.models.bert import FARTHEST, NUM_BUCKETS, bucket, slopes
 from penstock.models.hf import load_hf_directory
 from penstock.types.errors import ModelError
 

@@ -16,9 +16,9 @@ from parity.tiny import TinyCase, is_cube, to_mxfp4, write_case
 from parity.tiny_cases import CASES
 from penstock.models import architectures, catalog
 from penstock.models.formats import WeightFormat
-from penstock.models.gpt_oss import GPT_OSS
 from penstock.models.hf import read_hf_spec
 from penstock.models.load import load_model
+from penstock.models.moe import GPT_OSS
 from penstock.models.program import KvWrite
 from penstock.models.safetensors_file import StoredTensor, open_safetensors
 from penstock.text.tokenizer import load_tokenizer

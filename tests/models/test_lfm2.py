@@ -171,7 +171,10 @@ def test_a_mixture_keeps_its_first_layers_dense(tmp_path: Path) -> None:
         is_renormalised=False,
         share_factor=2.5,
     )
-    for changes, words in (({"num_experts_per_tok": 33}, "no mixture"), ({"routed_scaling_factor": -1.0}, "shares is -1.0")):
+    for changes, words in (
+        ({"num_experts_per_tok": 33}, "not a possible mixture"),
+        ({"routed_scaling_factor": -1.0}, "shares is -1.0"),
+    ):
         with pytest.raises(ModelError, match=words):
             spec_of(tmp_path, **moe, **changes)
 

@@ -147,7 +147,7 @@ def test_missing_and_left_over_weights_are_named():
         checks.check_weights(program, {**shapes, "blk.0.ffn_gate_exps.weight": (1, 1)}, Path("m"))
 
 
-SIZES = {name: FIELDS[name] for name in checks._LIMITS}
+SIZES = {name: FIELDS[name] for name in checks.LIMITS}
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_layers", 0), ("num_layers", 1 << 31), ("num_kv_heads", 4), ("head_dim", 7)])

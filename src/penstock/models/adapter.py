@@ -19,7 +19,7 @@ from penstock.types.errors import ModelError
 F32 = NDArray[np.float32]
 
 OUTPUT_SITE = "output"
-"""The site of `Logits`. If it is tied to the embedding, an adapter can still change one without the other."""
+"""The site of `Logits`. Even if the output is tied to the embedding, an adapter can change one without the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +27,7 @@ class AdapterFactors:
     """Finite factors, with the adapter's scale multiplied into B."""
 
     by_weight: Mapping[str, tuple[F32, F32]]
-    """Site -> (A [r, in], B [out, r]) with r >= 1, which may differ between sites. For `Embed`: A [r, vocabulary], B [width,
-    r]."""
+    """Site -> (A [r, in], B [out, r]), r >= 1. For `Embed`: A [r, vocabulary], B [width, r]."""
 
     @property
     def max_rank(self) -> int:
@@ -36,7 +35,7 @@ class AdapterFactors:
         return max((len(a) for a, _ in self.by_weight.values()), default=0)
 
     def check(self, program: Program, *, max_rank: int) -> None:
-        """Raise ModelError for an unknown site, for factors of the wrong shape, and for a rank above `max_rank`."""
+        """Raise ModelError for an unknown site, factors of the wrong shape, or a rank above `max_rank`."""
         known = sites(program)
         for site, (a, b) in self.by_weight.items():
             if site not in known:
@@ -59,18 +58,18 @@ class AdapterFactors:
 
 
 AdapterPacker = Callable[[AdapterFactors], PackedAdapter]
-"""Packs an adapter for `place_adapter`; works in any thread. Raises ModelError for an adapter that can't be computed."""
+"""Packs an adapter for `place_adapter`, in any thread. Raises ModelError for an adapter that can't be computed."""
 
 
 def site_of(op: Linear | Embed | Logits) -> str:
-    """Return the name by which adapters refer to an operation: that of its weight, except for `Logits`."""
+    """Return the name by which adapters refer to an operation."""
     return OUTPUT_SITE if isinstance(op, Logits) else op.weight
 
 
 def sites(program: Program) -> Mapping[str, tuple[int, int]]:
     """Return site -> (out, in) of every matrix that an adapter can change, in the program's order.
 
-    For `Embed` it is (width, vocabulary). Experts and routers can't be changed.
+    `Embed` has (width, vocabulary). Experts and routers can't be changed.
     """
     found: dict[str, tuple[int, int]] = {}
     widths = dict(program.buffers)

@@ -1,7 +1,4 @@
-"""Opens the files of an adapter while a server runs: only regular files in allowed folders, within a time limit.
-
-`models.peft` and `models.gguf_adapter` read through it; `deploy.adapters` sets the limits.
-"""
+"""Opens an adapter's files while a server runs: only regular files in allowed folders, within a time limit."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ from penstock.types.adapter import CONFIG_FILE
 from penstock.types.errors import ModelError
 
 READ_BYTES = 16
-"""Largest memory for each number of an adapter while it is read: as stored, as float32, reordered, and packed.
-`tests/models/test_adapter_files.py` measures it."""
+"""Largest memory for each number of an adapter while it is read: as stored, as float32, reordered, and packed."""
 _PIECE_BYTES = 1 << 24
-"""The time limit is checked after each piece of so many bytes."""
+"""The time limit is checked after each piece of this size."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -41,7 +37,7 @@ class AdapterFiles:
     ) -> None:
         """`roots`: resolved folders or files that may be read; None: any. `timeout_s` limits the whole reading.
 
-        `take` gets the memory that the reading needs, as soon as it is known, and raises ModelError if there is too little.
+        `take` gets the memory that the reading needs as soon as it is known. It raises ModelError if there is too little.
         """
         self._roots = roots
         self._timeout_s = timeout_s
@@ -51,7 +47,7 @@ class AdapterFiles:
 
     @property
     def digest(self) -> bytes:
-        """The hash of all that was read, in order. 16 bytes."""
+        """The 16-byte hash of all that was read, in order."""
         return self._digest.digest()
 
     def check(self, path: Path) -> None:
@@ -78,7 +74,7 @@ class AdapterFiles:
         return cast("BinaryIO", _HashedFile(io.FileIO(fd), self._read))
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """Read a whole file. Raises ModelError as `open`, for a file of more than `max_bytes`, and if it can't be read."""
+        """Read a whole file. Raises ModelError as `open`, for more than `max_bytes`, and if the file can't be read."""
         try:
             with self.open(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
@@ -95,7 +91,7 @@ class AdapterFiles:
             raise ModelError(f"{path}: can't be read: {error}.", remedy="Check the file and its permissions.") from error
 
     def take(self, num_values: int) -> None:
-        """Reserve memory for numbers of factors. Raises ModelError if there is too little."""
+        """Reserve memory for this many numbers of factors. Raises ModelError if there is too little."""
         self._take(READ_BYTES * num_values)
 
     def _check(self, found: Path, path: Path) -> None:

@@ -1,6 +1,6 @@
 """The table of architectures: how their files name tensors, what their settings mean, and what a step computes.
 
-The loaders and `deploy` look up architectures by name. docs/how-to/add-a-model.md explains how to add one.
+docs/how-to/add-a-model.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -9,113 +9,78 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hf_config import JsonFile
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import Activation, ModelSpec, Pooling
 
-if TYPE_CHECKING:  # a start reads files of one kind
-    from pathlib import Path
+_ROWS = (
+    ("bert", "bert", "Bert*", "bert"),
+    ("bert", "distilbert", "DistilBert*", ""),
+    ("bert", "nomic_bert", "NomicBert*", "nomic-bert"),
+    ("bert", "roberta", "Roberta* XLMRoberta*", ""),
+    ("bert", "jina_bert", "JinaBertModel JinaBertForMaskedLM", ""),
+    ("bert", "mpnet", "MPNet*", ""),
+    ("gemma", "exaone4", "Exaone4ForCausalLM", "exaone4"),
+    ("gemma", "gemma2", "Gemma2ForCausalLM", "gemma2"),
+    ("gemma", "gemma3", "Gemma3ForCausalLM Gemma3ForConditionalGeneration", "gemma3"),
+    ("gemma", "glm4", "Glm4ForCausalLM", "glm4"),
+    ("gemma", "olmo2", "Olmo2ForCausalLM", "olmo2"),
+    ("llama", "gpt2", "GPT2LMHeadModel", "gpt2"),
+    ("moe", "gpt_oss", "GptOssForCausalLM", "gpt-oss"),
+    ("lfm2", "lfm2", "Lfm2ForCausalLM Lfm2VlForConditionalGeneration", "lfm2"),
+    ("lfm2", "lfm2_moe", "Lfm2MoeForCausalLM", "lfm2moe"),
+    ("llama", "arcee", "ArceeForCausalLM", "arcee"),
+    ("llama", "glm", "GlmForCausalLM", ""),
+    ("llama", "granite", "GraniteForCausalLM", "granite"),
+    ("llama", "llama", "LlamaForCausalLM", "llama"),
+    (
+        "llama",
+        "mistral",
+        "MistralForCausalLM MinistralForCausalLM Ministral3ForCausalLM Mistral3ForConditionalGeneration",
+        "mistral3",
+    ),
+    ("llama", "phi3", "Phi3ForCausalLM", "phi3"),
+    ("llama", "qwen2", "Qwen2ForCausalLM", "qwen2"),
+    ("llama", "qwen3", "Qwen3ForCausalLM Qwen3Model Qwen3VLForConditionalGeneration", "qwen3"),
+    ("llama", "smollm3", "SmolLM3ForCausalLM", "smollm3"),
+    ("llama", "starcoder2", "Starcoder2ForCausalLM", "starcoder2"),
+    ("bert", "modernbert", "ModernBert*", "modern-bert"),
+    ("moe", "granite_moe", "GraniteMoeForCausalLM", "granitemoe"),
+    ("moe", "mixtral", "MixtralForCausalLM", ""),
+    ("moe", "olmoe", "OlmoeForCausalLM", "olmoe"),
+    ("moe", "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
+    ("parallel", "cohere", "CohereForCausalLM", "command-r"),
+    ("parallel", "cohere2", "Cohere2ForCausalLM", "cohere2"),
+    ("parallel", "falcon", "FalconForCausalLM RWForCausalLM", "falcon"),
+)
+"""For each architecture: file in this folder, our name, classes in config.json, `general.architecture` of GGUF files.
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from penstock.models.gguf_file import GgufFile
-    from penstock.models.hf_config import JsonFile
-
-_MODULES = {
-    "bert": ("bert", "distilbert", "nomic_bert", "roberta"),
-    "distances": ("jina_bert", "mpnet"),
-    "gemma": ("exaone4", "gemma2", "gemma3", "glm4", "olmo2"),
-    "gpt2": ("gpt2",),
-    "gpt_oss": ("gpt_oss",),
-    "lfm2": ("lfm2", "lfm2_moe"),
-    "llama": ("arcee", "glm", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
-    "modernbert": ("modernbert",),
-    "moe": ("granite_moe", "mixtral", "olmoe", "qwen3_moe"),
-    "parallel": ("cohere", "cohere2", "falcon"),
-}
-"""File in this folder -> our names of the architectures in it. The value of `glm4` is called `GLM4`."""
+The value of `glm4` is called `GLM4`. `*` stands for the ends of an encoder's classes.
+"""
+_ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {name: f"penstock.models.{module}:{name.upper()}" for module, names in _MODULES.items() for name in names}
+    {name: f"penstock.models.{file}:{name.upper()}" for file, name, _, _ in _ROWS}
 )
 """Our name of an architecture -> "module:attribute" of its `Architecture`."""
-
-_DECODERS = {
-    "Arcee": "arcee",
-    "Cohere": "cohere",
-    "Cohere2": "cohere2",
-    "Exaone4": "exaone4",
-    "Falcon": "falcon",
-    "Gemma2": "gemma2",
-    "Gemma3": "gemma3",
-    "Glm": "glm",
-    "Glm4": "glm4",
-    "GptOss": "gpt_oss",
-    "Granite": "granite",
-    "GraniteMoe": "granite_moe",
-    "Lfm2": "lfm2",
-    "Lfm2Moe": "lfm2_moe",
-    "Llama": "llama",
-    "Ministral": "mistral",
-    "Ministral3": "mistral",
-    "Mistral": "mistral",
-    "Mixtral": "mixtral",
-    "Olmo2": "olmo2",
-    "Olmoe": "olmoe",
-    "Phi3": "phi3",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "Qwen3Moe": "qwen3_moe",
-    "RW": "falcon",
-    "SmolLM3": "smollm3",
-    "Starcoder2": "starcoder2",
-}
-_ENCODERS = {
-    "Bert": "bert",
-    "DistilBert": "distilbert",
-    "ModernBert": "modernbert",
-    "MPNet": "mpnet",
-    "NomicBert": "nomic_bert",
-    "Roberta": "roberta",
-    "XLMRoberta": "roberta",
-}
-_ENCODER_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 HF_CLASSES: Mapping[str, str] = MappingProxyType(
-    {f"{stem}ForCausalLM": name for stem, name in _DECODERS.items()}
-    | {f"{stem}{end}": name for stem, name in _ENCODERS.items() for end in _ENCODER_ENDS}
-    | {
-        "GPT2LMHeadModel": "gpt2",
-        "Gemma3ForConditionalGeneration": "gemma3",
-        "JinaBertModel": "jina_bert",
-        "JinaBertForMaskedLM": "jina_bert",
-        "Lfm2VlForConditionalGeneration": "lfm2",
-        "Mistral3ForConditionalGeneration": "mistral",
-        "Qwen3Model": "qwen3",
-        "Qwen3VLForConditionalGeneration": "qwen3",
+    {
+        hf_class.replace("*", end): name
+        for _, name, classes, _ in _ROWS
+        for hf_class in classes.split()
+        for end in (_ENCODER_ENDS if "*" in hf_class else ("",))
     }
 )
 """`architectures` in a config.json -> our name."""
-
-_NAMED_ALIKE = (
-    *("arcee", "bert", "cohere2", "exaone4", "falcon", "gemma2", "gemma3", "glm4", "gpt2", "granite", "lfm2", "llama"),
-    *("olmo2", "olmoe", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"),
-)
-GGUF_NAMES: Mapping[str, str] = MappingProxyType(
-    {name: name for name in _NAMED_ALIKE}
-    | {
-        "command-r": "cohere",
-        "gpt-oss": "gpt_oss",
-        "granitemoe": "granite_moe",
-        "lfm2moe": "lfm2_moe",
-        "mistral3": "mistral",
-        "modern-bert": "modernbert",
-        "nomic-bert": "nomic_bert",
-        "qwen3moe": "qwen3_moe",
-    }
-)
+GGUF_NAMES: Mapping[str, str] = MappingProxyType({gguf: name for _, name, _, gguf in _ROWS if gguf})
 """`general.architecture` in a GGUF file -> our name."""
 
 _REASONS = {
@@ -137,8 +102,6 @@ _REASONS = {
 }
 REFUSED: Mapping[str, str] = MappingProxyType({name: why for why, names in _REASONS.items() for name in names})
 """Family of an architecture, as `_family` makes it -> why it is not served."""
-_MAX_LIKENED_CHARS = 64
-"""Finding similar names takes time quadratic in their length; real names are shorter."""
 _CLASS_END = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 
 
@@ -149,66 +112,58 @@ def _family(name: str) -> str:
 
 def with_biases(names: Mapping[str, str]) -> dict[str, str]:
     """Return a table of tensors: for each `x` -> `y`, `x.weight` -> `y` and `x.bias` -> `y_bias`."""
-    return {
-        f"{theirs}.{end}": f"{ours}{suffix}"
-        for theirs, ours in names.items()
-        for end, suffix in (("weight", ""), ("bias", "_bias"))
-    }
+    ends = (("weight", ""), ("bias", "_bias"))
+    return {f"{theirs}.{end}": f"{ours}{suffix}" for theirs, ours in names.items() for end, suffix in ends}
 
 
-HF_TOP: Mapping[str, str] = MappingProxyType(
-    {"model.embed_tokens.weight": "embed", **with_biases({"model.norm": "norm"}), "lm_head.weight": "output"}
-)
-GGUF_TOP: Mapping[str, str] = MappingProxyType(
-    {"token_embd.weight": "embed", **with_biases({"output_norm": "norm"}), "output.weight": "output"}
-)
+def with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], renamed: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Return config.json without nulls, with keys renamed (theirs -> ours), and with defaults for missing keys."""
+    return {**defaults, **{renamed.get(key, key): value for key, value in values.items() if value is not None}}
+
+
+HF_TOP: Mapping[str, str] = {
+    "model.embed_tokens.weight": "embed",
+    **with_biases({"model.norm": "norm"}),
+    "lm_head.weight": "output",
+}
+GGUF_TOP: Mapping[str, str] = {
+    "token_embd.weight": "embed",
+    **with_biases({"output_norm": "norm"}),
+    "output.weight": "output",
+}
 """Names of tensors outside of layers -> ours, in most models."""
-HF_LAYER: Mapping[str, str] = MappingProxyType(
-    with_biases(
-        {
-            "input_layernorm": "attn_norm",
-            "self_attn.q_proj": "q",
-            "self_attn.k_proj": "k",
-            "self_attn.v_proj": "v",
-            "self_attn.o_proj": "o",
-            "self_attn.q_norm": "q_norm",
-            "self_attn.k_norm": "k_norm",
-            "post_attention_layernorm": "mlp_norm",
-            "mlp.gate_proj": "gate",
-            "mlp.up_proj": "up",
-            "mlp.down_proj": "down",
-        }
-    )
+HF_LAYER: Mapping[str, str] = with_biases(
+    {
+        "input_layernorm": "attn_norm",
+        **{f"self_attn.{name}_proj": name for name in "qkvo"},
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "post_attention_layernorm": "mlp_norm",
+        **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
+    }
 )
 """End of a tensor's name after "model.layers.{i}.", in most models -> end of our name after "layers.{i}."."""
-GGUF_LAYER: Mapping[str, str] = MappingProxyType(
-    with_biases(
-        {
-            "attn_norm": "attn_norm",
-            "attn_q": "q",
-            "attn_k": "k",
-            "attn_v": "v",
-            "attn_output": "o",
-            "attn_q_norm": "q_norm",
-            "attn_k_norm": "k_norm",
-            "post_attention_norm": "post_attn_norm",
-            "ffn_norm": "mlp_norm",
-            "ffn_gate": "gate",
-            "ffn_up": "up",
-            "ffn_down": "down",
-            "post_ffw_norm": "post_mlp_norm",
-        }
-    )
+GGUF_LAYER: Mapping[str, str] = with_biases(
+    {
+        "attn_norm": "attn_norm",
+        **{f"attn_{name}": name for name in "qkv"},
+        "attn_output": "o",
+        "attn_q_norm": "q_norm",
+        "attn_k_norm": "k_norm",
+        "post_attention_norm": "post_attn_norm",
+        "ffn_norm": "mlp_norm",
+        **{f"ffn_{name}": name for name in ("gate", "up", "down")},
+        "post_ffw_norm": "post_mlp_norm",
+    }
 )
 """End of a tensor's name after "blk.{i}." -> end of our name after "layers.{i}."."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a tensor of a file becomes one or more of our weights.
+    """How the rows of a file's tensor are divided among our weights. In a bias, columns take the place of rows.
 
-    The rows of the tensor are divided among the weights. The tensor may be a cube: one matrix for each expert. In a bias,
-    columns take the place of rows.
+    The tensor may be a cube: one matrix for each expert.
     """
 
     names: tuple[str, ...]
@@ -216,9 +171,12 @@ class Parts:
     is_transposed: bool = False
     """The file has inputs as rows and outputs as columns."""
     is_interleaved: bool = False
-    """The weights take turns: row i belongs to weight i modulo their number."""
+    """Row i belongs to weight i modulo their number."""
     is_by_kv_head: bool = False
     """The file has the rows of all weights for the first key-value head, then those for the second, and so on."""
+
+
+QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +187,7 @@ class HeadLayer:
     """The beginning of its tensors' names."""
     activation: Activation | None = None
     is_last: bool = False
-    """The layer has a column for each label; the others have the model's width."""
+    """The layer has a column for each label; others have the model's width."""
     has_bias: bool = True
     norm: str = ""
     """The beginning of the names of the norm's tensors; empty without a norm."""
@@ -237,7 +195,7 @@ class HeadLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The layers that a class of models has after the last one: a classifier, for example."""
+    """The layers that a class of models has after the last one, such as a classifier."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...]
@@ -252,13 +210,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A weight that no file has: it is computed from another weight, or from the spec alone."""
+    """A weight that is computed from another weight, or from the spec alone, because no file has it."""
 
     source: str
     """Our name of the other weight, which no operation reads; empty without one."""
     source_shape: Callable[[ModelSpec], tuple[int, int]] | None
     make: Callable[[ModelSpec, NDArray[np.float32]], NDArray[np.float32]]
-    """Computes the weight from the spec and the values of the other one (empty without one)."""
+    """Computes the weight from the spec and the other weight's values (empty without one)."""
 
 
 def _no_head(*_: object) -> Head | None:
@@ -289,11 +247,10 @@ class Architecture:
     hf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: HF_LAYER)
     """End of a tensor's name -> end of ours, or the `Parts` in it. `*` stands for the number of an expert."""
     hf_top: Mapping[str, str] = field(default_factory=lambda: HF_TOP)
-    """Names of tensors outside of layers -> ours."""
     hf_layers: str = "model.layers."
     """The beginning of the names of the layers' tensors, before the number."""
     hf_head: Callable[[str, JsonFile], Head | None] = _no_head
-    """Given a class in `HF_CLASSES` and config.json, returns the head of that class, or None."""
+    """Returns the head of a class in `HF_CLASSES` with this config.json, or None."""
     hf_unread: tuple[str, ...] = ()
     """Tensors whose names begin so are left out, unless the head reads them."""
     gguf_head: Callable[[GgufFile], Head | None] = _no_head
@@ -304,8 +261,8 @@ class Architecture:
     gguf_layer: Mapping[str, str | Parts] = field(default_factory=lambda: GGUF_LAYER)
     gguf_top: Mapping[str, str] = field(default_factory=lambda: GGUF_TOP)
     is_interleaved_in_hf: bool = False
-    """In transformers and in its files, neighbouring columns of a head turn as a pair. Ours are half-split: the loader reorders
-    the rows of q and k, but not those of `Parts`."""
+    """In transformers, neighbouring columns of a head turn as a pair. The loader reorders the rows of q and k to half-split
+    ones, but not those of `Parts`."""
     is_interleaved_in_gguf: bool = False
     """The same for GGUF files."""
     has_partial_rope: bool = False
@@ -320,36 +277,33 @@ class Architecture:
 
 def our_name(name: str, known: Mapping[str, str], path: Path) -> str:
     """Return our name of an architecture. `known` is `HF_CLASSES` or `GGUF_NAMES`. Raises ModelError if it is not supported."""
-    found = known.get(name)
-    if found is None:
-        reason = REFUSED.get(_family(name))
-        why = "" if reason is None else f": {reason}"
-        raise ModelError(f"{path}: the architecture {name} is not supported{why}.", remedy=_like(name, known))
-    return found
+    if (found := known.get(name)) is not None:
+        return found
+    reason = REFUSED.get(_family(name))
+    why = "" if reason is None else f": {reason}"
+    raise ModelError(f"{path}: the architecture {name} is not supported{why}.", remedy=_like(name, known))
 
 
 def _like(name: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown name: the most similar supported ones, and where to find all of them."""
     from difflib import get_close_matches  # only a wrong name needs it
 
-    close = get_close_matches(name[:_MAX_LIKENED_CHARS], sorted(known), n=3)
-    nearest = f"The nearest that are: {', '.join(close)}. " if close else ""
-    return f"{nearest}docs/models.md lists all that are supported."
+    close = get_close_matches(name[:64], sorted(known), n=3)  # its time is quadratic in the length; real names are shorter
+    nearest = f"The nearest that are supported: {', '.join(close)}. " if close else ""
+    return f"{nearest}docs/models.md lists all supported architectures."
 
 
 def find(name: str) -> Architecture:
     """Return the architecture that we call `name`. Raises ModelError for an unknown name."""
-    target = ARCHITECTURES.get(name)
-    if target is None:
-        raise ModelError(
-            f"The architecture {name!r} is not supported.", remedy=f"Supported are: {', '.join(sorted(ARCHITECTURES))}."
-        )
-    module, _, attribute = target.partition(":")
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelError(f"The architecture {name!r} is not supported.", remedy=f"Supported are: {known}.")
+    module, _, attribute = ARCHITECTURES[name].partition(":")
     found = getattr(import_module(module), attribute)
     assert isinstance(found, Architecture)
     return found
 
 
 def describe(spec: ModelSpec) -> Program:
-    """Return the program of one step of a model. Raises ModelError for an architecture that is not supported."""
+    """Return the program of one step of a model."""
     return find(spec.architecture).describe(spec)

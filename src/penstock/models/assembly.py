@@ -1,7 +1,6 @@
 """Makes our weights from the tensors of a file: renamed, divided, stacked, transposed.
 
-The loaders find the pieces of each weight by the tables of its architecture, compare their shapes with the program, and put the
-pieces together.
+The loaders find the pieces of each weight by the architecture's tables, compare shapes, and put the pieces together.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that decide how tensors are divided."""
+    """Shapes of the file's tensors (`stored`, by its names) and of our weights (`wanted`, by ours)."""
 
     stored: Shapes
-    """Shapes of the file's tensors, by the file's names."""
     wanted: Shapes
-    """Shapes of our weights, by our names."""
     num_kv_heads: int
 
 
@@ -39,9 +36,8 @@ class Piece:
     """A tensor of the file, or a part of it, that is one of our weights or a part of it."""
 
     tensor: str
-    """Its name in the file."""
     names: tuple[str, ...]
-    """Our names of all its parts."""
+    """Our names of all parts of the tensor."""
     part: int = 0
     """Index of this part."""
     expert: int = 0
@@ -49,7 +45,7 @@ class Piece:
     """How the tensor is divided; None: it is the weight."""
 
     def cut(self, name: str, sizes: Sizes) -> tuple[int, int, list[tuple[int, int, int]]]:
-        """(matrices, columns, runs of rows in each matrix: first row, number of rows, step between them).
+        """Return (matrices, columns, runs of rows in each matrix: first row, number of rows, step between them).
 
         There are no rows if the parts do not fit. In a bias, columns take the place of rows.
         """
@@ -75,7 +71,7 @@ class Piece:
 def find_pieces(
     names: Iterable[str], *, top: Mapping[str, str], block: re.Pattern[str], layer: Mapping[str, str | Parts]
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of each of our weights by name. An unknown tensor keeps its name, for the error message.
+    """Return the pieces of each of our weights. An unknown tensor keeps its name, for the error message.
 
     `block` matches the number of a layer and the end of a tensor's name. `layer` has these ends, with `*` for the number of an
     expert; `top` has the names of all other tensors.
@@ -112,8 +108,7 @@ def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int
         shape = without_middle(sizes.stored[pieces[0].tensor])
         return (1, *shape)[-2:] if len(pieces) == 1 and len(shape) in (1, 2) else (0, 0)  # type: ignore[return-value]
     cuts = [piece.cut(name, sizes) for piece in pieces]
-    is_right = len({cols for _, cols, _ in cuts}) == 1 and [piece.expert for piece in pieces] == list(range(len(pieces)))
-    if not is_right:
+    if len({cols for _, cols, _ in cuts}) > 1 or [piece.expert for piece in pieces] != list(range(len(pieces))):
         return 0, 0
     num_matrices, num_rows = [matrices for matrices, _, _ in cuts], [sum(num for _, num, _ in runs) for _, _, runs in cuts]
     if name.endswith("_bias"):
@@ -129,7 +124,7 @@ def without_middle(shape: tuple[int, ...]) -> tuple[int, ...]:
 def put_together(
     name: str, pieces: Sequence[Piece], sizes: Sizes, load: Callable[[Piece], Sequence[WeightTensor]]
 ) -> WeightTensor:
-    """Return the weight of these pieces, whose shape has been checked. `load` returns the matrices of a piece's whole tensor.
+    """Return the weight of these pieces, whose shape has been checked. `load` returns the matrices of a piece's tensor.
 
     Raises ModelError if their formats differ. Rows of matrices stay in the file; biases become F32.
     """

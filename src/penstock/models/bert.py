@@ -1,40 +1,49 @@
-"""BERT, RoBERTa, DistilBERT and Nomic-BERT: encoders with norms behind the halves of a layer.
+"""Encoders: BERT and its kin, and ModernBERT, which has norms before the halves of a layer and windows in most layers.
 
-- RoBERTa's positions begin after that of its padding. XLM-RoBERTa is RoBERTa with another vocabulary. A padding token within a
-  text is computed as any other token.
-- DistilBERT has no token types.
-- Nomic-BERT has rotary positions, gated MLPs, and no biases but those of norms.
-
-Sources: arXiv 1810.04805, 1907.11692, 1911.02116, 1910.01108 and 2402.01613; transformers' modeling_bert.py,
-modeling_roberta.py, modeling_xlm_roberta.py, modeling_distilbert.py and modeling_nomic_bert.py, whose names Nomic's first
-files do not have yet.
+Sources: modeling_NAME.py of transformers; arXiv 1810.04805 (BERT), 1907.11692 (RoBERTa), 1911.02116 (XLM-RoBERTa), 1910.01108
+(DistilBERT), 2402.01613 (Nomic-BERT), 2004.09297 (MPNet), 2412.13663 (ModernBERT), 2310.19923 (Jina BERT 2; transformers lacks
+it, but llama.cpp has src/models/jina-bert-v2.cpp) and 2108.12409 (ALiBi).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Head, HeadLayer, Parts, with_biases
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models import checks, rope
+from penstock.models.architectures import (
+    GATE_AND_UP,
+    GGUF_LAYER,
+    GGUF_TOP,
+    HF_LAYER,
+    QKV,
+    Architecture,
+    Head,
+    HeadLayer,
+    Made,
+    Parts,
+    with_biases,
+    with_defaults,
+)
 from penstock.models.decoder import Decoder
-from penstock.models.gguf_tensors import matrix_shape
+from penstock.models.gguf_file import GgufFile, matrix_shape
 from penstock.models.hf_config import JsonFile, read_activation
-from penstock.models.layers import with_gated_mlps
+from penstock.models.layers import local_layers_of_gguf, with_gated_mlps, with_windows
 from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import Activation, ModelSpec
-
-if TYPE_CHECKING:
-    from penstock.models.gguf_file import GgufFile
+from penstock.types.model_spec import Activation, AttentionSpec, ModelSpec, Pooling, Rotation
 
 
-def describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
+def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
     """Return the program of one step.
 
-    `has_positions`: positions are learned embeddings. `has_down_bias`: the last projection of an MLP has a bias, though the
-    others have none.
+    `has_positions`: positions are learned. `has_down_bias`: an MLP's last projection has a bias, even if the others have none.
     """
     build = Decoder(spec)
     x = build.add_types(build.embed())
@@ -61,22 +70,21 @@ _DEFAULTS = {
 }
 
 
-def values_with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with transformers' defaults. `tie_word_embeddings` is about a head that is not computed."""
-    found = {**_DEFAULTS, **{key: value for key, value in values.items() if value is not None}}
+def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
+    """Return config.json with defaults. `tie_word_embeddings` is about a head that is not computed."""
+    found = with_defaults(values, {**_DEFAULTS, **defaults}, renamed)
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
-def values_after_padding(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model whose table of positions also has rows for the padding and for what is before it."""
-    found = values_with_defaults(values)
-    padding = found.setdefault("pad_token_id", 1)
-    if type(found["max_position_embeddings"]) is int and type(padding) is int:
-        found["max_position_embeddings"] -= padding + 1
+def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The same for a model whose table of positions begins with rows up to that of the padding."""
+    found = _bert_values(values, pad_token_id=1, **defaults)
+    if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
+        found["max_position_embeddings"] -= found["pad_token_id"] + 1
     return found
 
 
-def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     """Return the spec of a BERT without types, whose positions begin at the first row."""
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
@@ -85,12 +93,11 @@ def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    """Everything has a bias."""
     spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
-    return with_biased_attention(spec.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, has_bias=True))))
+    return _with_biased_attention(spec.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, has_bias=True))))
 
 
-def with_biased_attention(spec: ModelSpec) -> ModelSpec:
+def _with_biased_attention(spec: ModelSpec) -> ModelSpec:
     """Return the spec whose tokens see each other both ways, without rotations and with biases on all projections."""
     return spec.with_attention(
         lambda _, attention: replace(attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
@@ -98,11 +105,10 @@ def with_biased_attention(spec: ModelSpec) -> ModelSpec:
 
 
 def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return replace(of_hf(config, spec), num_types=read_num_types(config))
+    return replace(_of_hf(config, spec), num_types=_read_num_types(config))
 
 
-def read_num_types(config: JsonFile) -> int:
-    """Return `type_vocab_size`. Raises ModelError if it is out of range."""
+def _read_num_types(config: JsonFile) -> int:
     num_types = config.require("type_vocab_size", int)
     if not 0 < num_types <= _MAX_TYPES:
         raise config.error(f"type_vocab_size is {num_types}")
@@ -116,17 +122,14 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return replace(_of_bert(config, spec), first_position=padding + 1)
 
 
-def bare_name(name: str) -> str:
-    """Return a tensor's name in a model without a head; with a head, `bert.` or the like stands before it.
-
-    Files of the first releases call a norm's weight and bias gamma and beta.
-    """
+def _bare_name(name: str) -> str:
+    """Return a tensor's name without the prefix that files with heads have, and with today's names of norms."""
     bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
     return bare.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _hf_head(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head | None:
-    """Return the head of a class. `scores` are the layers behind the first token's state if it classifies whole texts."""
+    """Return the head of a class. `scores` are the layers behind the first token's state in a classifier of texts."""
     if hf_class.endswith("ForSequenceClassification"):
         return Head("first", scores)
     if hf_class.endswith("ForTokenClassification"):
@@ -136,7 +139,7 @@ def _hf_head(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head 
 
 _bert_head = partial(_hf_head, (HeadLayer("pooler.dense", activation="tanh"), HeadLayer("classifier", is_last=True)))
 _distilbert_head = partial(_hf_head, (HeadLayer("pre_classifier", activation="relu"), HeadLayer("classifier", is_last=True)))
-roberta_head = partial(
+_roberta_head = partial(
     _hf_head, (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj", is_last=True))
 )
 
@@ -147,7 +150,7 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _num_types_of_gguf(file: GgufFile) -> int:
-    """Return the rows of the table of types, 0 without one. Raises ModelError for too many."""
+    """Return the rows of the table of types, 0 without one."""
     table = file.tensors.get("token_types.weight")
     num_types = 0 if table is None else matrix_shape(table)[0]
     if num_types > _MAX_TYPES:
@@ -157,14 +160,13 @@ def _num_types_of_gguf(file: GgufFile) -> int:
 
 def _gguf_head(file: GgufFile) -> Head | None:
     """Return the head of a RoBERTa. The converter leaves out the first layer of a BERT's head."""
-    if "cls.output.weight" not in file.tensors and "cls.weight" not in file.tensors:
-        return None
-    if "cls.output.weight" not in file.tensors or "cls.weight" not in file.tensors:
+    has_first, has_last = "cls.weight" in file.tensors, "cls.output.weight" in file.tensors
+    if has_first != has_last:
         raise ModelError(
             f"{file.path}: the head has one layer of two, cls and cls.output: its scores would be wrong.",
             remedy="Use the Hugging Face directory of the model.",
         )
-    return Head("first", (HeadLayer("cls", activation="tanh"), HeadLayer("cls.output", is_last=True)))
+    return Head("first", (HeadLayer("cls", activation="tanh"), HeadLayer("cls.output", is_last=True))) if has_first else None
 
 
 _GGUF_TOP = {
@@ -174,11 +176,11 @@ _GGUF_TOP = {
 }
 _GGUF_LAYER = {**GGUF_LAYER, **with_biases({"attn_output_norm": "post_attn_norm", "layer_output_norm": "post_mlp_norm"})}
 BERT = Architecture(
-    describe=describe,
+    describe=_describe,
     is_encoder=True,
     of_hf=_of_bert,
-    hf_values=values_with_defaults,
-    hf_name=bare_name,
+    hf_values=_bert_values,
+    hf_name=_bare_name,
     hf_top={
         "embeddings.word_embeddings.weight": "embed",
         "embeddings.position_embeddings.weight": "positions",
@@ -208,8 +210,8 @@ BERT = Architecture(
 ROBERTA = replace(
     BERT,
     of_hf=_of_roberta,
-    hf_values=lambda values: values_after_padding({"vocab_size": 50265, **values}),
-    hf_head=roberta_head,
+    hf_values=partial(_values_after_padding, vocab_size=50265),
+    hf_head=_roberta_head,
     hf_unread=(*BERT.hf_unread, "lm_head."),
 )
 
@@ -227,13 +229,13 @@ _DISTILBERT_KEYS = {
 
 def _distilbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The epsilon of the norms is fixed in transformers."""
-    found = {"num_hidden_layers": 6, **{_DISTILBERT_KEYS.get(key, key): value for key, value in values.items()}}
-    return values_with_defaults({**found, "layer_norm_eps": 1e-12})
+    fixed = {key: value for key, value in values.items() if key != "layer_norm_eps"}
+    return _bert_values(fixed, _DISTILBERT_KEYS, num_hidden_layers=6)
 
 
 DISTILBERT = replace(
     BERT,
-    of_hf=of_hf,
+    of_hf=_of_hf,
     hf_values=_distilbert_values,
     hf_layers="transformer.layer.",
     hf_layer=with_biases(
@@ -272,35 +274,32 @@ _OLD_SWITCHES = (
 
 
 def _nomic_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {"vocab_size": 30528, "max_position_embeddings": 2048, "rope_theta": 1000.0}
-    found |= {_OLD_KEYS.get(key, key): value for key, value in values.items() if value is not None}
-    return values_with_defaults(found)
+    return _bert_values(values, _OLD_KEYS, vocab_size=30528, max_position_embeddings=2048, rope_theta=1000.0)
 
 
 def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for switch in _OLD_SWITCHES:
         config.only(switch, False)
     config.only("activation_function", "swiglu")
-    return _with_nomic(spec, read_activation(config, "hidden_act", "silu"), read_num_types(config))
+    return _with_gated(spec, read_activation(config, "hidden_act", "silu"), num_types=_read_num_types(config))
 
 
-def _with_nomic(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
-    spec = replace(with_gated_mlps(spec, activation), norm="layer", has_norm_bias=True, num_types=num_types)
+def _with_gated(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool = True, num_types: int = 0) -> ModelSpec:
+    spec = replace(with_gated_mlps(spec, activation), norm="layer", has_norm_bias=has_norm_bias, num_types=num_types)
     return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
 
 
 def _nomic_name(name: str) -> str:
     bare = name.removeprefix("nomic_bert.").removeprefix("bert.").replace("encoder.layers.", "layers.", 1)
-    return bare_name(bare.replace("emb_ln.", "embeddings.LayerNorm.", 1) if bare.startswith("emb_ln.") else bare)
+    return _bare_name(bare.replace("emb_ln.", "embeddings.LayerNorm.", 1) if bare.startswith("emb_ln.") else bare)
 
 
-NOMIC_BERT = Architecture(
-    describe=partial(describe, has_positions=False),
-    is_encoder=True,
+NOMIC_BERT = replace(
+    BERT,
+    describe=partial(_describe, has_positions=False),
     of_hf=_of_nomic,
     hf_values=_nomic_values,
     hf_name=_nomic_name,
-    hf_top=BERT.hf_top,
     hf_layers="layers.",
     hf_layer={
         **HF_LAYER,
@@ -312,15 +311,254 @@ NOMIC_BERT = Architecture(
                 "norm2": "post_mlp_norm",
             }
         ),
-        "attn.Wqkv.weight": Parts(("q", "k", "v")),
+        "attn.Wqkv.weight": QKV,
         "attn.out_proj.weight": "o",
         "mlp.fc11.weight": "up",
         "mlp.fc12.weight": "gate",
         "mlp.fc2.weight": "down",
     },
-    hf_head=_bert_head,
-    hf_unread=BERT.hf_unread,
-    of_gguf=lambda file, spec: _with_nomic(spec, "silu", _num_types_of_gguf(file)),
+    of_gguf=lambda file, spec: _with_gated(spec, "silu", num_types=_num_types_of_gguf(file)),
     gguf_top=_GGUF_TOP,
-    gguf_layer={**_GGUF_LAYER, "attn_qkv.weight": Parts(("q", "k", "v"))},
+    gguf_layer={**_GGUF_LAYER, "attn_qkv.weight": QKV},
+    gguf_head=lambda _: None,
+)
+
+
+# MPNet has no token types, and all layers share a learned bias for each range of distances.
+
+NUM_BUCKETS = 32
+FARTHEST = 128
+"""Tokens at this distance and beyond share one bias for each direction."""
+_PADDING = 1
+"""Fixed in the class, whatever config.json says."""
+
+
+def bucket(distance: int) -> int:
+    """Return the bucket of keys so many tokens after the query, or before it if negative. Source: arXiv 1910.10683 (T5)."""
+    half = NUM_BUCKETS // 2
+    near, first = half // 2, half * (distance > 0)
+    far = abs(distance)
+    if far < near:
+        return first + far
+    # In float32, as transformers has it: at powers of two the last bit decides.
+    share = np.log(np.float32(far) / np.float32(near)) / np.float32(math.log(FARTHEST / near))
+    return first + min(half - 1, near + int(np.float32(share) * np.float32(half - near)))
+
+
+def _by_bucket(_: ModelSpec, buckets: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[num_buckets, num_heads] -> the biases of each head by distance, [num_heads, 2 * FARTHEST + 1]."""
+    return np.ascontiguousarray(buckets[[bucket(distance) for distance in range(-FARTHEST, FARTHEST + 1)]].T)
+
+
+def _mpnet_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"relative_attention_num_buckets": NUM_BUCKETS, **values, "pad_token_id": _PADDING, "type_vocab_size": None}
+    return _values_after_padding(found, vocab_size=30527)
+
+
+def _of_mpnet(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("relative_attention_num_buckets", NUM_BUCKETS)
+    spec = replace(_of_hf(config, spec), num_types=0, first_position=_PADDING + 1)
+    return spec.with_attention(lambda _, attention: replace(attention, num_distances=FARTHEST))
+
+
+MPNET = replace(
+    BERT,
+    of_hf=_of_mpnet,
+    hf_values=_mpnet_values,
+    hf_name=lambda name: _bare_name(name.removeprefix("mpnet.")),
+    hf_top={**BERT.hf_top, "encoder.relative_attention_bias.weight": "buckets"},
+    hf_layer={
+        **BERT.hf_layer,
+        **with_biases({f"attention.attn.{name}": name for name in "qkvo"}),
+        **with_biases({"attention.LayerNorm": "post_attn_norm"}),
+    },
+    hf_head=_roberta_head,
+    hf_unread=(*BERT.hf_unread, "lm_head."),
+    made={"distances": Made("buckets", lambda spec: (NUM_BUCKETS, spec.attentions[0].num_heads), _by_bucket)},
+)
+
+
+# Jina BERT 2 has gated MLPs and no positions: scores fall with the distance (ALiBi). Its variant for code is refused.
+
+_JINA_ACTIVATIONS: Mapping[str, Activation] = {"geglu": "gelu", "reglu": "relu"}
+
+
+def slopes(num_heads: int) -> list[float]:
+    """Return how much the scores of each head fall per token of distance: 2^(-8/n), 2^(-16/n), ... for n heads.
+
+    If n is not a power of two: those of the next lower power, then every other one of the next higher power.
+    """
+    below = 1 << (num_heads.bit_length() - 1)
+    found = [2.0 ** (-8.0 * (head + 1) / below) for head in range(below)]
+    return found + [2.0 ** (-8.0 * (2 * head + 1) / (2 * below)) for head in range(num_heads - below)]
+
+
+def _by_slope(spec: ModelSpec, _: NDArray[np.float32]) -> NDArray[np.float32]:
+    attention = spec.attentions[0]
+    away = np.abs(np.arange(-attention.num_distances, attention.num_distances + 1))
+    return -np.outer(slopes(attention.num_heads), away).astype(np.float32)
+
+
+def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if config.require("position_embedding_type", str) != "alibi":
+        raise config.error("position_embedding_type is not 'alibi'")
+    kind = config.get("feed_forward_type", str) or "original"
+    if kind not in _JINA_ACTIVATIONS:
+        raise checks.unsupported(config.path, f"feed_forward_type is {kind[:80]!r}", f"{', '.join(_JINA_ACTIVATIONS)} are")
+    farthest = max(1, spec.max_model_len - 1)
+    if spec.attentions[0].num_heads * (2 * farthest + 1) > 1 << 23:  # published models have 200,000
+        raise config.error(f"max_position_embeddings is {spec.max_model_len}, and ALiBi needs a table of that size")
+    spec = with_gated_mlps(spec, _JINA_ACTIVATIONS[kind], has_bias=False)
+    spec = replace(spec, norm="layer", has_norm_bias=True, num_types=_read_num_types(config))
+    return _with_biased_attention(spec).with_attention(lambda _, attention: replace(attention, num_distances=farthest))
+
+
+JINA_BERT = replace(
+    BERT,
+    describe=partial(_describe, has_positions=False, has_down_bias=True),
+    of_hf=_of_jina,
+    hf_values=partial(_bert_values, vocab_size=30528, max_position_embeddings=8192),
+    hf_layer={
+        **BERT.hf_layer,
+        **with_biases({"mlp.wo": "down", "mlp.layernorm": "post_mlp_norm"}),
+        "mlp.gated_layers.weight": GATE_AND_UP,
+    },
+    hf_head=lambda *_: None,
+    made={"distances": Made("", None, _by_slope)},
+)
+
+
+# ModernBERT
+
+
+def _describe_modernbert(spec: ModelSpec) -> Program:
+    """Return the program of one step. The first layer reads the embeddings, which are normed already."""
+    build = Decoder(spec)
+    x = build.norm(build.embed(), "embed_norm", "x")
+    for layer in range(spec.num_layers):
+        at = f"layers.{layer}"
+        attended = build.attention(layer, build.norm(x, f"{at}.attn_norm") if layer else x)
+        x, attended = build.gather_after_last(layer, x, attended)
+        build.add_output(layer, x, attended)
+        build.add_mlp(layer, x, build.norm(x, f"{at}.mlp_norm"))
+    return build.finish(build.norm(x, "norm"))
+
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+_MODERNBERT_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "norm_eps": 1e-5,
+    "local_attention": 128,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160_000.0,
+    "local_rope_theta": 10_000.0,
+}
+
+
+def _modernbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return config.json with a type for each layer and a rotation for each type, as release 5 of transformers has them."""
+    found = with_defaults(values, _MODERNBERT_DEFAULTS)
+    every, num_layers = found["global_attn_every_n_layers"], found["num_hidden_layers"]
+    if type(every) is int and every > 0 and type(num_layers) is int and 0 < num_layers <= checks.LIMITS["num_layers"]:
+        found.setdefault("layer_types", [_LOCAL if layer % every else _FULL for layer in range(num_layers)])
+    given = found.get("rope_parameters") or {}
+    if isinstance(given, dict):
+        found["rope_parameters"] = {
+            kind: {"rope_type": "default", "rope_theta": found[f"{word}_rope_theta"], **(given.get(kind) or {})}
+            for kind, word in ((_FULL, "global"), (_LOCAL, "local"))
+            if isinstance(given.get(kind) or {}, dict)
+        }
+    return {**found, "rms_norm_eps": found["norm_eps"], "tie_word_embeddings": False}
+
+
+def _of_modernbert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    if config.values.get("rope_scaling") is not None:
+        raise ModelError(
+            f"{config.path}: rope_scaling is set, which is not supported in a ModernBERT.",
+            remedy="Write it into rope_parameters, by the types of layers.",
+        )
+    activation = read_activation(config, "hidden_activation", "gelu")
+    spec = _with_gated(spec, activation, has_norm_bias=config.get("norm_bias", bool) or False)
+    return with_windows(config, spec, config.require("local_attention", int) // 2 + 1, [False] * spec.num_layers)
+
+
+def _of_modernbert_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    key = "modern-bert"
+    name = file.get(f"{key}.hidden_activation", str) or "gelu"
+    if name not in ("gelu", "silu"):
+        raise file.error(f"{key}.hidden_activation is {name[:80]!r}")
+    spec = _with_gated(spec, "gelu" if name == "gelu" else "silu", has_norm_bias=False)
+    window = file.get(f"{key}.attention.sliding_window", int) or 0
+    is_local = local_layers_of_gguf(file, spec, first=0)
+    if not window:
+        return spec
+    base = file.get(f"{key}.rope.freq_base_swa", float) or _MODERNBERT_DEFAULTS["local_rope_theta"]
+    if not (math.isfinite(base) and base > 0 and base != 1.0):
+        raise file.error(f"{key}.rope.freq_base_swa is {base}")
+    turn = Rotation(inv_freq=rope.inverse_frequencies(spec.attentions[0].head_dim, base))
+
+    def local(layer: int, attention: AttentionSpec) -> AttentionSpec:
+        return replace(attention, window=window // 2 + 1, rotation=turn) if is_local[layer] else attention
+
+    return spec.with_attention(local)
+
+
+def _modernbert_gguf_head(file: GgufFile) -> Head | None:
+    if "cls.output.weight" not in file.tensors:
+        return None
+    kind = file.get("modern-bert.classifier.pooling_type", int, 1)
+    if kind not in (1, 2):
+        raise file.error(f"modern-bert.classifier.pooling_type is {kind}")
+    first = HeadLayer("cls", activation="gelu", has_bias="cls.bias" in file.tensors, norm="cls.norm")
+    return Head("mean" if kind == 1 else "first", (first, HeadLayer("cls.output", is_last=True)))
+
+
+def _modernbert_head(hf_class: str, config: JsonFile) -> Head | None:
+    pooling: Pooling = "each"
+    if hf_class.endswith("ForSequenceClassification"):
+        name = config.get("classifier_pooling", str) or "cls"
+        if name not in ("cls", "mean"):
+            raise config.error(f"classifier_pooling is {name!r}")
+        pooling = "first" if name == "cls" else "mean"
+    elif not hf_class.endswith("ForTokenClassification"):
+        return None
+    activation = read_activation(config, "classifier_activation", "gelu")
+    has_bias = config.get("classifier_bias", bool) or False
+    layers = (
+        HeadLayer("head.dense", activation=activation, has_bias=has_bias, norm="head.norm"),
+        HeadLayer("classifier", is_last=True),
+    )
+    return Head(pooling, layers)
+
+
+MODERNBERT = Architecture(
+    describe=_describe_modernbert,
+    is_encoder=True,
+    of_hf=_of_modernbert,
+    hf_values=_modernbert_values,
+    hf_name=lambda name: name.removeprefix("model."),
+    hf_top={
+        "embeddings.tok_embeddings.weight": "embed",
+        **with_biases({"embeddings.norm": "embed_norm", "final_norm": "norm"}),
+    },
+    hf_layers="layers.",
+    hf_layer={
+        **with_biases({"attn_norm": "attn_norm", "attn.Wo": "o", "mlp_norm": "mlp_norm", "mlp.Wo": "down"}),
+        "attn.Wqkv.weight": QKV,
+        "attn.Wqkv.bias": Parts(("q_bias", "k_bias", "v_bias")),
+        "mlp.Wi.weight": GATE_AND_UP,
+        "mlp.Wi.bias": Parts(("gate_bias", "up_bias")),
+    },
+    hf_head=_modernbert_head,
+    hf_unread=("head.", "decoder."),
+    of_gguf=_of_modernbert_gguf,
+    has_local_base_in_gguf=True,
+    gguf_top={**GGUF_TOP, "token_embd_norm.weight": "embed_norm"},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "ffn_up.weight": GATE_AND_UP},
+    gguf_head=_modernbert_gguf_head,
 )

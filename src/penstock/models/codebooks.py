@@ -1,7 +1,7 @@
 """Decodes blocks of GGML's types IQ1 to IQ3, whose codes are indices into a codebook. Nothing is rounded.
 
-An entry of a codebook is one number of 32 or 64 bits with its 4 or 8 small integers. The entries are read from codebooks.h,
-which the native backend also uses. Layouts: https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`.
+An entry of a codebook is one number of 32 or 64 bits with its 4 or 8 small integers. The entries come from codebooks.h, which
+the native backend also uses. Layouts: `ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OF_IQ1 = (-8, 0, 8)
 """In eighths, so that the shift by an eighth gives integers."""
 
 _BIT_FIELDS = np.array([0, 7, 14, 21], np.uint32)
-"""The first bits of four fields of 7 bits."""
+"""First bits of four fields of 7 bits."""
 _NIBBLES = np.array([0, 4], np.uint8)
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)
 _BITS = np.arange(8, dtype=np.uint8)
@@ -37,7 +37,7 @@ _TRIPLES = np.array([0, 3, 6, 9], np.uint16)
 
 @cache
 def _book(name: str, sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Return the entries of a codebook of codebooks.h, one number each. `sizes` are the values of a column's bits."""
+    """Return a codebook's entries, one number each. `sizes` are the values of a column's bits."""
     found = re.search(rf"\b{name}\[\d+\] = {{([^}}]*)}}", _SOURCE.read_text())
     assert found is not None
     packed = np.array([int(number) for number in found[1].split(",")[:-1]], np.uint16)
@@ -89,7 +89,7 @@ def _wide(low: U8, high: NDArray[Any]) -> NDArray[Any]:
 
 
 def _halved(blocks_scale: F32, fields: NDArray[Any], factor: float) -> F32:
-    """d (1/2 + field) factor, in this order."""
+    """Return d (1/2 + field) factor, multiplied in this order."""
     return blocks_scale * (np.float32(0.5) + fields.astype(np.float32)) * np.float32(factor)
 
 
@@ -133,7 +133,7 @@ def _shifted(codes: NDArray[Any], is_down: NDArray[np.bool_]) -> I8:
 
 
 def _eighths(blocks_scale: F32, fields: NDArray[Any]) -> F32:
-    """d (2 field + 1) / 8"""
+    """Return d (2 field + 1) / 8."""
     return blocks_scale * (2 * fields + 1).astype(np.float32) * np.float32(0.125)
 
 

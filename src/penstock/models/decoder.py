@@ -1,42 +1,19 @@
-"""The parts of which transformers are made, for the descriptions of architectures to put together.
+"""The parts that transformers are made of. Descriptions of architectures put them together.
 
-A method emits operations and returns the name of the buffer with their result. Knows no file format and computes nothing.
+A method emits operations and returns the name of the buffer with their result.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from penstock.models.program import (
-    Act,
-    Add,
-    Attention,
-    Embed,
-    EmbedPositions,
-    EmbedTypes,
-    Experts,
-    FirstRows,
-    GatedActivation,
-    GatherRows,
-    KvWrite,
-    LayerNorm,
-    Linear,
-    Logits,
-    MeanRows,
-    Op,
-    Program,
-    RMSNorm,
-    Rope,
-    ShortConv,
-    Softcap,
-    States,
-    TextAttention,
-)
+from penstock.models import program as prog
+from penstock.models.program import Program
 from penstock.types.errors import ModelError
-from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec
+from penstock.types.model_spec import AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec, ShortConvSpec, TextEnding
 
 SAMPLED = "sampled_"
-"""Prefix of buffers that have one row per sample."""
+"""Prefix of buffers with a row per sample."""
 
 
 class Decoder:
@@ -44,19 +21,16 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._ops: list[Op] = []
+        self._ops: list[prog.Op] = []
         self._widths: dict[str, int] = {}
-        self._of = ""
+        self._prefix = ""
         kinds = [type(layer.mixer) for layer in spec.layers]
-        self._indices = [0] * len(kinds)
+        self._indices = [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
         """For each layer, the number of layers before it with the same kind of mixer."""
-        for kind in set(kinds):
-            for index, layer in enumerate(layer for layer, other in enumerate(kinds) if other is kind):
-                self._indices[layer] = index
 
     def _buffer(self, name: str, width: int) -> str:
-        """Return a buffer. If another layer's buffer of this name has another width, the width is added to the name."""
-        name = self._of + name
+        """Return a buffer. If a buffer of this name has another width, append the width to the name."""
+        name = self._prefix + name
         if self._widths.setdefault(name, width) != width:
             name = f"{name}_{width}"
             self._widths[name] = width
@@ -65,66 +39,60 @@ class Decoder:
     def embed(self) -> str:
         """Return the residual stream `x` of the step's tokens. [num_tokens, hidden_size]"""
         x = self._buffer("x", self._spec.hidden_size)
-        self._ops.append(Embed(out=x, weight="embed", scale=self._spec.embed_scale))
+        self._ops.append(prog.Embed(x, "embed", self._spec.embed_scale))
         return x
 
     def add_positions(self, x: str) -> str:
         """x += the learned row of each token's position. The weight is `positions`."""
-        spec = self._spec
-        self._ops.append(
-            EmbedPositions(out=x, x=x, weight="positions", num_positions=spec.max_model_len, first=spec.first_position)
-        )
+        self._ops.append(prog.EmbedPositions(x, x, "positions", self._spec.max_model_len, self._spec.first_position))
         return x
 
     def add_types(self, x: str) -> str:
         """x += the row of each token's type, if the model has types. The weight is `types`."""
         if self._spec.num_types:
-            self._ops.append(EmbedTypes(out=x, x=x, weight="types", num_types=self._spec.num_types))
+            self._ops.append(prog.EmbedTypes(x, x, "types", self._spec.num_types))
         return x
 
     def norm(self, x: str, weight: str, out: str = "normed") -> str:
-        """Norm whole rows, as the spec says. The bias of a layer norm is the weight `{weight}_bias`. `out` may be x."""
+        """Norm whole rows, as the spec says. A layer norm's bias is the weight `{weight}_bias`. `out` may be x."""
         if self._spec.norm == "rms":
             return self._rms_norm(x, weight, out)
         normed = self._buffer(out, self._widths[x])
         bias = f"{weight}_bias" if self._spec.has_norm_bias else None
-        self._ops.append(LayerNorm(out=normed, x=x, weight=weight, bias=bias, eps=self._spec.norm_eps))
+        self._ops.append(prog.LayerNorm(normed, x, weight, bias, self._spec.norm_eps))
         return normed
 
     def _rms_norm(self, x: str, weight: str, out: str, *, group: int = 0) -> str:
-        """RMSNorm of whole rows, or of each `group` columns. `out` may be x."""
         normed = self._buffer(out, self._widths[x])
-        self._ops.append(RMSNorm(out=normed, x=x, weight=weight, eps=self._spec.norm_eps, group=group))
+        self._ops.append(prog.RMSNorm(normed, x, weight, self._spec.norm_eps, group))
         return normed
 
     def linear(self, x: str, weight: str, out: str, width: int, *, bias: str | None = None) -> str:
         """x @ weight.T, of `width` columns."""
         result = self._buffer(out, width)
-        self._ops.append(Linear(out=result, x=x, weight=weight, bias=bias))
+        self._ops.append(prog.Linear(result, x, weight, bias))
         return result
 
     def add_linear(self, to: str, x: str, weight: str, *, bias: str | None = None) -> str:
         """to += residual_scale * (x @ weight.T + bias)"""
         if self._spec.residual_scale != 1.0:
             return self.add(to, self.linear(x, weight, "branch", self._widths[to], bias=bias))
-        self._ops.append(Linear(out=to, x=x, weight=weight, bias=bias, residual=to))
+        self._ops.append(prog.Linear(to, x, weight, bias, residual=to))
         return to
 
     def add(self, to: str, x: str) -> str:
         """to += residual_scale * x"""
-        self._ops.append(Add(out=to, a=to, b=x, factor=self._spec.residual_scale))
+        self._ops.append(prog.Add(to, to, x, self._spec.residual_scale))
         return to
 
     def attention(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
         """Return a layer's attention before its output projection. [num_tokens, num_heads * head_dim]
 
         `qk_norms`: q and k are normed before their rotation, over whole rows (OLMo 2) or per head (Qwen 3).
-
         Weights are `layers.{i}.` `q`, `k`, `v`, and where the spec has them `q_bias`, `k_bias`, `v_bias`, `sinks`, `q_norm`,
         `k_norm`. The bias by distance is `distances`, one for all layers.
         """
-        spec, at = self._spec.layers[layer].attention, f"layers.{layer}"
-        index = self._indices[layer]
+        spec, at, index = self._spec.layers[layer].attention, f"layers.{layer}", self._indices[layer]
         q, k, v = (
             self.linear(x, f"{at}.{name}", name, heads * spec.head_dim, bias=f"{at}.{name}_bias" if spec.has_qkv_bias else None)
             for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads))
@@ -136,57 +104,22 @@ class Decoder:
         angles: tuple[tuple[float, ...], float] = ((), 1.0)
         if (turn := spec.rotation) is not None:
             angles = turn.inv_freq, turn.attention_factor
-            growth = turn.query_growth, turn.growth_len
-            self._ops.append(Rope(q, spec.num_heads, spec.head_dim, *angles, *growth))
-            self._ops.append(Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
+            self._ops.append(prog.Rope(q, spec.num_heads, spec.head_dim, *angles, turn.query_growth, turn.growth_len))
+            self._ops.append(prog.Rope(k, spec.num_kv_heads, spec.head_dim, *angles))
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
         if self._spec.ending is not None:
-            self._ops.append(self._text_attention(spec, scale, out, q, k, v))
+            _check_text_attention(spec)
+            distances = "distances" if spec.num_distances else None
+            self._ops.append(prog.TextAttention(out, q, k, v, *heads, spec.mask, spec.window, distances, spec.num_distances))
             return out
-        # `key_centre` is only right if the bias reaches the keys unscaled, and if scores depend on their differences alone.
-        if spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks):
-            write = KvWrite(index, k, v, f"{at}.k_bias", *angles)
-        else:
-            write = KvWrite(index, k, v)
-        attention = Attention(
-            out=out,
-            q=q,
-            layer=index,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=f"{at}.sinks" if spec.has_sinks else None,
-        )
-        self._ops += [write, attention]
+        # `key_centre` requires that the bias reaches the keys unscaled, and that only differences of scores matter.
+        has_centre = spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks)
+        self._ops.append(prog.KvWrite(index, k, v, *((f"{at}.k_bias", *angles) if has_centre else ())))
+        sinks = f"{at}.sinks" if spec.has_sinks else None
+        self._ops.append(prog.Attention(out, q, index, *heads, window=spec.window, softcap=spec.softcap, sinks=sinks))
         return out
-
-    @staticmethod
-    def _text_attention(spec: AttentionSpec, scale: float, out: str, q: str, k: str, v: str) -> TextAttention:
-        """Raise ModelError for sinks and caps, which attention within a text does not have."""
-        if spec.softcap or spec.has_sinks:
-            what = "a cap of its scores" if spec.softcap else "sinks"
-            raise ModelError(
-                f"attention with {what} is not supported for embeddings and scores.",
-                remedy="Serve this model with --task generate.",
-            )
-        return TextAttention(
-            out=out,
-            q=q,
-            k=k,
-            v=v,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=scale,
-            mask=spec.mask,
-            window=spec.window,
-            distances="distances" if spec.num_distances else None,
-            num_distances=spec.num_distances,
-        )
 
     def short_conv(self, layer: int, x: str) -> str:
         """Return a layer's short convolution before its output projection. [num_tokens, hidden_size]
@@ -195,19 +128,10 @@ class Decoder:
         """
         spec, at, width = self._spec.layers[layer].mixer, f"layers.{layer}", self._spec.hidden_size
         assert isinstance(spec, ShortConvSpec)
-        has_bias = spec.has_bias
-        inputs = self.linear(x, f"{at}.conv_in", "conv_in", 3 * width, bias=f"{at}.conv_in_bias" if has_bias else None)
+        in_bias, bias = (f"{at}.conv_in_bias", f"{at}.conv_bias") if spec.has_bias else (None, None)
+        inputs = self.linear(x, f"{at}.conv_in", "conv_in", 3 * width, bias=in_bias)
         out = self._buffer("mixed", width)
-        self._ops.append(
-            ShortConv(
-                out=out,
-                x=inputs,
-                layer=self._indices[layer],
-                weight=f"{at}.conv",
-                kernel=spec.kernel,
-                bias=f"{at}.conv_bias" if has_bias else None,
-            )
-        )
+        self._ops.append(prog.ShortConv(out, inputs, self._indices[layer], f"{at}.conv", spec.kernel, bias))
         return out
 
     def mix(self, layer: int, x: str, *, qk_norms: Literal["rows", "heads"] | None = None) -> str:
@@ -231,10 +155,10 @@ class Decoder:
         if layer < self._spec.num_layers - 1 or pooling in ("mean", "each"):
             return buffers
         widths = [self._widths[name] for name in buffers]
-        self._of = SAMPLED
+        self._prefix = SAMPLED
         gathered = tuple(self._buffer(name, width) for name, width in zip(buffers, widths, strict=True))
-        gather = FirstRows if pooling == "first" else GatherRows
-        self._ops += [gather(out=out, x=x) for out, x in zip(gathered, buffers, strict=True)]
+        gather = prog.FirstRows if pooling == "first" else prog.GatherRows
+        self._ops += [gather(out, x) for out, x in zip(gathered, buffers, strict=True)]
         return gathered
 
     def activated(self, layer: int, x: str) -> str:
@@ -251,9 +175,9 @@ class Decoder:
         )
         act = self._buffer("act", mlp.intermediate_size)
         if gate:
-            self._ops.append(GatedActivation(out=act, gate=gate[0], up=up, activation=mlp.activation))
+            self._ops.append(prog.GatedActivation(act, gate[0], up, mlp.activation))
         else:
-            self._ops.append(Act(out=act, x=up, activation=mlp.activation))
+            self._ops.append(prog.Act(act, up, mlp.activation))
         return act
 
     def experts(self, layer: int, x: str) -> str:
@@ -265,8 +189,11 @@ class Decoder:
         mlp = self._spec.layers[layer].mlp
         assert isinstance(mlp, ExpertsMlp)
         out, at = self._buffer("mixed", self._spec.hidden_size), f"layers.{layer}"
+        gate_bias, up_bias, down_bias = (
+            f"{at}.expert_{name}_bias" if mlp.has_bias else None for name in ("gate", "up", "down")
+        )
         self._ops.append(
-            Experts(
+            prog.Experts(
                 out=out,
                 x=x,
                 router=f"{at}.router",
@@ -282,9 +209,9 @@ class Decoder:
                 share_factor=mlp.share_factor,
                 router_bias=f"{at}.router_bias" if mlp.has_router_bias else None,
                 selection_bias=f"{at}.selection_bias" if mlp.has_selection_bias else None,
-                gate_bias=f"{at}.expert_gate_bias" if mlp.has_bias else None,
-                up_bias=f"{at}.expert_up_bias" if mlp.has_bias else None,
-                down_bias=f"{at}.expert_down_bias" if mlp.has_bias else None,
+                gate_bias=gate_bias,
+                up_bias=up_bias,
+                down_bias=down_bias,
             )
         )
         return out
@@ -298,44 +225,52 @@ class Decoder:
         return self.add_linear(to, self.activated(layer, x), f"layers.{layer}.down", bias=bias)
 
     def finish(self, x: str) -> Program:
-        """Return the program, whose result is the logits of x or what the spec's ending makes of x.
+        """Return the program. It ends in logits of x, or in what the spec's ending makes of x.
 
         Weights: `embed` or `output` for logits; `dense.{i}`, `dense.{i}_bias` and `dense.{i}_norm` for the ending's layers.
         """
         ending = self._spec.ending
         if ending is None:
-            return self._logits(x)
-        if ending.pooling == "mean":
-            self._of = SAMPLED
-            pooled = self._buffer("x", self._widths[x])
-            self._ops.append(MeanRows(out=pooled, x=x))
-            x = pooled
-        for i, dense in enumerate(ending.dense):
-            x = self.linear(x, f"dense.{i}", f"dense_{i}", dense.width, bias=f"dense.{i}_bias" if dense.has_bias else None)
-            if dense.activation is not None:
-                self._ops.append(Act(out=x, x=x, activation=dense.activation))
-            if dense.has_norm:
-                x = self.norm(x, f"dense.{i}_norm", out=f"dense_{i}")
-        self._ops.append(States(x=x, is_normalised=ending.is_normalised))
-        return self._program()
-
-    def _logits(self, x: str) -> Program:
-        self._of = ""
-        out = self._buffer("logits", self._spec.vocab_size)
-        weight = "embed" if self._spec.tie_word_embeddings else "output"
-        self._ops.append(Logits(out=out, x=x, weight=weight, scale=self._spec.logit_scale))
-        if self._spec.logit_softcap:
-            self._ops.append(Softcap(out, self._spec.logit_softcap))
-        return self._program()
-
-    def _program(self) -> Program:
+            self._finish_with_logits(x)
+        else:
+            self._finish_with_states(x, ending)
         attentions = self._spec.attentions
-        first = attentions[0]
         return Program(
             ops=tuple(self._ops),
             buffers=tuple(self._widths.items()),
             num_layers=len(attentions),
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
+            num_kv_heads=attentions[0].num_kv_heads,
+            head_dim=attentions[0].head_dim,
             vocab_size=self._spec.vocab_size,
+        )
+
+    def _finish_with_states(self, x: str, ending: TextEnding) -> None:
+        if ending.pooling == "mean":
+            self._prefix = SAMPLED
+            pooled = self._buffer("x", self._widths[x])
+            self._ops.append(prog.MeanRows(pooled, x))
+            x = pooled
+        for i, dense in enumerate(ending.dense):
+            x = self.linear(x, f"dense.{i}", f"dense_{i}", dense.width, bias=f"dense.{i}_bias" if dense.has_bias else None)
+            if dense.activation is not None:
+                self._ops.append(prog.Act(x, x, dense.activation))
+            if dense.has_norm:
+                x = self.norm(x, f"dense.{i}_norm", out=f"dense_{i}")
+        self._ops.append(prog.States(x, ending.is_normalised))
+
+    def _finish_with_logits(self, x: str) -> None:
+        self._prefix = ""
+        out = self._buffer("logits", self._spec.vocab_size)
+        weight = "embed" if self._spec.tie_word_embeddings else "output"
+        self._ops.append(prog.Logits(out, x, weight, self._spec.logit_scale))
+        if self._spec.logit_softcap:
+            self._ops.append(prog.Softcap(out, self._spec.logit_softcap))
+
+
+def _check_text_attention(spec: AttentionSpec) -> None:
+    if spec.softcap or spec.has_sinks:
+        what = "a cap of its scores" if spec.softcap else "sinks"
+        raise ModelError(
+            f"attention with {what} is not supported for embeddings and scores.",
+            remedy="Serve this model with --task generate.",
         )

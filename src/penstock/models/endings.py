@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.models import checks
 from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Shapes
 from penstock.models.formats import WeightFormat
 from penstock.models.weights import WeightTensor
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, damaged
 from penstock.types.model_spec import Dense, ModelSpec, Pooling, TextEnding
 
 if TYPE_CHECKING:  # a start reads files of one kind
@@ -220,7 +219,7 @@ def shapes_with_made(
     for name, made in architecture.made.items():
         if made.source_shape is not None and shapes.pop(made.source, None) != made.source_shape(spec):
             rows, cols = made.source_shape(spec)
-            raise ModelError(f"{path}: the tensor {made.source} is missing, or not {rows} x {cols}.", remedy=checks.REFETCH)
+            raise damaged(path, f"the tensor {made.source} is missing, or not {rows} x {cols}")
         shapes[name] = (wanted[name][0], wanted[name][1])
     return shapes
 

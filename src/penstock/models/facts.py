@@ -19,10 +19,10 @@ class StoredFormat:
     """All tensors of a file in one format."""
 
     name: str
-    """GGML's or safetensors' name, in capitals; for an unknown format its number."""
+    """GGML's or safetensors' name, in capitals."""
     num_tensors: int
     num_values: int
-    """Numbers by the tensors' shapes. A packed integer counts once, though it has several weights."""
+    """By the tensors' shapes. A packed integer counts once, though it has several weights."""
     num_bytes: int
 
 
@@ -44,7 +44,6 @@ class ModelFacts:
     """The largest first."""
     num_layers: int | None
     max_model_len: int | None
-    """Positions that the model was trained for."""
     vocabulary: str
     """The kind of tokenizer, in words."""
     num_tokens: int | None

@@ -1,7 +1,7 @@
 """The formats of weights in files, and how to decode them.
 
-The quantised ones are GGML's (https://github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`). A row is divided into
-blocks of 32 to 256 consecutive columns. Within a block, 32 columns share a scale, or 16 in the formats of `GROUP_OF_16`.
+The quantised ones are GGML's. A row is divided into blocks of 32 to 256 columns; within a block, groups of 32 or 16 columns
+share a scale. `ggml-common.h` and `ggml-quants.c` of https://github.com/ggml-org/ggml have the layouts of blocks.
 """
 
 from __future__ import annotations
@@ -23,78 +23,62 @@ class WeightFormat(StrEnum):
     """Formats that every backend computes with. Loaders convert all others to one of these."""
 
     F32 = "f32"
-    """float32: norms, biases, and matrices of some files."""
     F16 = "f16"
-    """IEEE half precision. A backend may round it to bf16, and also a matrix in F32."""
+    """A backend may round it to bf16, and also a matrix in F32."""
     BF16 = "bf16"
-    """bfloat16, as uint16 bit patterns."""
+    """As uint16 bit patterns."""
     F8_E4M3 = "f8_e4m3"
-    """A sign, four bits of exponent and three of mantissa, as uint8: `E4M3_VALUES` times a scale beside the matrix
-    (`BlockScales` in `models.weights`). A backend may round it to bf16."""
+    """As uint8: `E4M3_VALUES` times a scale beside the matrix (`BlockScales`). A backend may round it to bf16."""
     Q4_0 = "q4_0"
-    """w = d * (q - 8); a block is f16 d, then 16 bytes: low nibbles are columns 0-15, high nibbles 16-31."""
+    """w = d * (q - 8)"""
     Q4_1 = "q4_1"
-    """w = d * q + m; a block is f16 d, f16 m, then 16 bytes as in Q4_0."""
+    """w = d * q + m"""
     Q5_0 = "q5_0"
-    """w = d * (q - 16); a block is f16 d, the fifth bits of 32 columns, then 16 bytes as in Q4_0."""
+    """w = d * (q - 16)"""
     Q5_1 = "q5_1"
-    """w = d * q + m; a block is f16 d, f16 m, then as Q5_0 from the fifth bits on."""
+    """w = d * q + m"""
     Q8_0 = "q8_0"
-    """w = d * q; a block is f16 d, then 32 int8."""
+    """w = d * q"""
     Q2_K = "q2_k"
-    """w = d * s * q - e * t; a block of 256 is 16 bytes of four-bit s and, above them, t for 16 columns each, 64 bytes, f16 d,
-    f16 e. Each 32 of the 64 hold four groups of 32 columns, the first in the lowest two bits."""
+    """w = d * s * q - e * t"""
     Q3_K = "q3_k"
-    """w = d * (s - 32) * (q - 4); a block of 256 is 32 bytes of third bits, as the fifth ones of Q5_K, 64 bytes as in Q2_K, 12
-    bytes of 16 six-bit s for 16 columns each, f16 d."""
+    """w = d * (s - 32) * (q - 4)"""
     Q4_K = "q4_k"
-    """w = d * s * q - e * t; a block of 256 is f16 d, f16 e, 12 bytes of 8 six-bit s and t, then nibbles: each 32 bytes have a
-    group of 32 in the low ones and the next group in the high ones."""
+    """w = d * s * q - e * t"""
     Q5_K = "q5_k"
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte i is that of column i of group g."""
+    """As Q4_K, with a fifth bit."""
     Q6_K = "q6_k"
-    """w = d * s * (q - 32); a block of 256 is 128 bytes of nibbles, 64 of upper bits, 16 int8 s for 16 columns each, f16 d."""
+    """w = d * s * (q - 32)"""
     IQ4_NL = "iq4_nl"
-    """w = d * IQ4_VALUES[q]; a block is as that of Q4_0."""
+    """w = d * IQ4_VALUES[q]"""
     IQ4_XS = "iq4_xs"
-    """w = d * (s - 32) * IQ4_VALUES[q]; a block of 256 is f16 d, the upper two bits of 8 s, their nibbles, then 8 x 16 bytes as
-    in Q4_0."""
+    """w = d * (s - 32) * IQ4_VALUES[q]"""
     Q1_0 = "q1_0"
-    """w = d or -d; a block of 128 is f16 d, then a bit for each column, which is set for d."""
+    """w = d if the bit is set, else -d"""
     Q2_0 = "q2_0"
-    """w = d * (q - 1); a block of 64 is f16 d, then two bits for each column."""
+    """w = d * (q - 1)"""
     TQ1_0 = "tq1_0"
-    """w = d * (q - 1), q being 0, 1 or 2; a block of 256 is 52 bytes and f16 d. A byte has five digits of base 3 as a
-    fraction of 256; of the last four bytes, four. Columns of one byte's digits are 32, 16 and (in the last four) 4 apart."""
+    """w = d * (q - 1). A byte has five digits q of base 3, as a fraction of 256."""
     TQ2_0 = "tq2_0"
-    """w = d * (q - 1); a block of 256 is 64 bytes as in Q2_K, then f16 d."""
+    """w = d * (q - 1)"""
     IQ1_S = "iq1_s"
-    """w = d * (2 s + 1) * (c + 1/8 or c - 1/8), c of a codebook: entries of 8 columns, each -1, 0 or 1. A block of 256 is f16
-    d, the lower 8 bits of 32 codes, then a word of 16 bits for each 32 columns: the upper three of four codes, s, and a set
-    bit for minus."""
+    """w = d * (2 s + 1) * (c + 1/8 or c - 1/8); c, from a codebook, is -1, 0 or 1."""
     IQ1_M = "iq1_m"
-    """As IQ1_S, with s for 16 columns and the sign of 1/8 for 8; a block of 256 is the lower bits of 32 codes, 16 bytes of
-    nibbles with the upper ones and that sign, and four words of four s each, above which are four bits of f16 d."""
+    """As IQ1_S, with s for 16 columns and the sign of 1/8 for 8."""
     IQ2_XXS = "iq2_xxs"
-    """w = d * (1/2 + s) / 4 * c, c of a codebook: entries of 8 columns, each 8, 25 or 43, and signs. A block of 256 is f16 d,
-    then for each 32 columns four codes, four times seven signs, of which an eighth makes minus even, and four bits of s."""
+    """w = d * (1/2 + s) / 4 * c; c, from a codebook and with a sign, is 8, 25 or 43."""
     IQ2_XS = "iq2_xs"
-    """As IQ2_XXS, with s for 16 columns; a block of 256 is f16 d, 32 words of a code of 9 bits and 7 signs, then nibbles of
-    s."""
+    """As IQ2_XXS, with s for 16 columns."""
     IQ2_S = "iq2_s"
-    """As IQ2_XS; a block of 256 is f16 d, the lower 8 bits of 32 codes, 32 bytes of signs, the upper two bits of the codes,
-    s."""
+    """As IQ2_XS, with a larger codebook."""
     IQ3_XXS = "iq3_xxs"
-    """w = d * (1/2 + s) / 2 * c, c of a codebook: entries of 4 columns, each of 8 values from 4 to 62, and signs. A block of
-    256 is f16 d, 64 codes, then for each 32 columns signs and s as in IQ2_XXS."""
+    """w = d * (1/2 + s) / 2 * c; c, from a codebook and with a sign, is one of 8 values from 4 to 62."""
     IQ3_S = "iq3_s"
-    """w = d * (2 s + 1) * c, c of a codebook: entries of 4 columns, each odd and at most 15, and signs. A block of 256 is f16
-    d, the lower 8 bits of 64 codes, their ninth bits, 32 bytes of signs, then nibbles of s for 32 columns each."""
+    """w = d * (2 s + 1) * c; c, from a codebook and with a sign, is odd and at most 15."""
     MXFP4 = "mxfp4"
-    """w = 2^(e - 128) * E2M1_TWICE[q]; a block is the byte e, then 16 bytes as in Q4_0."""
+    """w = 2^(e - 128) * E2M1_TWICE[q]"""
     NVFP4 = "nvfp4"
-    """w = s / 2 * E2M1_TWICE[q]; a block of 64 is four s for 16 columns each, in E4M3 without a sign (code 127 is 0), then
-    for each of these 8 bytes, whose low nibbles are the first 8 columns."""
+    """w = s / 2 * E2M1_TWICE[q], with s in E4M3 without a sign."""
 
 
 E4M3_VALUES = tuple(
@@ -102,11 +86,11 @@ E4M3_VALUES = tuple(
     * (math.nan if code & 127 == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 10))
     for code in range(256)
 )
-"""Values by code. There is no infinity, and the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
+"""Values by code; the largest is 448. Source: FP8 Formats for Deep Learning, arXiv 2209.05433."""
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the numbers of four bits: a sign, two of exponent, one of mantissa. Source: OCP Microscaling Formats (MX) 1.0."""
+"""Twice the numbers of four bits. Source: OCP Microscaling Formats (MX) 1.0."""
 _HALF_UE4M3 = tuple(
     0.0 if code == 127 else math.ldexp((code & 7) + (8 if code & 120 else 0), max(1, code >> 3 & 15) - 11)
     for code in range(256)
@@ -115,12 +99,11 @@ _HALF_UE4M3 = tuple(
 
 
 def block(fmt: WeightFormat) -> tuple[int, int]:
-    """Return (columns, bytes) of a block of any format. For floats a block is one number."""
+    """Return (columns, bytes) of a block. For floats a block is one number."""
     return BLOCKS.get(fmt) or (1, {WeightFormat.F32: 4, WeightFormat.F8_E4M3: 1}.get(fmt, 2))
 
 
 def stored_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Return the bytes of a matrix of this format."""
     cols, num_bytes = block(fmt)
     return num_rows * (num_cols // cols) * num_bytes
 
@@ -129,9 +112,9 @@ class Floats(StrEnum):
     """How a backend holds matrices that are floats in a file."""
 
     BF16 = "bf16"
-    """All are widened or rounded to bf16. The native backend does this."""
+    """All become bf16, as in the native backend."""
     AS_STORED = "as stored"
-    """All but fp8 become bf16; fp8 stays."""
+    """fp8 stays; all others become bf16."""
     FP8 = "fp8"
     """All become fp8, except embeddings and the matrix of logits, which are as stored."""
 
@@ -139,10 +122,9 @@ class Floats(StrEnum):
 def held_bytes(
     fmt: WeightFormat, num_rows: int, num_cols: int, floats: Floats = Floats.BF16, *, has_blocks: bool = False
 ) -> int:
-    """Return the bytes of a matrix in memory. The native backend packs 16 rows side by side: docs/kernels.md has the layout.
+    """Return the bytes of a matrix in memory. docs/kernels.md has the native backend's layout.
 
-    One row of F32 is a vector, which stays as it is. Where fp8 stays fp8, it has a scale for each row, and also one for each
-    32 columns if the file has scales of blocks (`has_blocks`).
+    Where fp8 stays fp8, it has a scale for each row, and with `has_blocks` one for each 32 columns, too.
     """
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
@@ -159,7 +141,7 @@ def held_bytes(
 
 
 def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
-    """Return the memory of an embedding whose rows the native backend looks up: none but for fp8, which becomes float32."""
+    """Return the memory of an embedding whose rows the native backend looks up: only fp8 takes any, as float32."""
     return stored_bytes(WeightFormat.F32, num_rows, num_cols) if fmt is WeightFormat.F8_E4M3 else 0
 
 
@@ -180,7 +162,6 @@ class GroupedIntegers:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
         return int(self.integers.shape[1]) // int(self.scales.shape[1])
 
 
@@ -197,7 +178,7 @@ def grouped_integers(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int
 
 
 def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F32:
-    """Return the values of raw rows, float32 [num_rows, num_cols]. F8_E4M3 is not scaled. `data` is as `WeightTensor.data`."""
+    """Return the values of raw rows, float32 [num_rows, num_cols]. F8_E4M3 is not scaled."""
     if fmt in (WeightFormat.F32, WeightFormat.F16):
         return np.ascontiguousarray(data, dtype=np.float32)
     if fmt is WeightFormat.BF16:
@@ -215,17 +196,17 @@ def dequantize(data: NDArray[np.generic], fmt: WeightFormat, num_cols: int) -> F
 
 
 def _f16(blocks: U8, at: int) -> F32:
-    """The half-precision number at a byte of each block. [num_blocks, 1]"""
+    """Return the half-precision number at a byte of each block. [num_blocks, 1]"""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _halves(packed: U8) -> U8:
-    """Low nibbles, then high nibbles, of the last axis."""
+    """Return low nibbles, then high nibbles, of the last axis."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
 
 
 def _bits(packed: U8) -> U8:
-    """The bits of 4 bytes, the lowest first. [num_blocks, 32]"""
+    """Return the bits of 4 bytes, the lowest first. [num_blocks, 32]"""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -252,7 +233,7 @@ def _q8_0(blocks: U8) -> Parts:
 
 
 def _affine_k(blocks: U8, q: U8) -> Parts:
-    """Q4_K and Q5_K, whose blocks begin alike; q is [num_blocks, 8, 32]."""
+    """Decode Q4_K or Q5_K, whose blocks begin alike; q is [num_blocks, 8, 32]."""
     a, b, c = (blocks[:, at : at + 4] for at in (4, 8, 12))
     s = np.concatenate([a & 63, (c & 15) | (a >> 6) << 4], axis=-1).astype(np.float32)
     t = np.concatenate([b & 63, (c >> 4) | (b >> 6) << 4], axis=-1).astype(np.float32)
@@ -359,23 +340,19 @@ def _nvfp4(blocks: U8) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Quantised:
-    """The layout of a quantised format, and how the native backend holds it."""
-
     ggml: int
-    """GGML's number of the type: `ggml_type` in ggml.h."""
+    """`ggml_type` in ggml.h."""
     cols: int
     num_bytes: int
-    """Bytes of a block of `cols` columns."""
     parts: Callable[[U8], Parts]
-    """Blocks [num_blocks, num_bytes] -> their parts."""
+    """Decodes blocks [num_blocks, num_bytes]."""
     held_bits: int = 8
     """Bits of an integer in memory."""
     has_table: bool = False
-    """Codes of a table of at most 16 numbers. Backends that hold floats as bf16 hold codes, the others `held_bits`."""
+    """Codes of a table of at most 16 numbers: backends that hold floats as bf16 hold the codes, others `held_bits`."""
     has_held_offsets: bool = False
-    """Groups of 32 have an offset in memory as well as a scale."""
     group: int = 32
-    """Columns that share a scale. In some formats of 32, several groups have equal scales."""
+    """Columns that share a scale."""
 
 
 _QUANTISED: Mapping[WeightFormat, _Quantised] = {
@@ -408,12 +385,12 @@ _QUANTISED: Mapping[WeightFormat, _Quantised] = {
 BLOCKS: Mapping[WeightFormat, tuple[int, int]] = MappingProxyType(
     {fmt: (kind.cols, kind.num_bytes) for fmt, kind in _QUANTISED.items()}
 )
-"""(columns, bytes) of one block of every quantised format."""
+"""(columns, bytes) of a block of every quantised format."""
 GROUP_OF_16 = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.group == 16)
-"""Formats in which 16 columns share a scale; in all other quantised ones 32 do."""
+"""Formats in which 16 columns share a scale. In all other quantised ones 32 do."""
 FOUR_BITS = frozenset(fmt for fmt, kind in _QUANTISED.items() if kind.held_bits == 4)
 """Formats whose integers every backend holds in 4 bits."""
 GGML_TYPES: Mapping[int, WeightFormat] = MappingProxyType(
     {0: WeightFormat.F32, 1: WeightFormat.F16, 30: WeightFormat.BF16} | {kind.ggml: fmt for fmt, kind in _QUANTISED.items()}
 )
-"""GGML's numbers of the types that weights have. The other types are not of weights, or no longer in use."""
+"""GGML's numbers of weight types. Its other types are not of weights, or no longer in use."""

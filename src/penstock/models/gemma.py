@@ -1,15 +1,7 @@
-"""Architectures with norms behind both halves of a layer, and the same program: Gemma, GLM 4 of 2025, OLMo 2 and EXAONE 4.
+"""Architectures with norms behind both halves of a layer: Gemma 2 and 3, GLM 4 of 2025, OLMo 2 and EXAONE 4.
 
-- Gemma 2 and 3: norms before both halves, too; windows in most layers; embeddings times sqrt(hidden_size). Gemma 2 caps scores
-  and logits. Gemma 3 norms queries and keys per head instead, and its local layers turn at another speed. Sources: arXiv
-  2408.00118 and 2503.19786; modeling_gemma2.py, modeling_gemma3.py; gemma2.cpp, gemma3.cpp.
-- GLM 4 (Z.ai): norms as in Gemma; heads turn in part, by neighbouring pairs. Source: modeling_glm4.py; glm4.cpp.
-- OLMo 2: no norms before the halves; queries and keys are normed over all heads together.
-  Sources: arXiv 2501.00656; modeling_olmo2.py; olmo2.cpp.
-- EXAONE 4 (LG): OLMo 2 with norms of queries and keys per head. Larger ones have windows, and rotate only in layers with one.
-  Sources: arXiv 2507.11407; modeling_exaone4.py; exaone4.cpp.
-
-The .py files are of transformers, the .cpp files of llama.cpp's src/models.
+Sources: arXiv 2408.00118 and 2503.19786 (Gemma), 2501.00656 (OLMo 2), 2507.11407 (EXAONE 4); modeling_NAME.py of transformers
+and src/models/NAME.cpp of llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.models import checks, llama, rope
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture
+from penstock.models.architectures import GATE_AND_UP, GGUF_LAYER, HF_LAYER, Architecture
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
 from penstock.models.layers import (
     local_layers,
@@ -31,17 +24,13 @@ from penstock.models.layers import (
 )
 from penstock.types.model_spec import ModelSpec, Rotation
 
-if TYPE_CHECKING:
-    from penstock.models.gguf_file import GgufFile
-
-_LOCAL_BASE = 10000.0
-_PERIODS = {"gemma2": 2, "gemma3": 6, "exaone4": 4}
-"""One layer in so many sees all positions, unless the file says otherwise."""
+_LOCAL_THETA = {"rope_local_base_freq": 10000.0}
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The largest models scale scores by hidden_size / num_heads, all others by head_dim."""
 
 
-# Gemma
+# Gemma: norms before the halves, too; windows in most layers. Gemma 2 caps scores and logits. Gemma 3 norms queries and keys
+# per head instead, and its local layers rotate at another speed.
 
 
 def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -49,8 +38,7 @@ def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("attention_bias", False)
     config.only("use_bidirectional_attention", False)
     scale, logit_softcap = config.positive("query_pre_attn_scalar") ** -0.5, config.get("final_logit_softcapping", float)
-    period = config.get("sliding_window_pattern", int) or _PERIODS[spec.architecture]
-    window = config.require("sliding_window", int)
+    window, period = config.require("sliding_window", int), config.get("sliding_window_pattern", int)
     return with_windows(config, _with_gemma(spec, scale, logit_softcap), window, local_layers(spec, period))
 
 
@@ -71,16 +59,17 @@ def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """The file has no key for the scale of the scores. Missing keys have the values that llama.cpp takes."""
+    """The file has no key for the scale of the scores. Missing keys have llama.cpp's values."""
     key, attention = spec.architecture, spec.layers[0].attention
     is_27b = spec.num_layers == _LAYERS_OF_27B[key]
     scale = (spec.hidden_size / attention.num_heads if is_27b else attention.head_dim) ** -0.5
     found = _with_gemma(spec, scale, file.get(f"{key}.final_logit_softcapping", float, 30.0 if key == "gemma2" else None))
     window = file.get(f"{key}.attention.sliding_window", int, 4096 if key == "gemma2" else None)
     if window:
-        found = found.with_windows(window, local_layers_of_gguf(file, spec, _PERIODS[key]))
+        found = found.with_windows(window, local_layers_of_gguf(file, spec))
     if key == "gemma3":
-        return _with_local_base(found, file.get("gemma3.rope.freq_base_swa", float) or _LOCAL_BASE)
+        theta = file.get("gemma3.rope.freq_base_swa", float) or _LOCAL_THETA["rope_local_base_freq"]
+        return _with_local_base(found, theta)
     return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
 
@@ -94,7 +83,7 @@ def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:
 
 
 def _with_local_base(spec: ModelSpec, base: float) -> ModelSpec:
-    """Layers with a window get unscaled rotations of this base."""
+    """Give layers with a window unscaled rotations of this base."""
     rotation = Rotation(inv_freq=rope.inverse_frequencies(spec.layers[0].attention.head_dim, base))
     return spec.with_attention(lambda _, attention: replace(attention, rotation=rotation) if attention.window else attention)
 
@@ -122,8 +111,8 @@ def _gemma2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gemma3_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    bases = {"rope_theta": 1e6, "rope_local_base_freq": _LOCAL_BASE}
-    return {**_SIZES_2B, "vocab_size": 262_208, "max_position_embeddings": 131_072, **bases, **values}
+    more = {"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6}
+    return {**_SIZES_2B, **more, **_LOCAL_THETA, **values}
 
 
 GEMMA2 = Architecture(
@@ -148,7 +137,7 @@ GEMMA3 = replace(
 )
 
 
-# GLM 4
+# GLM 4 (Z.ai): norms as in Gemma; heads rotate in part, by neighbouring pairs
 
 
 def _of_glm4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -170,12 +159,13 @@ GLM4 = replace(
         "post_attention_layernorm.weight": "mlp_norm",
         "post_mlp_layernorm.weight": "post_mlp_norm",
     },
-    gguf_layer={**GGUF_LAYER, "ffn_up.weight": llama.GATE_AND_UP},
+    gguf_layer={**GGUF_LAYER, "ffn_up.weight": GATE_AND_UP},
     is_interleaved_in_gguf=True,
 )
 
 
-# OLMo 2 and EXAONE 4
+# OLMo 2 norms queries and keys over all heads together and has no norms before the halves. EXAONE 4 (LG) norms them per head;
+# its larger models have windows, and rotate only in layers with a window.
 
 
 def _of_olmo2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -195,9 +185,9 @@ def _of_exaone4_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _local_exaone4_layers(config: JsonFile, spec: ModelSpec) -> list[bool]:
-    """The pattern is a period, or the letters of one, such as LLLG: layers with an L have a window, those with a G do not."""
+    """The pattern is a period, or letters such as LLLG: layers with an L have a window, those with a G do not."""
     if not isinstance(config.values.get("sliding_window_pattern"), str):
-        return local_layers(spec, config.get("sliding_window_pattern", int) or _PERIODS["exaone4"])
+        return local_layers(spec, config.get("sliding_window_pattern", int))
     letters = config.require("sliding_window_pattern", str)
     if not letters or set(letters) - set("LG"):
         raise config.error(f"sliding_window_pattern is {letters!r}, not a text of L and G")
@@ -208,7 +198,7 @@ def _of_exaone4_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.get("exaone4.attention.sliding_window", int)
     if not window:
         return spec
-    return without_global_rotations(spec.with_windows(window, local_layers_of_gguf(file, spec, _PERIODS["exaone4"])))
+    return without_global_rotations(spec.with_windows(window, local_layers_of_gguf(file, spec)))
 
 
 OLMO2 = Architecture(

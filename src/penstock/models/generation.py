@@ -1,8 +1,7 @@
 """A model's own defaults of sampling (`--generation-config`): generation_config.json, or `general.sampling.*` of a GGUF file.
 
-We use `suppress_tokens` and the keys that vLLM uses (`get_diff_sampling_param` in `vllm/config/model.py`,
-https://github.com/vllm-project/vllm). The log names all other keys that would change answers. Keys of GGUF files:
-https://github.com/ggml-org/llama.cpp, `gguf-py/gguf/constants.py`.
+We use `suppress_tokens` and the keys that vLLM uses (`get_diff_sampling_param` in `vllm/config/model.py`). The log names all
+other keys that would change answers. Keys of GGUF files: `gguf-py/gguf/constants.py` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from penstock.types.sampling import MIN_TEMPERATURE, SamplingDefaults
 
 FILE = "generation_config.json"
 MAX_SUPPRESSED = 1024
-"""Limit for suppressed tokens: each one slows down every step a little."""
+"""Each suppressed token slows down every step a little."""
 
 _REALS: Mapping[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 2.0),
@@ -73,7 +72,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     _PENALTY_LAST_N: (0, -1),
 }
-"""Values without effect. For all other keys these are null, false, 0 and empty values."""
+"""Values without effect. For all other keys these are `_NOTHING`."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
-"""Loads a GGUF file as a `LoadedModel`: its settings, its tokenizer and its weights.
+"""Loads a GGUF file as a `LoadedModel`. Matrices stay as they are, memory-mapped; vectors become F32.
 
-`gguf_file` parses the bytes, and `gguf_tensors` makes weights of tensors. Names of metadata keys and tensors:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Names of metadata keys and tensors: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.models import architectures, checks, endings, rope
 from penstock.models.architectures import Architecture, Head
 from penstock.models.assembly import Sizes, find_pieces, put_together, shape_of
-from penstock.models.formats import Floats
-from penstock.models.gguf_file import GgufFile, TensorEntry, open_gguf
-from penstock.models.gguf_tensors import load_tensor, loaded_bytes, matrix_shape
-from penstock.models.weights import Generation, LoadedModel, held_floats
+from penstock.models.formats import Floats, WeightFormat, dequantize, held_bytes
+from penstock.models.gguf_file import GgufFile, TensorEntry, matrix_shape, open_gguf
+from penstock.models.weights import Generation, LoadedModel, WeightTensor, held_floats
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_equal_layers
 from penstock.types.vocab import GgufVocab
@@ -73,12 +74,17 @@ _ENDS = frozenset(
 )
 """Tokens that end a turn or a document. Many files of chat models name only one of them as `eos`.
 
-Source: `special_eog_ids` in `llama-vocab.cpp` of llama.cpp, without tokens that end only a part of an answer, such as a tool
+Source: `special_eog_ids` in llama.cpp's `llama-vocab.cpp`, without tokens that end only a part of an answer, such as a tool
 call.
 """
 _ENDS_OF_REPLIES = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|calls|>", "<|flush|>"}))
 """In vocabularies with all tokens of one set (gpt-oss, Solar), `<|end|>` ends a message and not the reply."""
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
+_FLOATS: Mapping[WeightFormat, type[np.generic]] = {
+    WeightFormat.F32: np.float32,
+    WeightFormat.F16: np.float16,
+    WeightFormat.BF16: np.uint16,
+}
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -95,11 +101,10 @@ def load_gguf(
     task: str = "auto",
     pooling: Pooling | None = None,
 ) -> LoadedModel:
-    """Return the model of a GGUF file, or of a split one by its first file. Matrices stay memory-mapped.
+    """Return the model of a GGUF file, or of a split one by its first file.
 
-    `name` defaults to the file's stem. `load.LoadOptions` describes the other options. Raises ModelError for a file that is
-    unreadable, corrupt or unsupported, whose vocabulary `check_vocab` refuses, or whose weights would take more than
-    `max_weight_bytes`, all before any weight is read.
+    `name` defaults to the file's stem. `load.LoadOptions` describes the other options. Raises ModelError before any weight is
+    read.
     """
     _refuse_other_formats(path)
     file = open_gguf(path)
@@ -162,10 +167,7 @@ _POOLINGS: Mapping[int, Pooling] = {0: "each", 1: "mean", 2: "first", 3: "last"}
 def _choose_ending(
     file: GgufFile, architecture: Architecture, head: Head | None, task: str, pooling: Pooling | None
 ) -> TextEnding | None:
-    """Choose the ending by the file's pooling and the labels of its head.
-
-    The file does not say whether embeddings are normalised. They are, as in llama.cpp's server.
-    """
+    """Choose the ending by the file's pooling and its head's labels. Embeddings are normalised, as in llama.cpp's server."""
     key = file.architecture
     kind = file.get(f"{key}.pooling_type", int)
     if kind is not None and kind not in _POOLINGS and head is None:
@@ -192,11 +194,27 @@ def _choose_ending(
 
 
 def _held_bytes(entries: Mapping[str, TensorEntry], floats: Floats, *, is_tied: bool) -> dict[str, int]:
-    """Return the memory that each weight takes."""
-    held = {name: loaded_bytes(entry, held_floats(name, floats)) for name, entry in entries.items()}
+    held = {
+        name: held_bytes(_loaded_format(entry), *matrix_shape(entry), held_floats(name, floats))
+        for name, entry in entries.items()
+    }
     if not is_tied:
         held["embed"] = 0  # rows are read from the file
     return held
+
+
+def _loaded_format(entry: TensorEntry) -> WeightFormat:
+    return WeightFormat.F32 if len(entry.shape) == 1 else entry.format
+
+
+def load_tensor(file: GgufFile, entry: TensorEntry, name: str, order: NDArray[np.intp] | None = None) -> WeightTensor:
+    """Return the weight `name`. Its row i (or number i, of a vector) is row `order[i]` of the tensor, or row i if None."""
+    num_rows, num_cols = matrix_shape(entry)
+    stored = file.tensor_bytes(entry).view(_FLOATS.get(entry.format, np.uint8)).reshape(num_rows, -1)
+    if len(entry.shape) > 1:
+        return WeightTensor(name, num_rows, num_cols, entry.format, stored, order=order)
+    values = dequantize(stored, entry.format, num_cols)
+    return WeightTensor(name, num_rows, num_cols, WeightFormat.F32, values if order is None else values[:, order])
 
 
 def _warn_of_growth(path: Path, entries: Mapping[str, TensorEntry], held: Mapping[str, int]) -> None:
@@ -252,7 +270,6 @@ def _read_spec(
 
 
 def _read_sizes(file: GgufFile, key: str, vocab_size: int) -> dict[str, int]:
-    """Return the sizes by their names in the specs."""
     hidden_size = file.require(f"{key}.embedding_length", int)
     num_heads = file.require(f"{key}.attention.head_count", int)
     head_dim = file.get(f"{key}.attention.key_length", int) or (hidden_size // num_heads if num_heads else 0)
@@ -355,8 +372,7 @@ def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[f
 
 
 def read_vocab(file: GgufFile, vocab_size: int) -> GgufVocab:
-    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError if its parts contradict each other or are not
-    supported."""
+    """Return the vocabulary, with llama.cpp's defaults. Raises ModelError if it is contradictory or not supported."""
     model = file.require("tokenizer.ggml.model", str)
     pre = file.get("tokenizer.ggml.pre", str) or ""
     tokens = file.get_list("tokenizer.ggml.tokens", str)
@@ -399,7 +415,6 @@ def read_chat_templates(file: GgufFile) -> dict[str, str]:
 
 
 def _read_generation(file: GgufFile) -> Generation | None:
-    """Return the keys of sampling, if there are any."""
     keys = [key for key in file.metadata if key.startswith("general.sampling.") or key == "tokenizer.ggml.suppress_tokens"]
     return Generation(file.path, {key: file.metadata[key] for key in keys}) if keys else None
 

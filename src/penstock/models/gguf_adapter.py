@@ -1,6 +1,4 @@
-"""Reads a LoRA adapter from a GGUF file, as llama.cpp's convert_lora_to_gguf.py writes it.
-
-Tensors have the names of the model's tensors, plus `.lora_a` or `.lora_b`. The file is read, not mapped.
+"""Reads a LoRA adapter from a GGUF file. Tensors have the names of the model's tensors, plus `.lora_a` or `.lora_b`.
 
 Source: convert_lora_to_gguf.py and src/llama-adapter.cpp of llama.cpp.
 """
@@ -14,9 +12,8 @@ from penstock.models import architectures
 from penstock.models.adapter import AdapterFactors, sites
 from penstock.models.adapter_files import AdapterFiles
 from penstock.models.assembly import find_pieces
-from penstock.models.gguf import BLOCK
+from penstock.models.gguf import BLOCK, load_tensor
 from penstock.models.gguf_file import GgufFile, TensorEntry, parse_gguf
-from penstock.models.gguf_tensors import load_tensor
 from penstock.models.peft import F32, MERGE, place, put, scaled
 from penstock.models.program import Program
 from penstock.types.errors import ModelError

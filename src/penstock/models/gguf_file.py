@@ -1,11 +1,8 @@
-"""The GGUF container: memory-mapped metadata and tensors, without their meaning.
+"""The GGUF container: memory-mapped metadata and tensors, without their meaning. Versions 2 and 3, little-endian.
 
-A model may be split into several files. The first has the metadata; each has its number and their count. Where the files are
-follows only from their names.
-
-Every count and length is checked against the bytes that are left before anything is read or allocated, so a corrupt file ends
-in a ModelError. Versions 2 and 3, little-endian, are read. The reader of the `gguf` package needs a second for a vocabulary of
-49,152 entries, this one 0.05 s. Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Every count and length is checked against the bytes that are left before anything is read or allocated. This reader takes 0.05 s
+for a vocabulary of 49,152 entries, that of the `gguf` package a second. A split model's first file has the metadata.
+Specification: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -61,12 +58,14 @@ class TensorEntry:
     """Number of its file in a split model, from 0."""
 
 
+def matrix_shape(entry: TensorEntry) -> tuple[int, int]:
+    """Return (num_rows, num_cols). A vector is one row; leading dimensions count as rows."""
+    return math.prod(entry.shape[:-1]), entry.shape[-1]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufFile:
-    """A parsed header and the mapped bytes. The mapping lives as long as an array made from it.
-
-    For a split model: the metadata of the first file and the tensors of all.
-    """
+    """The metadata of a model's first file, and the tensors of all. The mapping lives as long as an array made from it."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -75,7 +74,7 @@ class GgufFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all files."""
         return sum(part.nbytes for part in self._parts)
 
     def tensor_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
@@ -84,7 +83,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """`general.architecture`, which begins the keys of the model's own settings. Raises ModelError if it is missing."""
+        """`general.architecture`, which begins the keys of the model's own settings."""
         return self.require("general.architecture", str)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
@@ -113,7 +112,6 @@ class GgufFile:
         return values
 
     def error(self, cause: str) -> ModelError:
-        """Return a ModelError that names this file."""
         return _malformed(self.path, cause)
 
 
@@ -246,7 +244,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, num: int) -> list[str]:
-        """Read many strings in one loop without calls of our own: most of the time of a vocabulary is spent here."""
+        """Read many strings in one loop without calls: most of the time of a vocabulary is spent here."""
         data, end, position = self._data, self._end, self.position
         unpack = _U64.unpack_from
         out: list[str] = []

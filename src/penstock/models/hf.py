@@ -37,7 +37,7 @@ from penstock.types.model_spec import ModelSpec, Pooling, TextEnding
 
 _log = logging.getLogger(__name__)
 _TEXT = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")
-"""Tensors of the text model inside a model that has others, too."""
+"""Tensors of the text model inside a model that has other parts, too."""
 _DERIVED = "rotary_emb.inv_freq"
 """In old checkpoints; config.json says the same."""
 
@@ -58,7 +58,7 @@ class _Described:
     ending: TextEnding | None
 
     def spec(self, names: Container[str], served_len: int | None) -> ModelSpec:
-        """Return the spec. `names` are our names of the weights. Raises ModelError."""
+        """Return the spec. `names` are our names of the weights."""
         partial = self.architecture.has_partial_rope
         spec = read_spec(self.config, self.name, names, has_partial_rope=partial, served_len=served_len)
         spec = endings.with_ending(self.architecture.of_hf(self.config, spec), self.ending)
@@ -92,8 +92,8 @@ def load_hf_directory(
 ) -> LoadedModel:
     """Return the model of a directory with config.json, safetensors and a tokenizer. Weights stay memory-mapped.
 
-    `name` defaults to the directory's. `load.LoadOptions` describes the other options. Raises ModelError if a file is missing,
-    corrupt or unsupported, or if the weights would take more than `max_weight_bytes`, all before any weight is read.
+    `name` defaults to the directory's. `load.LoadOptions` describes the other options. Raises ModelError before any weight is
+    read.
     """
     _refuse_adapter(path)
     described = _describe(path, task, pooling)
@@ -206,7 +206,7 @@ def _refuse_adapter(path: Path) -> None:
 
 
 def name_in_tables(architecture: Architecture, name: str) -> str:
-    """Return the name that the architecture's tables have for a directory's tensor, also in a model of more than text."""
+    """Return the name that the architecture's tables have for a directory's tensor."""
     return _text_name(architecture.hf_name(name) or name)
 
 
@@ -280,7 +280,6 @@ def _single_file(path: Path) -> Path:
 
 
 def _format(tensor: Stored) -> WeightFormat:
-    """Return the format that decides how much memory a matrix takes."""
     if isinstance(tensor, PackedIntegers):
         return tensor.format
     if isinstance(tensor, Mxfp4Cube):
@@ -303,7 +302,7 @@ def _looked_up_bytes(table: Stored, floats: Floats) -> int:
 
 
 def _matrices(piece: Piece, tensor: Stored, scales: BlockScales | None) -> Sequence[WeightTensor]:
-    """Return a piece's tensor with outputs as rows: one matrix, or one for each expert. Raises ModelError."""
+    """Return a piece's tensor with outputs as rows: one matrix, or one for each expert."""
     if isinstance(tensor, Mxfp4Cube):
         return tensor.matrices()
     is_transposed = piece.layout is not None and piece.layout.is_transposed

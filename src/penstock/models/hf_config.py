@@ -50,14 +50,14 @@ class JsonFile:
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
-        """Return a value. Raises ModelError if it is missing."""
+        """Return a value. Raises ModelError if it is missing or of another type."""
         value = self.get(key, kind)
         if value is None:
             raise self.error(f"{key} is missing")
         return value
 
     def positive(self, key: str) -> float:
-        """Return a finite number above 0. Raises ModelError."""
+        """Return a finite number above 0. Raises ModelError for any other value."""
         value = self.require(key, float)
         if not math.isfinite(value) or value <= 0.0:
             raise self.error(f"{key} is {value}, not a positive number")
@@ -70,7 +70,6 @@ class JsonFile:
             raise checks.unsupported(self.path, f"{key} is {found!r}", f"only {value!r} is")
 
     def error(self, cause: str) -> ModelError:
-        """Return a ModelError that names this file."""
         return ModelError(f"{self.path}: {cause}.", remedy="Check the file, or fetch the model again.")
 
 
@@ -95,10 +94,7 @@ def json_file(path: Path, data: bytes) -> JsonFile:
 
 
 def text_part(config: JsonFile) -> JsonFile:
-    """Return the settings of the text model if the model has others, too, such as one for pictures.
-
-    Keys that `text_config` lacks are taken from outside of it.
-    """
+    """Return the settings of the text model, completed by those outside of `text_config`, if the model has other parts, too."""
     text = config.get("text_config", dict)
     if text is None:
         return config
@@ -118,9 +114,8 @@ def read_spec(
 ) -> ModelSpec:
     """Read the keys that most models share. `Architecture.of_hf` applies the others.
 
-    `names`, our names of the weights, show which biases there are. Raises ModelError if a bias is missing that config.json
-    names, and for rotations of parts of heads without `has_partial_rope`. `served_len`: tokens of the longest text; None: all
-    positions.
+    `names` are our names of the weights. Raises ModelError if a bias is missing that config.json names, and for rotations of
+    parts of heads without `has_partial_rope`. `served_len`: tokens of the longest text; None: all positions.
     """
     config.only("is_causal", True)
     sizes = _read_sizes(config)
@@ -141,7 +136,7 @@ def read_spec(
 
 
 def told_biases(config: JsonFile, architecture: str) -> dict[str, str]:
-    """Return our names of the first layer's biases according to config.json -> the key that says so. Raises ModelError."""
+    """Return our names of the first layer's biases according to config.json -> the key that says so."""
     of_attention = ["layers.0.q_bias"] if architecture in _NO_OUTPUT_BIAS else ["layers.0.q_bias", "layers.0.o_bias"]
     told = {"attention_bias": of_attention, "mlp_bias": ["layers.0.down_bias"]}
     return {name: key for key, names in told.items() if config.get(key, bool) for name in names}
@@ -152,7 +147,7 @@ _NO_OUTPUT_BIAS = ("glm", "glm4", "qwen2")
 
 
 def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
-    """Return the token that begins a text, or None; from a list, the first. Raises ModelError."""
+    """Return the token that begins a text, or None; from a list, the first."""
     ids = _token_ids(config, "bos_token_id", vocab_size)
     if len(ids) > 1:
         _log.warning("%s: bos_token_id is %r: the first is used, the others are ignored", config.path, ids)
@@ -160,7 +155,7 @@ def read_bos_id(config: JsonFile, vocab_size: int) -> int | None:
 
 
 def read_eos_ids(config: JsonFile, generation: JsonFile, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a reply: those of generation_config.json, then those of config.json. Raises ModelError."""
+    """Return the tokens that end a reply: those of generation_config.json, then those of config.json."""
     ids = [token_id for file in (generation, config) for token_id in _token_ids(file, "eos_token_id", vocab_size)]
     return tuple(dict.fromkeys(ids))
 
@@ -176,10 +171,9 @@ def _token_ids(file: JsonFile, key: str, vocab_size: int) -> list[int]:
 
 
 def read_special_tokens(path: Path) -> SpecialTokens:
-    """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key. Raises ModelError.
+    """Return the special tokens of tokenizer_config.json and special_tokens_map.json by key, as chat templates get them.
 
-    transformers passes the same names to chat templates: all keys that end in `_token`, the lists, and the names in
-    `extra_special_tokens`. The first file wins if it has an `added_tokens_decoder`, as newer ones do, otherwise the second.
+    The first file wins if it has an `added_tokens_decoder`, as newer ones do, otherwise the second.
     """
     config = read_json(path / "tokenizer_config.json", is_optional=True)
     special = read_json(path / "special_tokens_map.json", is_optional=True)
@@ -205,7 +199,6 @@ def _token_text(file: JsonFile, key: str, value: object) -> str | None:
 
 
 def _read_sizes(config: JsonFile) -> dict[str, int]:
-    """Return the sizes by their names in the specs."""
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
     return {
@@ -273,7 +266,7 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 
 def read_layer_types(config: JsonFile, num_layers: int) -> list[str]:
-    """Return `layer_types` of config.json: the type of each layer, such as `sliding_attention`. Raises ModelError."""
+    """Return the type of each layer, such as `sliding_attention`. Raises ModelError."""
     kinds = config.require("layer_types", list)
     if len(kinds) != num_layers or not all(type(kind) is str for kind in kinds):
         raise config.error(f"layer_types are not the names of {num_layers} types of layers")

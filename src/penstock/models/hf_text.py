@@ -1,7 +1,4 @@
-"""Finds chat templates and the tokenizer's file of a Hugging Face directory.
-
-Where transformers keeps templates: https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
-"""
+"""Finds chat templates and the tokenizer's file of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def read_ends(path: Path) -> tuple[bool, bool] | None:
-    """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither. Raises ModelError.
+    """Return `add_bos_token` and `add_eos_token` of tokenizer_config.json, or None if it has neither.
 
     transformers 5 lets these override the tokenizer's file (`TokenizersBackend`).
     """
@@ -41,9 +38,10 @@ def read_ends(path: Path) -> tuple[bool, bool] | None:
 
 
 def read_chat_templates(path: Path) -> Mapping[str, str]:
-    """Return the templates of a directory by name. One without a name is `default`. Raises ModelError.
+    """Return the templates of a directory by name. One without a name is `default`.
 
-    chat_template.jinja and additional_chat_templates replace those of tokenizer_config.json and chat_template.json.
+    chat_template.jinja and additional_chat_templates replace those of tokenizer_config.json and chat_template.json:
+    https://huggingface.co/docs/transformers/chat_templating_multiple_templates.
     """
     file = path / "chat_template.jinja"
     others = sorted((path / "additional_chat_templates").glob("*.jinja"))

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.models import checks
 from penstock.models.architectures import Parts
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
-from penstock.types.errors import ModelError
+from penstock.types.errors import damaged
 from penstock.types.model_spec import Activation, ExpertsMlp, GatedMlp, LayerSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from penstock.models.gguf_file import GgufFile
 
 GGUF_EXPERTS: Mapping[str, str | Parts] = {
     "ffn_gate_inp.weight": "router",
-    "ffn_gate_exps.weight": Parts(("expert_gate",)),
-    "ffn_up_exps.weight": Parts(("expert_up",)),
-    "ffn_down_exps.weight": Parts(("expert_down",)),
+    **{f"ffn_{name}_exps.weight": Parts((f"expert_{name}",)) for name in ("gate", "up", "down")},
 }
 """The names of experts in every GGUF file."""
-_MAX_EXPERTS = 1 << 14
-"""Far above every published model."""
+_PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt_oss": 2, "modernbert": 3, "smollm3": 4}
+"""One layer in so many sees all positions (in SmolLM3: does not rotate), unless the file says otherwise."""
 
 
 def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormalised: bool = True) -> ModelSpec:
@@ -45,7 +40,7 @@ def experts_of_hf(config: JsonFile, spec: ModelSpec, *, width: str, is_renormali
 
 
 def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = True) -> ModelSpec:
-    """Return the spec with the experts of a GGUF file in every layer. Raises ModelError."""
+    """Return the spec with the experts of a GGUF file in every layer."""
     key = file.architecture
     for name in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
         if number := file.get(f"{key}.{name}", int):
@@ -61,14 +56,14 @@ def experts_of_gguf(file: GgufFile, spec: ModelSpec, *, is_renormalised: bool = 
 
 def with_experts(spec: ModelSpec, mlp: ExpertsMlp, path: Path) -> ModelSpec:
     """Return the spec with these experts in every layer. Raises ModelError for impossible numbers."""
-    if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= _MAX_EXPERTS or mlp.intermediate_size < 1:
-        cause = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts of {mlp.intermediate_size} columns are no mixture"
-        raise ModelError(f"{path}: {cause}.", remedy=checks.REFETCH)
+    if not 1 <= mlp.num_experts_per_token <= mlp.num_experts <= 1 << 14 or mlp.intermediate_size < 1:
+        chosen = f"{mlp.num_experts_per_token} of {mlp.num_experts} experts"
+        raise damaged(path, f"{chosen} of {mlp.intermediate_size} columns are not a possible mixture")
     return spec.with_layers(lambda _, layer: replace(layer, mlp=mlp))
 
 
 def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool | None = None) -> ModelSpec:
-    """Return the spec whose gated MLPs have another activation, and biases or none; None: as they have."""
+    """Return the spec whose gated MLPs have another activation and, unless None, biases or none."""
 
     def changed(_: int, layer: LayerSpec) -> LayerSpec:
         assert isinstance(layer.mlp, GatedMlp)
@@ -81,8 +76,7 @@ def with_gated_mlps(spec: ModelSpec, activation: Activation, *, has_bias: bool |
 def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence[bool]) -> ModelSpec:
     """Return the spec whose local layers see the last `window` positions.
 
-    `layer_types` of config.json names the local layers; without that key they are those of `usual`. Raises ModelError for a
-    type of layer with another meaning.
+    `layer_types` of config.json names the local layers; without that key they are those of `usual`.
     """
     is_local = usual
     if config.values.get("layer_types") is not None:
@@ -93,22 +87,20 @@ def with_windows(config: JsonFile, spec: ModelSpec, window: int, usual: Sequence
     return spec.with_windows(window, is_local)
 
 
-def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, period: int, *, first: int = 1) -> list[bool]:
-    """Return which layers have a window. A GGUF file has a value for each layer, a period, or neither; then it is `period`.
-
-    `first` is as in `local_layers`.
-    """
+def local_layers_of_gguf(file: GgufFile, spec: ModelSpec, *, first: int = 1) -> list[bool]:
+    """Return which layers have a window: a GGUF file has a value for each layer, a period, or neither."""
     key = f"{file.architecture}.attention.sliding_window_pattern"
     if isinstance(file.metadata.get(key), list):
         is_local = file.get_list(key, bool)
         if len(is_local) != spec.num_layers:
             raise file.error(f"{key} has {len(is_local)} values for {spec.num_layers} layers")
         return is_local
-    return local_layers(spec, file.get(key, int) or period, first=first)
+    return local_layers(spec, file.get(key, int), first=first)
 
 
-def local_layers(spec: ModelSpec, period: int, *, first: int = 1) -> list[bool]:
+def local_layers(spec: ModelSpec, period: int | None = None, *, first: int = 1) -> list[bool]:
     """Return which layers have a window: all but one in each period. `first` is the number of the first layer."""
+    period = period or _PERIODS[spec.architecture]
     return [(layer + first) % period != 0 for layer in range(spec.num_layers)]
 
 

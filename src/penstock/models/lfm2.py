@@ -9,27 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.models import checks, llama
 from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_biases
-from penstock.models.hf_config import read_layer_types
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, with_experts
-from penstock.types.errors import ModelError
+from penstock.types.errors import damaged
 from penstock.types.model_spec import ExpertsMlp, GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.models.gguf_file import GgufFile
-    from penstock.models.hf_config import JsonFile
 
 _MAX_KERNEL = 17
 """The state has fewer columns than the smallest block of the native backend has positions, 16."""
-_MAX_MULTIPLE = 1 << 16
-_MAX_FACTOR = 1e6
-_SIGMOID = 2
-"""`expert_gating_func` in a GGUF file."""
 
 
 def _values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,8 +71,7 @@ def _of_moe_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
-    """Return the columns of the MLP: unless switched off, two thirds of the given number, times a factor, rounded up to a
-    multiple."""
+    """Return the columns of the MLP: unless switched off, 2/3 of the given number, times a factor, rounded up."""
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, GatedMlp)
     width = mlp.intermediate_size
@@ -90,7 +81,7 @@ def _adjusted_width(config: JsonFile, spec: ModelSpec) -> int:
     if config.values["block_ffn_dim_multiplier"] is None:
         return width
     factor, multiple = config.require("block_ffn_dim_multiplier", float), config.require("block_multiple_of", int)
-    if not 0.0 < factor <= 64.0 or not 1 <= multiple <= _MAX_MULTIPLE:
+    if not 0.0 < factor <= 64.0 or not 1 <= multiple <= 1 << 16:
         raise config.error(f"block_ffn_dim_multiplier {factor} and block_multiple_of {multiple} are no usable width of an MLP")
     return -(-int(factor * width) // multiple) * multiple
 
@@ -111,9 +102,8 @@ def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Shares are always divided by their sum, as in llama.cpp."""
     key = "lfm2moe"
-    if file.require(f"{key}.expert_gating_func", int) != _SIGMOID:
-        setting = f"{key}.expert_gating_func is {file.metadata[f'{key}.expert_gating_func']}"
-        raise checks.unsupported(file.path, setting, "a sigmoid (2) is")
+    if (function := file.require(f"{key}.expert_gating_func", int)) != 2:
+        raise checks.unsupported(file.path, f"{key}.expert_gating_func is {function}", "a sigmoid (2) is")
     mlp = ExpertsMlp(
         num_experts=file.require(f"{key}.expert_count", int),
         num_experts_per_token=file.require(f"{key}.expert_used_count", int),
@@ -128,8 +118,8 @@ def _of_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _with_experts_behind(spec: ModelSpec, mlp: ExpertsMlp, num_dense: int | None, path: Path) -> ModelSpec:
     """Return the spec with experts in all layers but the first `num_dense`; None: two."""
-    if not 0.0 <= mlp.share_factor <= _MAX_FACTOR:
-        raise ModelError(f"{path}: the factor of the experts' shares is {mlp.share_factor}.", remedy=checks.REFETCH)
+    if not 0.0 <= mlp.share_factor <= 1e6:
+        raise damaged(path, f"the factor of the experts' shares is {mlp.share_factor}")
     mixed, num_dense = with_experts(spec, mlp, path), 2 if num_dense is None else num_dense
     return mixed.with_layers(lambda i, layer: spec.layers[i] if i < num_dense else layer)
 
@@ -143,7 +133,7 @@ def _with_convs(spec: ModelSpec, conv: ShortConvSpec, has_conv: Sequence[bool], 
     if not 2 <= conv.kernel <= _MAX_KERNEL:
         raise checks.unsupported(path, f"the convolution's kernel has {conv.kernel} positions", f"2 to {_MAX_KERNEL} are")
     if all(has_conv):
-        raise ModelError(f"{path}: no layer attends, and the KV cache needs one.", remedy=checks.REFETCH)
+        raise damaged(path, "no layer attends, and the KV cache needs one")
 
     def changed(layer: int, found: LayerSpec) -> LayerSpec:
         attention = replace(found.attention, has_o_bias=False)  # the bias of layer 0 may be of a convolution

@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_biases
+from penstock.models.architectures import (
+    GATE_AND_UP,
+    GGUF_LAYER,
+    GGUF_TOP,
+    HF_LAYER,
+    QKV,
+    Architecture,
+    Parts,
+    with_biases,
+    with_defaults,
+)
 from penstock.models.decoder import Decoder
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, local_layers, with_windows
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
-
-if TYPE_CHECKING:
-    from penstock.models.gguf_file import GgufFile
-
-QKV, GATE_AND_UP = Parts(("q", "k", "v")), Parts(("gate", "up"))
 
 
 def describe(
@@ -33,7 +39,7 @@ def describe(
 ) -> Program:
     """Return the program of one step: each half of a layer adds to the residual stream.
 
-    `norms` says whether what a half reads is normed, what it adds, or both. `has_positions`: positions are learned embeddings.
+    `norms`: whether what a half reads is normed, what it adds, or both. `has_positions`: positions are learned embeddings.
     """
     build = Decoder(spec)
     x = build.add_positions(build.embed()) if has_positions else build.embed()
@@ -55,7 +61,7 @@ def describe(
 
 
 def of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec as it is. The activation has to be Llama's."""
+    """Require Llama's activation and return the spec as it is."""
     config.only("hidden_act", "silu")
     return spec
 
@@ -81,7 +87,7 @@ def _is_ministral3(values: Mapping[str, Any]) -> bool:
 
 
 def _mistral_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A file without the key is of the first Mistral 7B; null means no window."""
+    """Return config.json with the window of the first Mistral 7B if the key is missing. Null means no window."""
     return values if _is_ministral3(values) else {"sliding_window": 4096, **values}
 
 
@@ -127,14 +133,12 @@ ARCEE = Architecture(
 
 # SmolLM3: every fourth layer has no rotation (NoPE, arXiv 2501.18795).
 
-_SMOLLM3_PERIOD = 4
-
 
 def _of_smollm3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("use_sliding_window", False)
     spec = of_hf(config, spec)
     if (listed := config.get("no_rope_layers", list)) is None:
-        return _with_rotations(spec, local_layers(spec, config.get("no_rope_layer_interval", int) or _SMOLLM3_PERIOD))
+        return _with_rotations(spec, local_layers(spec, config.get("no_rope_layer_interval", int)))
     if len(listed) != spec.num_layers or not all(value in (0, 1) for value in listed):
         raise config.error(f"no_rope_layers has not 0 or 1 for each of {spec.num_layers} layers")
     return _with_rotations(spec, listed)
@@ -147,7 +151,7 @@ def _with_rotations(spec: ModelSpec, has_rotation: Sequence[int]) -> ModelSpec:
 SMOLLM3 = Architecture(
     describe=describe,
     of_hf=_of_smollm3,
-    of_gguf=lambda file, spec: _with_rotations(of_gguf(file, spec), local_layers(spec, _SMOLLM3_PERIOD)),
+    of_gguf=lambda file, spec: _with_rotations(of_gguf(file, spec), local_layers(spec)),
     hf_values=lambda values: {"rope_theta": 2e6, "tie_word_embeddings": True, **values},
     is_interleaved_in_gguf=True,
 )
@@ -170,7 +174,7 @@ def of_granite_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def of_granite_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """Return the spec with the file's factors. A missing factor is 1, and that of the scores as in Llama."""
+    """Return the spec with the file's factors. A missing factor is 1, or for the scores Llama's."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
         spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
@@ -225,15 +229,10 @@ PHI3 = Architecture(
 # GLM 4 of 2024 (Z.ai; arXiv 2406.12793): heads turn in part, by neighbouring pairs. GLM 4 of 2025 is in models/gemma.py.
 
 
-def glm_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json with transformers' defaults."""
-    return {"head_dim": 128, "partial_rotary_factor": 0.5, **values}
-
-
 GLM = Architecture(
     describe=describe,
     of_hf=of_hf,
-    hf_values=glm_values,
+    hf_values=lambda values: {"head_dim": 128, "partial_rotary_factor": 0.5, **values},
     hf_layer={**HF_LAYER, "mlp.gate_up_proj.weight": GATE_AND_UP},
     is_interleaved_in_hf=True,
     has_partial_rope=True,
@@ -242,9 +241,6 @@ GLM = Architecture(
 
 
 # StarCoder 2 (BigCode; arXiv 2402.19173): layer norms, biases everywhere, and an MLP without a gate.
-
-_STARCODER2_WINDOW = 4096
-"""All published models have this window, and GGUF files do not name it."""
 
 
 def _with_starcoder2(spec: ModelSpec, activation: Activation, window: int) -> ModelSpec:
@@ -258,7 +254,7 @@ def _of_starcoder2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_starcoder2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    window = file.get("starcoder2.attention.sliding_window", int, _STARCODER2_WINDOW)
+    window = file.get("starcoder2.attention.sliding_window", int, 4096)  # of all published models, whose files lack the key
     return _with_starcoder2(spec, "gelu_tanh", window or 0)
 
 
@@ -272,4 +268,75 @@ STARCODER2 = Architecture(
     of_gguf=_of_starcoder2_gguf,
     hf_values=_starcoder2_values,
     hf_layer={**HF_LAYER, **with_biases({"mlp.c_fc": "up", "mlp.c_proj": "down"})},
+)
+
+
+# GPT-2 (OpenAI; Language Models are Unsupervised Multitask Learners, 2019): learned positions, and StarCoder 2's layers.
+
+_GPT2_KEYS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_GPT2_DEFAULTS = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def _gpt2_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_defaults(values, _GPT2_DEFAULTS, _GPT2_KEYS)
+    if type(found["hidden_size"]) is int:
+        found.setdefault("intermediate_size", 4 * found["hidden_size"])
+    return found
+
+
+def _of_gpt2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("scale_attn_weights", True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only("add_cross_attention", False)
+    return _with_gpt2(spec, read_activation(config, "activation_function", "gelu_new"))
+
+
+def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
+    spec = replace(spec, norm="layer", has_norm_bias=True).with_plain_mlps(activation)
+    return spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+
+
+def _gpt2_name(name: str) -> str | None:
+    """Old files lack `transformer.` before their names, and have each layer's causal mask, which is not a weight."""
+    bare = name.removeprefix("transformer.")
+    return None if bare.endswith((".attn.bias", ".attn.masked_bias")) else bare
+
+
+_QKV_BIAS = Parts(("q_bias", "k_bias", "v_bias"))
+GPT2 = Architecture(
+    describe=partial(describe, has_positions=True),
+    of_hf=_of_gpt2,
+    of_gguf=lambda _, spec: _with_gpt2(spec, "gelu_tanh"),
+    hf_values=_gpt2_values,
+    hf_name=_gpt2_name,
+    hf_top={"wte.weight": "embed", "wpe.weight": "positions", **with_biases({"ln_f": "norm"}), "lm_head.weight": "output"},
+    hf_layers="h.",
+    hf_layer={
+        **with_biases({"ln_1": "attn_norm", "ln_2": "mlp_norm"}),
+        "attn.c_attn.weight": replace(QKV, is_transposed=True),
+        "attn.c_attn.bias": _QKV_BIAS,
+        "attn.c_proj.weight": Parts(("o",), is_transposed=True),
+        "attn.c_proj.bias": "o_bias",
+        "mlp.c_fc.weight": Parts(("up",), is_transposed=True),
+        "mlp.c_fc.bias": "up_bias",
+        "mlp.c_proj.weight": Parts(("down",), is_transposed=True),
+        "mlp.c_proj.bias": "down_bias",
+    },
+    gguf_top={**GGUF_TOP, "position_embd.weight": "positions"},
+    gguf_layer={**GGUF_LAYER, "attn_qkv.weight": QKV, "attn_qkv.bias": _QKV_BIAS},
 )

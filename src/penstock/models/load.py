@@ -29,7 +29,7 @@ class LoadOptions(TypedDict, total=False):
     served_len: int | None
     """Tokens of the longest text. None: all positions of the model."""
     experts_on_disk: bool
-    """The weights of a mixture's experts take no memory."""
+    """The experts' weights take no memory."""
     task: str
     pooling: Pooling | None
     """`task` and `pooling` are those of `endings.choose_ending`."""
@@ -44,11 +44,9 @@ def load_model(
 ) -> LoadedModel:
     """Return the model of a source that is present, called `source.name`.
 
-    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use: this package knows no tokenizers.
-    `generation` is the setting `generation_config`.
-
-    Raises ModelError if files are missing, corrupt or unsupported, or if the weights would take more than `max_weight_bytes`.
-    All of this is checked before any weight is read.
+    `check_vocab` raises ModelError for a GGUF file's vocabulary that the caller can't use. `generation` is the setting
+    `generation_config`. Raises ModelError, before any weight is read, for files that are missing, corrupt or unsupported and
+    for weights of more than `max_weight_bytes`.
     """
     if not source.is_present:
         remedy = f"Fetch it with `penstock pull {source.name}`." if source.entry or source.hub else "Check the path."
@@ -67,7 +65,7 @@ def load_model(
 def load_adapter(
     path: Path, spec: ModelSpec, program: Program, *, max_rank: int, files: AdapterFiles | None = None
 ) -> AdapterFactors:
-    """Return the factors of the adapter in a folder of PEFT or in a GGUF file, for a model of this spec and program.
+    """Return the factors of an adapter, in a folder of PEFT or a GGUF file, for a model of this spec and program.
 
     `files` limits the reading. Raises ModelError for damaged files and for what is not computed.
     """
@@ -87,8 +85,8 @@ SAMPLE_BYTES = 1 << 16
 def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
     """Return 32 bytes that identify a file, all files of a split one, or those directly in a folder. Raises OSError.
 
-    The hash covers names, sizes and samples. `has_times`: it also covers the times of the last change. These show changes
-    that no sample hits, but differ between copies.
+    The hash covers names, sizes, samples and, with `has_times`, the times of the last change. These show changes that no sample
+    hits, but differ between copies.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

@@ -1,7 +1,6 @@
-"""Merges an adapter into a model's weights (--merge-lora): W + B A.
+"""Merges an adapter into a model's weights (--merge-lora): W + B A, a part at a time when a backend reads rows.
 
-Nothing is computed until a backend reads rows, and then a part at a time. Floats stay floats. Quantised matrices become Q8_0:
-rounding to four bits again would lose most of the adapter.
+Floats stay floats. Quantised matrices become Q8_0: rounding to four bits again would lose most of the adapter.
 """
 
 from __future__ import annotations
@@ -74,8 +73,6 @@ def _merged(base: WeightTensor, left: F32, right: F32) -> WeightTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedRows:
-    """Rows of a merged matrix, computed when they are read."""
-
     base: WeightTensor
     left: F32
     right: F32
@@ -90,7 +87,7 @@ class MergedRows:
         return stored if isinstance(stored, np.ndarray) else stored.packed
 
     def __getitem__(self, rows: slice | NDArray[np.intp], /) -> NDArray[np.generic]:
-        """Return some rows in `format`. Raises ModelError for a number that it can't hold."""
+        """Return some rows in `format`. Raises ModelError for a number that the format can't hold."""
         if not isinstance(rows, slice):
             return np.concatenate([self[int(row) : int(row) + 1] for row in rows])
         begin, end, step = rows.indices(self.base.num_rows)

@@ -1,33 +1,36 @@
 """Mixtures of experts: a layer has many small MLPs, and a router chooses a few of them for each token.
 
-Mixtral is Llama with experts. Qwen 3 MoE and OLMoE also norm queries and keys, and Granite MoE has factors.
-Sources: Mixtral of Experts, arXiv 2401.04088; OLMoE, arXiv 2409.02060; Qwen 3, arXiv 2505.09388; and transformers' models.
+Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE), 2505.09388 (Qwen 3) and 2508.10925 (gpt-oss); modeling_NAME.py of
+transformers; openai-moe.cpp and conversion/gpt_oss.py of llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from penstock.models import llama
 from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts
-from penstock.models.layers import GGUF_EXPERTS, experts_of_gguf, experts_of_hf
-from penstock.types.model_spec import ModelSpec
+from penstock.models.gguf_file import GgufFile
+from penstock.models.hf_config import JsonFile
+from penstock.models.layers import (
+    GGUF_EXPERTS,
+    experts_of_gguf,
+    experts_of_hf,
+    local_layers,
+    local_layers_of_gguf,
+    with_windows,
+)
+from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 
-if TYPE_CHECKING:
-    from penstock.models.hf_config import JsonFile
-
-_CUBES: Mapping[str, Parts] = {
-    "experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
-    "experts.down_proj": Parts(("expert_down",)),
-}
+_GATE_UP, _DOWN = Parts(("expert_gate", "expert_up")), Parts(("expert_down",))
+_CUBES: Mapping[str, Parts] = {"experts.gate_up_proj": _GATE_UP, "experts.down_proj": _DOWN}
 """Ends of names. Release 5 of transformers puts the matrices of all experts of a layer into one tensor."""
 _GATE_UP_DOWN: Mapping[str, str | Parts] = {
     "mlp.gate.weight": "router",
-    "mlp.experts.*.gate_proj.weight": "expert_gate",
-    "mlp.experts.*.up_proj.weight": "expert_up",
-    "mlp.experts.*.down_proj.weight": "expert_down",
+    **{f"mlp.experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
     **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
 }
 _GGUF_LAYER: Mapping[str, str | Parts] = {**GGUF_LAYER, **GGUF_EXPERTS}
@@ -40,8 +43,7 @@ def _of_mixtral(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_qwen3_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    """Layers in `mlp_only_layers` keep their dense MLP, and so do all but each `decoder_sparse_step`-th. All have the
-    window."""
+    """Layers in `mlp_only_layers` keep a dense MLP, and so do all but each `decoder_sparse_step`-th. All have the window."""
     config.only("hidden_act", "silu")
     window = config.require("sliding_window", int) if config.get("use_sliding_window", bool) else 0
     dense = spec.with_windows(window, [True] * spec.num_layers)
@@ -99,11 +101,86 @@ GRANITE_MOE = Architecture(
     hf_layer={
         **HF_LAYER,
         "block_sparse_moe.router.layer.weight": "router",
-        "block_sparse_moe.input_linear.weight": Parts(("expert_gate", "expert_up")),
-        "block_sparse_moe.output_linear.weight": Parts(("expert_down",)),
+        "block_sparse_moe.input_linear.weight": _GATE_UP,
+        "block_sparse_moe.output_linear.weight": _DOWN,
         "block_sparse_moe.router.weight": "router",
         **{f"block_sparse_moe.{name}": parts for name, parts in _CUBES.items()},
     },
     gguf_layer=_GGUF_LAYER,
     is_interleaved_in_gguf=True,
 )
+
+
+# gpt-oss (OpenAI): experts with biases and a clamped SwiGLU, sinks in the softmax, windows in every other layer
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 64, "sliding_window": 128, **values}
+    return found if values.get("rope_parameters") or values.get("rope_scaling") else {**found, "rope_parameters": _YARN}
+
+
+def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    config.only("swiglu_alpha", 1.702)
+    config.only("swiglu_limit", 7.0)
+    spec = experts_of_hf(config, spec, width="intermediate_size")
+    spec = with_windows(config, spec, config.require("sliding_window", int), local_layers(spec))
+    has_bias = config.get("attention_bias", bool) is not False
+    spec = spec.with_attention(lambda _, attention: replace(attention, has_qkv_bias=has_bias, has_o_bias=has_bias))
+    return _with_gpt_oss(spec)
+
+
+def _of_gpt_oss_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
+    window = file.require("gpt-oss.attention.sliding_window", int)
+    spec = experts_of_gguf(file, spec)
+    return _with_gpt_oss(spec.with_windows(window, local_layers_of_gguf(file, spec)))
+
+
+def _with_gpt_oss(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with what all of these models have and no file says."""
+
+    def own(_: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mlp, ExpertsMlp)
+        mlp = replace(layer.mlp, activation="swiglu_clamped", has_router_bias=True, has_bias=True)
+        return replace(layer, mlp=mlp, mixer=replace(layer.attention, has_sinks=True))
+
+    return spec.with_layers(own)
+
+
+GPT_OSS = Architecture(
+    describe=llama.describe,
+    of_hf=_of_gpt_oss,
+    of_gguf=_of_gpt_oss_gguf,
+    hf_values=_gpt_oss_values,
+    hf_layer={
+        **HF_LAYER,
+        "self_attn.sinks": "sinks",
+        "mlp.router.weight": "router",
+        "mlp.router.bias": "router_bias",
+        "mlp.experts.gate_up_proj": replace(_GATE_UP, is_transposed=True, is_interleaved=True),
+        "mlp.experts.gate_up_proj_blocks": replace(_GATE_UP, is_interleaved=True),
+        "mlp.experts.gate_up_proj_bias": Parts(("expert_gate_bias", "expert_up_bias"), is_interleaved=True),
+        "mlp.experts.down_proj": replace(_DOWN, is_transposed=True),
+        "mlp.experts.down_proj_blocks": _DOWN,  # cubes of floats have inputs as rows, cubes in MXFP4 outputs
+        "mlp.experts.down_proj_bias": "expert_down_bias",
+    },
+    gguf_layer={
+        **GGUF_LAYER,
+        **GGUF_EXPERTS,
+        "post_attention_norm.weight": "mlp_norm",
+        "attn_sinks.weight": "sinks",
+        "ffn_gate_inp.bias": "router_bias",
+        **{f"ffn_{name}_exps.bias": f"expert_{name}_bias" for name in ("gate", "up", "down")},
+    },
+    is_yarn_truncated_in_gguf=False,
+)
+"""llama.cpp truncates YaRN's range here, but the models were trained without that."""

@@ -1,7 +1,6 @@
 """Matrices of experts in MXFP4, as in gpt-oss. Rows become GGML's blocks of the same numbers when they are read.
 
-A weight is 2^(scale - 127) times a number of E2M1; 32 consecutive columns of a row share the scale. In the file a byte has two
-neighbouring columns, in GGML's blocks two that are 16 apart.
+In the file a byte has two neighbouring columns, in GGML's blocks two that are 16 apart.
 Sources: OCP Microscaling Formats 1.0; integrations/mxfp4.py of transformers.
 """
 
@@ -27,12 +26,10 @@ _NO_NUMBER = 255
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Cube:
-    """One matrix for each expert."""
+    """One matrix for each expert. `path` and `name`, of the tensor of blocks, are for error messages."""
 
     path: Path
-    """Its file, for error messages."""
     name: str
-    """Its tensor of blocks."""
     blocks: U8
     """[num_experts, num_rows, groups, 16]"""
     scales: U8
@@ -54,14 +51,12 @@ class Mxfp4Cube:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """The rows of one matrix."""
+    """The rows of one matrix: `packed` [num_rows, groups, 16], `scales` [num_rows, groups]."""
 
     path: Path
     name: str
     packed: U8
-    """[num_rows, groups, 16]"""
     scales: U8
-    """[num_rows, groups]"""
 
     def __getitem__(self, rows: slice | NDArray[np.intp]) -> U8:
         """Return some rows, uint8 [n, groups * 17]. Raises ModelError for a scale that is NaN."""

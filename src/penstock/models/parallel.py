@@ -1,28 +1,23 @@
 """Architectures whose attention and MLP run side by side on the same residual stream: Falcon and Cohere.
 
-- Falcon (TII). Small models have one norm for both halves, larger ones a norm for each. (Falcon 3 is a Llama.)
-  Source: arXiv 2311.16867; modeling_falcon.py of transformers; src/models/falcon.cpp of llama.cpp and its converter.
-- Command R and Aya (Cohere), Command R7B and A (Cohere 2). Heads turn by neighbouring pairs of columns. Cohere 2 has windows
-  in most layers; those that see all positions do not turn. Sources: arXiv 2504.00698; modeling_cohere.py and
-  modeling_cohere2.py of transformers; command-r.cpp and cohere2.cpp of llama.cpp.
+Sources: arXiv 2311.16867 (Falcon) and 2504.00698 (Cohere); modeling_NAME.py of transformers; falcon.cpp, command-r.cpp and
+cohere2.cpp of llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.models import checks
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_biases
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, QKV, Architecture, Parts, with_biases, with_defaults
 from penstock.models.decoder import Decoder
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_activation
 from penstock.models.layers import local_layers, local_layers_of_gguf, with_windows, without_global_rotations
 from penstock.models.program import Program
 from penstock.types.model_spec import Activation, ModelSpec
-
-if TYPE_CHECKING:
-    from penstock.models.gguf_file import GgufFile
 
 
 def describe(spec: ModelSpec) -> Program:
@@ -44,7 +39,7 @@ def _with_attn_norm(spec: ModelSpec, has_attn_norm: bool) -> ModelSpec:
     return spec.with_layers(lambda _, layer: replace(layer, has_attn_norm=has_attn_norm))
 
 
-# Falcon
+# Falcon (TII): small models have one norm for both halves, larger ones a norm for each. Falcon 3 is a Llama.
 
 _OLD_NAMES = {
     "n_embed": "hidden_size",
@@ -66,7 +61,7 @@ _DEFAULTS = {
 
 def _falcon_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Old files of the 40B have `n_head_kv` and no `new_decoder_architecture`, though its architecture is the new one."""
-    found = {**_DEFAULTS, **{_OLD_NAMES.get(key, key): value for key, value in values.items() if value is not None}}
+    found = with_defaults(values, _DEFAULTS, _OLD_NAMES)
     is_new = found.setdefault("new_decoder_architecture", "n_head_kv" in values)
     found["num_key_value_heads"] = found.get("num_kv_heads", found["num_attention_heads"]) if is_new else 1
     if type(found["hidden_size"]) is int:
@@ -88,7 +83,7 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_falcon_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    """llama.cpp's converter does not write the rotation's base, which in Falcon 2 11B is not the usual one."""
+    """The converter does not write the rotation's base, which in Falcon 2 11B is not the usual one."""
     has_attn_norm = "blk.0.attn_norm_2.weight" in file.tensors
     is_falcon2 = spec.layers[0].attention.num_kv_heads > 1 and not has_attn_norm
     if is_falcon2 and file.get("falcon.rope.freq_base", float) is None:
@@ -129,15 +124,14 @@ FALCON = Architecture(
     gguf_layer={
         **GGUF_LAYER,
         **with_biases({"attn_norm": "mlp_norm", "attn_norm_2": "attn_norm"}),
-        "attn_qkv.weight": Parts(("q", "k", "v")),
+        "attn_qkv.weight": QKV,
     },
 )
 
 
-# Cohere
+# Command R and Aya (Cohere), Command R7B and A (Cohere 2): heads rotate by neighbouring pairs of columns. Cohere 2 has windows
+# in most layers; the others do not rotate.
 
-_PERIOD = 4
-"""Cohere 2: one layer in so many sees all positions, unless the file says otherwise."""
 _ONLY = {
     "hidden_act": "silu",
     "rotary_pct": 1.0,
@@ -159,7 +153,7 @@ def _of_cohere(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_cohere2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    usual = local_layers(spec, config.get("sliding_window_pattern", int) or _PERIOD)
+    usual = local_layers(spec, config.get("sliding_window_pattern", int))
     window = config.require("sliding_window", int)
     return without_global_rotations(with_windows(config, _of_cohere(config, spec), window, usual))
 
@@ -170,7 +164,7 @@ def _of_cohere_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _of_cohere2_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     window = file.require("cohere2.attention.sliding_window", int)
-    spec = _of_cohere_gguf(file, spec).with_windows(window, local_layers_of_gguf(file, spec, _PERIOD))
+    spec = _of_cohere_gguf(file, spec).with_windows(window, local_layers_of_gguf(file, spec))
     return without_global_rotations(spec)
 
 

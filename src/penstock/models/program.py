@@ -1,11 +1,8 @@
-"""Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them.
+"""Programs: the operations of one step of a model, as a flat list on named buffers. Backends run them in order.
 
-All buffers are float32 [num_tokens, width] unless said otherwise. `GatherRows`, `FirstRows` and `MeanRows` write one row for
-each row of the step that samples; whatever is computed from their results has as many. Operations run in order, and the last
-one is the ending: what the step is computed for.
-
-Programs with `KvWrite` and `Attention` compute a row in any number of steps, and read what came before from the KV cache.
-Programs with `TextAttention` compute a whole text in one step and keep nothing.
+Buffers are float32 [num_tokens, width]; after `GatherRows`, `FirstRows` or `MeanRows`, [num_samples, width]. The last operation
+is the ending. Programs with `KvWrite` and `Attention` compute a row in any number of steps, by means of the KV cache. Programs
+with `TextAttention` compute each text in one step and keep nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +15,12 @@ from penstock.types.model_spec import Activation, Mask, Scoring
 
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class Op:
+    """An operation. `out` may be an input of the same shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embed(Op):
     """out[t] = weight[token_ids[t]] * scale."""
 
     out: str
@@ -27,11 +29,8 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedPositions:
-    """out[t] = x[t] + weight[first + position of t]. `out` may be `x`.
-
-    weight is at least [first + num_positions, width of x].
-    """
+class EmbedPositions(Op):
+    """out[t] = x[t] + weight[first + position of t]. weight is at least [first + num_positions, width of x]."""
 
     out: str
     x: str
@@ -41,11 +40,8 @@ class EmbedPositions:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedTypes:
-    """out[t] = x[t] + weight[1 if t is a token of a pair's second text, else 0]. `out` may be `x`.
-
-    weight is [num_types, width of x]. If there is only one type, all tokens have it.
-    """
+class EmbedTypes(Op):
+    """out[t] = x[t] + weight[1 for tokens of a pair's second text, else 0]. weight is [num_types, width of x]."""
 
     out: str
     x: str
@@ -54,7 +50,7 @@ class EmbedTypes:
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm:
+class RMSNorm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight, per group of `group` columns (0: the whole row)."""
 
     out: str
@@ -65,7 +61,7 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorm:
+class LayerNorm(Op):
     """out = (x - mean) / sqrt(var + eps) * weight (+ bias)."""
 
     out: str
@@ -76,8 +72,8 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """out = x @ weight.T (+ bias) (+ residual). weight is [out width, x width]; `residual` may be `out`."""
+class Linear(Op):
+    """out = x @ weight.T (+ bias) (+ residual). weight is [out width, x width]."""
 
     out: str
     x: str
@@ -87,12 +83,11 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class Rope(Op):
     """Rotate each head of x in place by its position: pairs (i, i + n/2) of the first n = 2 * len(inv_freq) columns.
 
-    angle = position * inv_freq[i]. cos and sin are multiplied by `attention_factor`; columns that do not turn stay as they are.
-    Then all of x is multiplied by 1 + growth * ln(1 + position // growth_len).
-    Source: RoFormer, arXiv 2104.09864, in the half-split layout of Hugging Face checkpoints.
+    angle = position * inv_freq[i]; cos and sin are multiplied by `attention_factor`. Then all of x is multiplied by
+    1 + growth * ln(1 + position // growth_len). Source: RoFormer, arXiv 2104.09864, in the half-split layout.
     """
 
     x: str
@@ -105,24 +100,20 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class KvWrite:
-    """Store k and v [num_tokens, num_kv_heads * head_dim] of a layer at each token's slot, rounded to the cache's type.
-
-    A backend may subtract `rope.key_centre` from the keys first.
-    """
+class KvWrite(Op):
+    """Store k and v [num_tokens, num_kv_heads * head_dim] at the tokens' slots. Backends may subtract `rope.key_centre`."""
 
     layer: int
     k: str
     v: str
     bias: str | None = None
-    """Name of the weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
+    """The weight that was added to k before its rotation. [num_kv_heads * head_dim]"""
     inv_freq: tuple[float, ...] = ()
-    """Frequencies of that rotation, as in `Rope`."""
     attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Op):
     """out = softmax(scale * q k^T + mask) v over the row's KV in the cache, this step's included.
 
     q and out are [num_tokens, num_heads * head_dim]; query head h reads KV head h // (num_heads // num_kv_heads).
@@ -137,20 +128,18 @@ class Attention:
     scale: float
     mask: Mask = "causal"
     window: int = 0
-    """Attend to the last `window` positions, including the query's own; 0: to all."""
+    """Attend to the last `window` positions, including the query's own; 0: all."""
     softcap: float = 0.0
     """If > 0, scores become softcap * tanh(scores / softcap) before the mask."""
     sinks: str | None = None
-    """Weight with a score for each head, [num_heads]: exp(score) is added to the softmax's sum.
-    Source: gpt-oss, arXiv 2508.10925."""
+    """Weight with a score for each head, whose exp is added to the softmax's sum. Source: gpt-oss, arXiv 2508.10925."""
 
 
 @dataclass(frozen=True, slots=True)
-class TextAttention:
-    """out = softmax(scale * q k^T + bias by distance + mask) v over the row's own tokens.
+class TextAttention(Op):
+    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a text, all in one step.
 
-    q and out are [num_tokens, num_heads * head_dim], k and v [num_tokens, num_kv_heads * head_dim]; query head h reads KV head
-    h // (num_heads // num_kv_heads). The whole text must be in one step.
+    Shapes are as in `Attention`.
     """
 
     out: str
@@ -163,42 +152,38 @@ class TextAttention:
     scale: float
     mask: Mask = "all"
     window: int = 0
-    """Token i sees token j only if abs(i - j) < window; 0: all. The mask `causal` also hides the tokens after i."""
+    """Token i sees token j only if abs(i - j) < window; 0: all. The mask `causal` also hides later tokens."""
     distances: str | None = None
-    """Weight of the bias by distance. To the score of query i and key j in head h, it adds column D + min(max(j - i, -D), D)
-    of row h, where D is `num_distances`. [num_heads, 2 D + 1]"""
+    """Weight [num_heads, 2 D + 1], D = `num_distances`. Head h adds column D + clip(j - i, -D, D) to the score of i and j."""
     num_distances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
-    """A gated causal convolution along a row, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
+class ShortConv(Op):
+    """A gated causal convolution, column by column. x is [num_tokens, 3 * width of out]: b, c, u side by side.
 
-    v = b * u, rounded to bf16, and 0 before the first position. out[t] = c[t] * s[t], where s[t] is the sum over i of
-    weight[:, i] * v[t - kernel + 1 + i] (+ bias). weight is [width of out, kernel].
-
-    KV blocks store v of the last `kernel` - 1 positions, the layer's recurrent state (`Program.state`).
-    Source: transformers' modeling_lfm2.py, which in bf16 rounds v as well.
+    v = b * u, rounded to bf16. out[t] = c[t] * (the sum over i of weight[:, i] * v[t - kernel + 1 + i] (+ bias)); v is 0 before
+    the first position. KV blocks store v of the last `kernel` - 1 positions (`Program.state`).
+    Source: transformers' modeling_lfm2.py.
     """
 
     out: str
     x: str
     layer: int
-    """Index among the program's operations with a state."""
+    """Index among the operations with a state."""
     weight: str
     kernel: int
-    """Number of positions that a token reads, including its own; at least 2."""
+    """Positions that a token reads, including its own; at least 2."""
     bias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GatedActivation:
+class GatedActivation(Op):
     """out = activation(gate) * up.
 
-    - `silu`: x * sigmoid(x)
-    - `gelu`: x * Phi(x), Phi being the normal distribution's function; `gelu_tanh`: its tanh form, arXiv 1606.08415
-    - `gelu_quick`: x * sigmoid(1.702 x)
-    - `relu`: max(x, 0); `relu2`: the square of that; `tanh`
+    - `silu`: x * sigmoid(x); `gelu_quick`: x * sigmoid(1.702 x)
+    - `gelu`: x * Phi(x) with the normal distribution's Phi; `gelu_tanh`: its tanh form, arXiv 1606.08415
+    - `relu`: max(x, 0); `relu2`: its square; `tanh`
     - `swiglu_clamped`: (u + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and u = up clipped to [-7, 7]
     """
 
@@ -209,17 +194,16 @@ class GatedActivation:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Op):
     """out = the sum of p_e * down_e(activation(gate_e(x)) * up_e(x)) over the experts e chosen for a token.
 
-    Each expert's score is `scoring` of x @ router.T (+ router_bias): softmax over all experts, or sigmoid. The
-    `num_experts_per_token` experts with the largest score (+ selection_bias) are chosen; ties go to the first. p is the score
-    without the selection bias, divided by the sum over the chosen experts if `is_renormalised`, times `share_factor`.
+    An expert's score is the softmax or sigmoid of x @ router.T (+ router_bias). The `num_experts_per_token` experts with the
+    largest score (+ selection_bias) are chosen; ties go to the first. p is the score, divided by the chosen ones' sum if
+    `is_renormalised`, times `share_factor`.
 
-    The matrices of all experts are stacked: gate and up are [num_experts * intermediate_size, width of x], down is
-    [num_experts * width of out, intermediate_size]. Either all three have biases, [num_experts, outputs], or none; the router's
-    biases are [num_experts].
-    Sources: Mixtral of Experts, arXiv 2401.04088; OLMoE, arXiv 2409.02060; DeepSeek-V3, arXiv 2412.19437.
+    The experts' matrices are stacked: gate and up [num_experts * intermediate_size, width of x], down [num_experts * width of
+    out, intermediate_size]. Their biases, for all three or none, are [num_experts, outputs].
+    Sources: arXiv 2401.04088 (Mixtral), 2409.02060 (OLMoE) and 2412.19437 (DeepSeek-V3).
     """
 
     out: str
@@ -243,7 +227,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class Act(Op):
     """out = activation(x). `GatedActivation` has the formulas."""
 
     out: str
@@ -252,7 +236,7 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Op):
     """out = a + factor * b."""
 
     out: str
@@ -262,7 +246,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherRows:
+class GatherRows(Op):
     """out = the last token's x for each row of the step that samples. [num_samples, width]"""
 
     out: str
@@ -270,29 +254,23 @@ class GatherRows:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstRows:
-    """out = the first token's x for each row of the step that samples. [num_samples, width]
-
-    The whole text must be in one step.
-    """
+class FirstRows(Op):
+    """out = the first token's x for each row that samples. [num_samples, width] The whole text must be in one step."""
 
     out: str
     x: str
 
 
 @dataclass(frozen=True, slots=True)
-class MeanRows:
-    """out = the mean of x over a row's tokens, for each row of the step that samples. [num_samples, width]
-
-    The whole text must be in one step.
-    """
+class MeanRows(Op):
+    """out = the mean of x over a row's tokens, for each row that samples. [num_samples, width] Needs the text in one step."""
 
     out: str
     x: str
 
 
 @dataclass(frozen=True, slots=True)
-class Softcap:
+class Softcap(Op):
     """x = cap * tanh(x / cap), in place."""
 
     x: str
@@ -300,8 +278,8 @@ class Softcap:
 
 
 @dataclass(frozen=True, slots=True)
-class Logits:
-    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. Only a `Softcap` of the result may follow."""
+class Logits(Op):
+    """An ending: scale * x @ weight.T, float32 [num_samples, vocab_size]. Only a `Softcap` may follow."""
 
     out: str
     x: str
@@ -310,46 +288,17 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
-class States:
-    """An ending: x itself, float32 [num_samples, width]: hidden states of texts, or the scores of a classification head.
-
-    The result has a row for each token if x has. `is_normalised`: each row is divided by its Euclidean length.
-    """
+class States(Op):
+    """An ending: x itself, float32 [num_samples or num_tokens, width]; divided by its row's length if `is_normalised`."""
 
     x: str
     is_normalised: bool = False
 
 
-Op = (
-    Embed
-    | EmbedPositions
-    | EmbedTypes
-    | RMSNorm
-    | LayerNorm
-    | Linear
-    | Rope
-    | KvWrite
-    | Attention
-    | TextAttention
-    | ShortConv
-    | GatedActivation
-    | Experts
-    | Act
-    | Add
-    | GatherRows
-    | FirstRows
-    | MeanRows
-    | Softcap
-    | Logits
-    | States
-)
-
-
 def features(op: Op) -> Iterator[str]:
-    """Yield what a backend must support to compute an operation: its name, its activation, and each field with an unusual
-    value.
+    """Yield what a backend must support: the operation's name, its activation, and fields with unusual values.
 
-    A backend refuses an operation with a feature that it does not list, so a new field is never silently ignored.
+    A backend refuses features that it does not list, so a new field is never silently ignored.
     """
     name = type(op).__name__
     yield name
@@ -367,12 +316,11 @@ def features(op: Op) -> Iterator[str]:
 class StateShape:
     """The recurrent state that a KV block stores after its last computed position: [num_layers, num_columns, width], bf16.
 
-    The column of position p is p modulo the block's size modulo `num_columns`.
+    Position p has column p % block_size % num_columns, so the last `num_columns` positions are stored.
     """
 
     num_layers: int
     num_columns: int
-    """Number of last positions that have a column."""
     width: int
 
 
@@ -384,9 +332,8 @@ class Program:
     buffers: tuple[tuple[str, int], ...]
     """(name, width) of every buffer, in order of first use."""
     num_layers: int
-    """Number of layers with keys and values. `KvWrite` and `Attention` have their indices."""
+    """Layers with keys and values."""
     num_kv_heads: int
-    """The same in every layer: a KV cache has one shape for all."""
     head_dim: int
     vocab_size: int
 
@@ -411,7 +358,7 @@ class Program:
 
     @property
     def state(self) -> StateShape | None:
-        """The shape of the recurrent state, or None for most programs."""
+        """The shape of the recurrent state, or None."""
         convs = [op for op in self.ops if isinstance(op, ShortConv)]
         if not convs:
             return None
@@ -430,10 +377,7 @@ class Program:
 
     @property
     def window(self) -> int:
-        """The number of last positions that a token can see, including its own; 0: all.
-
-        It is at least 2, and at least the positions that a short convolution reads.
-        """
+        """The last positions that a token can see, its own included; 0: all. At least 2 and a convolution's kernel."""
         windows = [op.window for op in self.ops if isinstance(op, Attention)]
         kernels = [op.kernel for op in self.ops if isinstance(op, ShortConv)]
         return max(2, *windows, *kernels) if windows and all(windows) else 0

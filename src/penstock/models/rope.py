@@ -1,12 +1,7 @@
 """Rotary position embeddings: the frequencies of each kind of scaling, and the part of a key that all keys share.
 
-Loaders read `RopeParameters` and get a `Rotation`. Backends subtract `key_centre` before they store keys: adding a constant
-vector to every key adds the same number to every score of a query, which softmax ignores. Some models have such a part: a bias
-of hundreds beside columns of size one (Qwen2.5), with which one scale for 32 columns would be too coarse.
-
-Sources: RoFormer, arXiv 2104.09864; linear scaling, arXiv 2306.15595; YaRN and dynamic scaling, arXiv 2309.00071; LongRoPE,
-arXiv 2402.13753; `llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers'
-modeling_rope_utils.py.
+Sources: RoFormer, arXiv 2104.09864; linear scaling, 2306.15595; YaRN and dynamic scaling, 2309.00071; LongRoPE, 2402.13753;
+`llama3` as in the reference code of Llama 3.1; `proportional` and defaults as in transformers' modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -27,19 +22,16 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """Settings of the rotary positions of all layers, or of one type of layer. Numbers are finite and positive.
-
-    `kind` decides which fields count.
-    """
+    """Settings of the rotary positions of a type of layer, finite and positive. `kind` decides which of them count."""
 
     kind: Kind = "default"
     theta: float = 10000.0
     dim: int
-    """The first columns of a head turn, so many of them; even."""
+    """The first columns of a head, which rotate; even."""
     trained_len: int
     """Longest text of the model."""
     original_len: int = 1
-    """Longest text of the model before its context was extended."""
+    """Longest text before the model's context was extended."""
     factor: float = 1.0
     attention_factor: float | None = None
     """Factor of cos and sin; None: computed from the others."""
@@ -54,15 +46,15 @@ class RopeParameters:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     divisors: tuple[float, ...] = ()
-    """More divisors of the frequencies, whatever the kind; empty: none."""
+    """More divisors of the frequencies, for all kinds; empty: none."""
     query_growth: float = 0.0
 
 
 def frequencies(parameters: RopeParameters, head_dim: int, served_len: int) -> Rotation:
     """Return the rotation of heads of `head_dim` columns for texts of up to `served_len` tokens.
 
-    Two kinds depend on the length of the text. A cached key is shared by texts of different lengths, so all texts get the
-    rotation of the longest.
+    Two kinds depend on the length of a text. Texts of different lengths share cached keys, so all get the rotation of the
+    longest.
     """
     rope, dim = parameters, parameters.dim
     inv_freq, attention_factor = inverse_frequencies(dim, rope.theta), 1.0
@@ -117,7 +109,7 @@ def _divided(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float
 
 
 def _llama3(freq: float, rope: RopeParameters) -> float:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long waves by `factor`, keep short ones, and blend those between."""
     turns = rope.original_len * freq / (2.0 * math.pi)
     if turns < rope.low_freq_factor:
         return freq / rope.factor
@@ -128,7 +120,7 @@ def _llama3(freq: float, rope: RopeParameters) -> float:
 
 
 def _yarn(inv_freq: Sequence[float], rope: RopeParameters) -> tuple[float, ...]:
-    """Pairs that turn less than `beta_slow` times in the original context are stretched, those beyond `beta_fast` kept."""
+    """Stretch pairs that turn less than `beta_slow` times in the original context, and keep those beyond `beta_fast`."""
 
     def pair_of(num_turns: float) -> float:
         return rope.dim * math.log(rope.original_len / (num_turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
@@ -153,10 +145,10 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
 
 
 def half_split_rows(name: str, spec: ModelSpec) -> NDArray[np.intp] | None:
-    """Return the order that brings the rows of a weight (or columns of a bias) into the half-split layout.
+    """Return the order that brings the rows of a weight (or columns of a bias) into the half-split layout, or None if not q or
+    k.
 
-    In the file, columns 2 i and 2 i + 1 of a head turn as a pair. Columns that do not turn stay in place. Return None for any
-    weight but q, k and their biases.
+    In the file, columns 2 i and 2 i + 1 of a head turn as a pair. Columns that do not turn stay in place.
     """
     layer, _, kind = name.rpartition(".")
     if kind.removesuffix("_bias") not in ("q", "k"):
@@ -174,7 +166,7 @@ F32 = NDArray[np.float32]
 
 
 def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
-    """Return the pairs of columns (i, i + half) that turn by less than one radian over so many positions.
+    """Return the pairs of columns that turn by less than one radian over so many positions.
 
     Within a radian, the difference between a turned vector and the vector is shorter than the vector.
     """
@@ -182,9 +174,10 @@ def still_pairs(inv_freq: tuple[float, ...], num_positions: int) -> list[int]:
 
 
 def key_centre(op: KvWrite, bias: F32, head_dim: int, num_positions: int) -> F32:
-    """Return the vector to subtract from every key before storing it. [num_kv_heads * head_dim], as `bias`
+    """Return a vector to subtract from every key before storing it, [num_kv_heads * head_dim], as `bias`.
 
-    It is the bias in columns that never turn, or hardly turn over `num_positions`, the longest context served.
+    It adds the same number to every score of a query, which softmax ignores. It is the bias in columns that hardly turn over
+    `num_positions`: beside a bias of hundreds (Qwen2.5), one int8 scale for 32 columns would be too coarse for the rest.
     """
     heads = bias.reshape(-1, head_dim)
     half = len(op.inv_freq)

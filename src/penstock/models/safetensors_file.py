@@ -1,8 +1,7 @@
 """The safetensors container: the tensors of a file by name, memory-mapped or read.
 
-A model's file is mapped. An adapter's file is read, since it may change while a server runs, and a mapped file that is
-truncated would kill the process. The `safetensors` package has no bf16 for NumPy, and copies. Specification:
-https://github.com/huggingface/safetensors#format.
+An adapter's file is read, since a mapped file that is truncated while a server runs would kill the process. The `safetensors`
+package has no bf16 for NumPy, and copies. Specification: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -35,21 +34,19 @@ _DTYPES: Mapping[str, type[np.generic]] = {**FLOATS, **_INTEGERS}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The place of a tensor in its file."""
+    """The place of a tensor, in bytes from the start of its file."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Bytes from the start of the file."""
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that is mapped, or was read."""
+    """A tensor that is mapped, or was read. `path` is for error messages."""
 
     path: Path
-    """Its file, for error messages."""
     dtype: str
     """safetensors' name: `F32`, `F16`, `BF16`, `F8_E4M3` and so on."""
     shape: tuple[int, ...]
@@ -69,8 +66,7 @@ class StoredTensor:
         return self._view(FLOATS[self.dtype])
 
     def integers(self, *dtypes: str) -> NDArray[np.generic]:
-        """Return the values [shape] of a tensor of one of these types: `I8`, `U8`, `I32`, `I64`. Raises ModelError for
-        another."""
+        """Return the values [shape] of a tensor of one of these types of integers. Raises ModelError for another."""
         if self.dtype not in dtypes:
             raise ModelError(
                 f"{self.path}: a tensor of packed integers is of type {self.dtype}, not {' or '.join(dtypes)}.",
@@ -115,7 +111,7 @@ def read_tensor(file: BinaryIO, entry: TensorEntry, path: Path) -> StoredTensor:
 
 
 def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> int:
-    """Return the length of the header, given the first eight bytes. Raises ModelError."""
+    """Return the length of the header, given the first eight bytes."""
     header_bytes = int.from_bytes(first, "little")
     if len(first) < 8 or header_bytes > num_bytes - 8:
         raise _corrupt(path, "its header is longer than the file")
@@ -125,7 +121,7 @@ def _header_bytes(first: bytes, num_bytes: int, max_bytes: int, path: Path) -> i
 
 
 def _entries(text: bytes, num_bytes: int, path: Path) -> dict[str, TensorEntry]:
-    """Parse a header of a file of `num_bytes`. Raises ModelError."""
+    """Parse a header of a file of `num_bytes`."""
     try:
         header = json_object(text)
     except ValueError as error:

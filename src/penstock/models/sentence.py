@@ -1,7 +1,6 @@
 """Reads the files of sentence-transformers beside a model: pooling, dense layers, prompts and the longest text.
 
-Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`). Files with modules
-or settings that are not computed are refused.
+Sources: https://www.sbert.net and the modules of sentence-transformers 6.2 (`sentence_transformers/base`).
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
 
 
 def read_scores(config: JsonFile, usual: ScoreFunction) -> ScoreFunction:
-    """Return the function that is applied to a head's numbers, by config.json, or the usual one. Raises ModelError."""
+    """Return the function that config.json applies to a head's numbers, or the usual one."""
     named = (config.get("sentence_transformers", dict) or {}).get("activation_fn")
     named = config.get("sbert_ce_default_activation_function", str) if named is None else named
     if named is not None:

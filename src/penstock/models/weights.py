@@ -1,4 +1,4 @@
-"""Weights as they are stored in files: raw rows and their format. Loaders make them, backends read them.
+"""Weights as files store them: raw rows and their format. Loaders make them, backends read them.
 
 Mapped arrays stay mapped. Nothing is converted before a backend reads it, and then a few rows at a time, on all processors.
 """
@@ -24,22 +24,19 @@ from penstock.types.sampling import SamplingDefaults
 from penstock.types.vocab import GgufVocab, SpecialTokens
 
 _Array = TypeVar("_Array", bound=NDArray[np.generic])
-_SLICE_VALUES = 1 << 17
-"""Values that a thread converts at a time. NumPy's temporaries of a MiB or two fit into the second-level cache."""
+_PART_VALUES = 1 << 23
+"""Values of one of `WeightTensor.parts`: 32 MiB of float32."""
 
 
 def row_slices(num_rows: int, num_cols: int) -> Iterator[slice]:
-    """Yield consecutive slices of rows, each with a bounded number of values, but at least one row."""
-    step = max(1, _SLICE_VALUES // max(1, num_cols))
+    """Yield slices of at least one row, small enough for NumPy's temporaries to fit into the second-level cache."""
+    step = max(1, (1 << 17) // max(1, num_cols))
     for begin in range(0, num_rows, step):
         yield slice(begin, min(begin + step, num_rows))
 
 
 def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int) -> _Array:
-    """Fill `out` and return it. `convert` makes some rows at a time, in any order and in several threads.
-
-    A row has `num_cols` values. Raises the errors of `convert`.
-    """
+    """Fill `out` and return it. `convert` makes some rows of `num_cols` values, in any order and in several threads."""
     slices = list(row_slices(len(out), num_cols))
 
     def fill(rows: slice) -> None:
@@ -54,26 +51,21 @@ def convert_rows(convert: Callable[[slice], _Array], out: _Array, num_cols: int)
     return out
 
 
-_PART_VALUES = 1 << 23
-"""Values of one of `WeightTensor.parts`: 32 MiB of float32."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
     """Scales of a matrix in F8_E4M3: a value is a number times values[row // block_rows, column // block_cols]."""
 
     values: NDArray[np.float32]
-    """Finite. [blocks of rows, blocks of columns]; the last blocks may be smaller."""
+    """Finite. [blocks of rows, blocks of columns]"""
     block_rows: int
     block_cols: int
 
     def of_rows(self, begin: int, end: int) -> NDArray[np.float32]:
-        """[end - begin, blocks of columns]"""
         return self.values[np.arange(begin, end) // self.block_rows]
 
 
 class Rows(Protocol):
-    """Rows that are computed from a file's array whenever they are read."""
+    """Rows that are computed from a file's array when they are read."""
 
     @property
     def packed(self) -> NDArray[np.generic]:
@@ -92,10 +84,9 @@ class WeightTensor:
     num_cols: int
     format: WeightFormat
     stored: NDArray[np.generic] | Rows | Stacked
-    """Rows in this format. F32: float32 [num_rows, num_cols]; F16: float16, BF16: uint16,
-    F8_E4M3: uint8; quantised: uint8 [num_rows, bytes of its blocks]."""
+    """Rows in this format: float32, float16, uint16 (BF16) or uint8 (F8_E4M3) values, or uint8 blocks."""
     scales: BlockScales | None = None
-    """Only, and always, for F8_E4M3."""
+    """Set if and only if the format is F8_E4M3."""
     order: NDArray[np.intp] | None = None
     """Row i is `stored[order[i]]`; None: `stored[i]`."""
     column_order: NDArray[np.intp] | None = None
@@ -103,12 +94,10 @@ class WeightTensor:
 
     @property
     def data(self) -> NDArray[np.generic]:
-        """All rows, as `rows` returns them."""
         return self.rows(0, self.num_rows)
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return some rows in this format, if possible as a view of the file. Raises ModelError if there is a
-        `column_order`."""
+        """Return some rows, if possible as a view of the file. Raises ModelError if there is a `column_order`."""
         if self.column_order is not None:
             raise ModelError(
                 f"the columns of {self.name} are in another order (act-order), which is not supported here.",
@@ -123,8 +112,8 @@ class WeightTensor:
         return self.stored[begin:end:step] if self.order is None else self.stored[self.order[begin:end:step]]
 
     def parts(self, multiple: int, first: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yield consecutive ranges of [first, end) with a bounded number of values, all but the last a multiple of `multiple`
-        rows."""
+        """Yield consecutive ranges of [first, end) of at most 32 MiB as float32, in multiples of `multiple` rows except the
+        last."""
         step = max(1, _PART_VALUES // (self.num_cols * multiple)) * multiple
         stop = self.num_rows if end is None else end
         for begin in range(first, stop, step):
@@ -135,10 +124,7 @@ class WeightTensor:
         return stored_bytes(self.format, self.num_rows, self.num_cols)
 
     def forget(self, begin: int = 0, end: int | None = None) -> None:
-        """Let the system drop the pages of stored rows [begin, end), if they are of a mapped file. Reading loads them again.
-
-        With an `order`, rows that were read may lie outside of this range, and stay in memory.
-        """
+        """Let the system drop the pages of stored rows of a mapped file, except rows that `order` takes from elsewhere."""
         if isinstance(self.stored, Stacked):
             self.stored.forget(begin, self.num_rows if end is None else end)
         elif (owner := self._file()) is not None:
@@ -151,7 +137,7 @@ class WeightTensor:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the data are of a mapped file, whose memory the system can reclaim."""
+        """Whether the system can reclaim the data's memory, because it is a mapped file."""
         is_as_stored = self.order is None and isinstance(self.stored, np.ndarray)
         return is_as_stored and self._file() is not None
 
@@ -166,7 +152,7 @@ class WeightTensor:
         return owner if isinstance(owner, mmap.mmap) else None
 
     def dequantize(self, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """Return the values of some rows, float32 [rows, num_cols]. They are exact, except for fp8 times its scale."""
+        """Return some rows, float32 [rows, num_cols]. They are exact, except for fp8 times its scale."""
         stop = self.num_rows if end is None else end
         data = self.ordered_rows(begin, stop)
 
@@ -215,12 +201,10 @@ class Stacked:
     cuts: tuple[Cut, ...]
 
     def rows(self, begin: int, end: int) -> NDArray[np.generic]:
-        """Return some rows, if possible as a view of the file."""
         found = [cut.rows(first, last) for cut, first, last in self._within(begin, end)]
         return np.concatenate(found) if len(found) > 1 else np.ascontiguousarray(found[0])
 
     def forget(self, begin: int, end: int) -> None:
-        """Drop pages like `WeightTensor.forget`."""
         for cut, first, last in self._within(begin, end):
             cut.tensor.forget(cut.first + first * cut.step, cut.first + (last - 1) * cut.step + 1)
 
@@ -258,7 +242,6 @@ def held_floats(name: str, floats: Floats) -> Floats:
 
 
 def is_of_experts(name: str) -> bool:
-    """Return whether our name is that of matrices of experts."""
     return name.rpartition(".")[2] in ("expert_gate", "expert_up", "expert_down")
 
 
@@ -280,19 +263,16 @@ class LoadedModel:
     """By our name: `embed`, `norm`, `output` (unless tied), `layers.{i}.{attn_norm,q,k,v,o,mlp_norm,gate,up,down}` and so on.
     The rows of q and k are in the half-split rope layout."""
     tokenizer_source: Path | GgufVocab
-    """The argument of `text.tokenizer.load_tokenizer`."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a reply and that files name by id. `Tokenizer.eos_token_ids` has all."""
+    """Tokens that end a reply, if files name them by id. `Tokenizer.eos_token_ids` has all."""
     path: Path
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     """By name. `default` is used unless a request names another one."""
     special_tokens: SpecialTokens = field(default_factory=dict)
-    """By key: tokens that files name by text."""
     ends: tuple[bool, bool] | None = None
-    """Whether bos and eos are added to a text (`add_bos_token`, `add_eos_token`). None: the tokenizer's file decides."""
+    """Whether bos and eos are added to a text. None: the tokenizer's file decides."""
     generation: Generation | None = None
-    """The files' settings of sampling, if any."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The settings that apply: `models.generation.obeying` sets them."""
     encoder: EncoderInfo | None = None
@@ -311,7 +291,6 @@ class LoadedModel:
 
     @property
     def num_expert_bytes(self) -> int:
-        """The share of a mixture's experts. A token needs only a few of them."""
         return sum(self._held_bytes(name) for name in self.weights if is_of_experts(name))
 
     def _held_bytes(self, name: str) -> int:

@@ -43,6 +43,12 @@ class ModelError(PenstockError):
     """A model file is missing, corrupt, truncated or of an unsupported kind."""
 
 
+def damaged(path: object, cause: str) -> ModelError:
+    """Return the error for a model's file that is damaged, incomplete or contradicts itself."""
+    remedy = "The file may be damaged: fetch it again and compare checksums. If they match, its converter is at fault."
+    return ModelError(f"{path}: {cause}.", remedy=remedy)
+
+
 class NotEnoughMemory(ConfigError, ModelError):
     """A model does not fit the free memory with these settings."""
 

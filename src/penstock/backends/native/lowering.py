@@ -285,24 +285,9 @@ def _written_by(op: Op) -> str | None:
 
 
 def _read_by(op: Op) -> set[str | None]:
-    """The buffers that an operation reads."""
-    match op:
-        case Linear():
-            return {op.x, op.residual}
-        case Embed():
-            return set()
-        case KvWrite():
-            return {op.k, op.v}
-        case Attention():
-            return {op.q}
-        case TextAttention():
-            return {op.q, op.k, op.v}
-        case GatedActivation():
-            return {op.gate, op.up}
-        case Add():
-            return {op.a, op.b}
-        case _:
-            return {op.x}
+    """Return the buffers that an operation reads, and maybe None."""
+    names = ("gate", "up") if isinstance(op, GatedActivation) else ("x", "residual", "q", "k", "v", "a", "b")
+    return {getattr(op, name, None) for name in names}
 
 
 # The second pass: instructions
