@@ -237,8 +237,8 @@ def _tekken(path: Path, data: bytes) -> GgufVocab:
 
 
 _OLD_SPECIAL_NAMES = (
-    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> "
-    "[IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
+    "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 )
 _OLD_SPECIAL_TOKENS = [{"rank": rank, "token_str": text} for rank, text in enumerate(_OLD_SPECIAL_NAMES.split())]
 """The special tokens of old files, which do not list them (`DEPRECATED_SPECIAL_TOKENS` of mistral-common)."""
