@@ -38,6 +38,7 @@ from penstock.text.vocabulary import byte_level_alphabet
 from penstock.types.encoder import EncoderInfo, ScoreFunction
 from penstock.types.plan import Capacity
 from penstock.types.vocab import GgufVocab
+from support.answers import AnswerCheck
 
 CAPACITY = Capacity(num_blocks=513, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=2048, max_scored=20)
 MODEL_NAME = "toy"
@@ -214,10 +215,11 @@ def make_text_runtime(executor=None, *, encoder=EMBEDDER, **fields) -> RunningMo
 
 
 def make_client(*models: RunningModel, splits=(), **config_fields) -> httpx.AsyncClient:
-    """A client that calls the app in process; answers come whole."""
+    """A client that calls the app in process; answers come whole, and are checked against the OpenAPI document."""
     app = create_app(Deployment.of(*models, splits=splits), ServerConfig(**config_fields))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30)
+    hooks = {"response": [AnswerCheck(app)]}
+    return httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=30, event_hooks=hooks)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from penstock.serve import loading
 from penstock.serve.app import create_app
 from penstock.serve.asking import find_asked, look_up
 from penstock.serve.cards import Listed
-from penstock.serve.openai import adapters as route_file
+from penstock.serve.vllm import adapters as route_file
 from penstock.types.adapter import AdapterOutlook
 from penstock.types.errors import ConfigError, NotEnoughMemory
 from tiny_adapters import factors_of_llama, write_adapter

@@ -272,6 +272,7 @@ async def test_a_large_answer_is_put_together_beside_the_event_loop(client, monk
         return {}
 
     monkeypatch.setattr("penstock.serve.openai.write.CompletionWriter.whole", written)
+    client.event_hooks = {}
     for fields in ({"max_tokens": 5}, {"max_tokens": 50, "n": 10, "logprobs": 20}, {"max_tokens": 1000, "n": 5}):
         assert (await client.post(COMPLETIONS, json=prompt(**fields | {"temperature": 1}))).status_code == 200
     assert threads == [True, False, False]

@@ -477,13 +477,13 @@ async def test_errors_have_llama_cpps_types(client, runtime):
 
 
 @pytest.mark.parametrize("verb", ["GET", "POST"])
-@pytest.mark.parametrize(("path", "told"), [("/lora-adapters", "by 'model'"), ("/slots/0", "kept by themselves")])
+@pytest.mark.parametrize(("path", "told"), [("/lora-adapters", "in 'model'"), ("/slots/0", "by themselves")])
 async def test_routes_that_are_not_there_say_so_in_llama_cpps_words(client, verb, path, told):
     response = await client.request(verb, path)
     error = response.json()["error"]
     assert (response.status_code, set(error)) == (404, {"code", "message", "type"})
     assert (error["code"], error["type"]) == (404, "not_found_error")
-    assert error["message"].startswith(f"There is nothing at {verb} {path}")
+    assert error["message"].startswith(f"{verb} {path} is not supported here.")
     assert told in error["message"]
 
 

@@ -452,7 +452,7 @@ async def test_requests_share_the_reading_of_a_models_files(runtime):
 async def test_what_is_not_done_says_what_to_do(client, verb, name):
     response = await client.request(verb, f"/api/{name}", json={"model": "toy"})
     assert response.status_code == 501
-    assert f"/api/{name} is not done by this server." in response.json()["error"]
+    assert f"{verb} /api/{name} is not supported here." in response.json()["error"]
 
 
 @pytest.mark.parametrize("page", [True, False])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from harness import make_client, make_runtime
 
-from penstock.serve.answer_schemas import ANSWERS
-
 
 @pytest.fixture
 async def document(client):
@@ -22,7 +20,6 @@ def operations(document):
 
 
 async def test_every_operation_tells_what_it_answers(document):
-    assert sorted(operations(document)) == sorted(ANSWERS)
     for name, told in operations(document).items():
         content = told["responses"]["200"]["content"]
         assert content, name
@@ -109,7 +106,12 @@ async def test_what_a_response_must_have_is_required(document):
 async def test_an_explanation_has_the_fields_of_its_schema(client, document):
     answer = (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).json()
     [choice] = (await client.get(f"/v1/requests/{answer['id']}")).json()["choices"]
-    schema = document["components"]["schemas"]["RequestChoice"]["properties"]
+    schemas = document["components"]["schemas"]
+    fields = schemas["RequestChoice"]["properties"]
     for name in ("prefill", "resume", "decode", "sat_out", "batch", "waited"):
-        assert set(choice[name]) == set(schema[name]["properties"]), name
-    assert set(choice) == set(schema)
+        assert set(choice[name]) == set(schemas[fields[name]["$ref"].rpartition("/")[2]]["properties"]), name
+    assert set(choice) == set(fields)
+
+
+async def test_schemas_have_short_names(document):
+    assert [name for name in document["components"]["schemas"] if not name.isalnum()] == []

@@ -27,6 +27,7 @@ from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
+from penstock.serve.openai.embeddings import EmbeddingsBody
 from penstock.serve.openai.read import PART_NO_EFFECT
 from penstock.serve.openai.schemas import (
     ChatCompletionBody,
@@ -47,7 +48,6 @@ from penstock.serve.responses.schemas import (
     TextOptions,
     TextPart,
 )
-from penstock.serve.texts.openai import EmbeddingsBody
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_fuzz import JSON, TEXT, as_json
 
+from penstock.serve.cohere.embed import CohereEmbedBody
+from penstock.serve.cohere.rerank import RerankBody
+from penstock.serve.openai.embeddings import EmbeddingsBody
 from penstock.serve.openai.tokenize import TokenizeBody
-from penstock.serve.texts.cohere import CohereEmbedBody
-from penstock.serve.texts.openai import EmbeddingsBody
-from penstock.serve.texts.rerank import RerankBody
-from penstock.serve.texts.tei import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
-from penstock.serve.texts.vllm import ClassifyBody, PoolingBody, ScoreBody
+from penstock.serve.tei.texts import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXTS = TEXT | st.lists(TEXT.filter(bool), min_size=1, max_size=3) | st.lists(TEXT, max_size=3)

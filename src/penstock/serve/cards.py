@@ -6,28 +6,31 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, NotRequired
 from weakref import WeakKeyDictionary
 
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way
-from penstock.deploy.served import ModelCard, ServedModel
+from penstock.deploy.served import ModelCard as FileCard
+from penstock.deploy.served import ServedModel
 from penstock.serve.asking import find_allowed, may_ask
 from penstock.serve.loading import FolderWatch
+from penstock.serve.shapes import Count
 
 
 class ModelCards:
     """Reads each model's files once, from the first question on. A disk that hangs keeps one thread for each model."""
 
     def __init__(self) -> None:
-        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[ModelCard]] = WeakKeyDictionary()
+        self._cards: WeakKeyDictionary[ServedModel, asyncio.Future[FileCard]] = WeakKeyDictionary()
 
-    async def of(self, served: ServedModel) -> ModelCard:
+    async def of(self, served: ServedModel) -> FileCard:
         """Return the facts of a model's files. Waits for the disk."""
         if served not in self._cards:
             self._cards[served] = asyncio.ensure_future(asyncio.to_thread(served.card))
@@ -36,6 +39,28 @@ class ModelCards:
 
 LISTED_AT_ONCE = 128
 """Names of models that are told without giving way to other threads: half a millisecond."""
+
+
+class ModelStatus(TypedDict):
+    value: str
+    cause: NotRequired[str]
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count | None
+    task: Literal["generate", "embed", "rerank", "classify"] | None
+    status: ModelStatus
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +73,13 @@ class Listed:
     """The folder or file of an adapter."""
     is_adapter: bool = False
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> ModelCard:
         """The name's facts. Those that only a load can tell are null before the first one. An adapter's are in vLLM's form."""
         served, info = self.served, self.served.info
         root = self.path.name if self.path is not None else self.name if info is None else info.root
+        status: ModelStatus = {"value": served.state.value}
+        if served.failure:
+            status["cause"] = served.failure
         return {
             "id": self.name,
             "object": "model",
@@ -60,8 +88,8 @@ class Listed:
             "root": root,
             "parent": served.name if self.is_adapter else None,
             "max_model_len": None if info is None else info.max_model_len,
-            "task": None if info is None else "generate" if info.encoder is None else info.encoder.task,
-            "status": {"value": served.state.value} | ({"cause": served.failure} if served.failure else {}),
+            "task": None if info is None else "generate" if info.encoder is None else info.encoder.task.value,
+            "status": status,
         }
 
 
@@ -96,7 +124,7 @@ class ModelsEndpoint:
                     give_way()
         return found
 
-    async def get(self, http: HttpRequest) -> dict[str, Any]:
+    async def get(self, http: HttpRequest) -> ModelCard:
         """The model with this name."""
         model_id = http.path_params["model_id"]
         served, adapter = find_allowed(model_id, self._deployment, http.scope)

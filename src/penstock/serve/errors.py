@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NotRequired
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from penstock.types.errors import Rejected, RejectReason, counted
 
@@ -99,26 +100,28 @@ class ApiError(HTTPException):
         return Response(body, self.status_code, headers=self.headers, media_type="application/json")
 
 
-ErrorWords = Callable[[ApiError], dict[str, Any]]
-"""A function that tells an error in the words of some API, as plain JSON data."""
+ErrorWords = Callable[[ApiError], Mapping[str, Any]]
+"""A function that spells an error as some API does: plain JSON data. The type that it returns describes the error."""
 
 
-async def in_words(words: ErrorWords, answer: Awaitable[Response]) -> Response:
-    """The answer, or its error in these words: for an API that shares its path with another one."""
-    try:
-        return await answer
-    except (ApiError, Rejected) as raised:
-        return as_api_error(raised).response(words)
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    n_prompt_tokens: NotRequired[int]
+    n_ctx: NotRequired[int]
 
 
-def openai_words(error: ApiError) -> dict[str, Any]:
-    fields = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
-    return {"error": fields | told_sizes(error)}
+class Error(TypedDict):
+    error: ErrorDetail
 
 
-def told_sizes(error: ApiError) -> dict[str, int]:
-    """llama.cpp's fields of a prompt that is too long."""
-    return {} if error.sizes is None else dict(zip(("n_prompt_tokens", "n_ctx"), error.sizes, strict=True))
+def openai_words(error: ApiError) -> Error:
+    detail: ErrorDetail = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
+    if error.sizes is not None:
+        detail["n_prompt_tokens"], detail["n_ctx"] = error.sizes
+    return {"error": detail}
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

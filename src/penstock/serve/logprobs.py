@@ -6,8 +6,10 @@ import codecs
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from typing_extensions import TypedDict
+
+from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
@@ -16,6 +18,51 @@ _MOST_AROUND = 4
 """Special tokens that a model wants before a text, or behind it, at most."""
 _LEAST_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI writes this for a probability of zero."""
+
+
+class CompletionTokens(TypedDict):
+    """Log-probabilities of a completion."""
+
+    text_offset: list[Count]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def joined(first: CompletionTokens, second: CompletionTokens) -> CompletionTokens:
+    """Return the log-probabilities of a prompt and of its completion as one."""
+    return {
+        "text_offset": first["text_offset"] + second["text_offset"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "tokens": first["tokens"] + second["tokens"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+    }
+
+
+class Token(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[Count]
+
+
+class ChatToken(Token):
+    top_logprobs: list[Token]
+
+
+class ChatTokens(TypedDict):
+    """Log-probabilities of a chat's answer."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class PromptToken(TypedDict):
+    logprob: float
+    rank: Count
+    decoded_token: str
+
+
+PromptTokens = list[dict[str, PromptToken] | None]
 
 
 class CompletionLogprobs:
@@ -30,7 +77,7 @@ class CompletionLogprobs:
         self._offset = text_offset
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def write(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def write(self, entries: Sequence[TokenLogprobs]) -> CompletionTokens:
         return {
             "text_offset": [self._advance(entry.token_id) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
@@ -74,7 +121,7 @@ class CompletionLogprobs:
 
     def write_prompt(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, text: str
-    ) -> dict[str, Any]:
+    ) -> CompletionTokens:
         """The same of a prompt, before anything else; its first token has null. `text`: the prompt as it is shown.
 
         Tokens around the prompt that its text does not have, such as the one that begins every text, begin where it does.
@@ -91,12 +138,12 @@ class CompletionLogprobs:
         }
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int) -> PromptTokens:
     """vLLM's `prompt_logprobs`: of each token of the prompt by id the token's own and the likeliest; the first has null."""
     return [None, *[_of_prompt(tokenizer, entry, num_top) for entry in entries]]
 
 
-def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
+def _of_prompt(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, PromptToken]:
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top[:num_top], 1)]
     told = {token_id: (logprob, rank) for token_id, logprob, rank in ranked} | {entry.token_id: (entry.logprob, entry.rank)}
     return {
@@ -124,7 +171,7 @@ class ChatLogprobs:
         self._waiting: deque[tuple[TokenLogprobs, bytes, list[int]]] = deque()
         """Tokens not shown to their end: (entry, bytes, how many characters have to be shown for each byte to be)."""
 
-    def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> dict[str, Any]:
+    def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
         """The entries of all tokens that are shown now. `text`: the next of the content; `entries`: of the tokens beside it."""
         self._num_shown += len(text)
         waiting = self._waiting
@@ -132,7 +179,7 @@ class ChatLogprobs:
             data = self._bytes[entry.token_id]
             if data:
                 waiting.append((entry, data, self._advance(data)))
-        content: list[dict[str, Any]] = []
+        content: list[ChatToken] = []
         while waiting and waiting[0][2][-1] <= self._num_shown:
             entry, data, _ = waiting.popleft()
             content.append(self._entry(entry, data))
@@ -150,13 +197,13 @@ class ChatLogprobs:
             ends.append(self._num_decoded + bool(self._decoder.getstate()[0]))
         return ends
 
-    def _entry(self, entry: TokenLogprobs, data: bytes) -> dict[str, Any]:
+    def _entry(self, entry: TokenLogprobs, data: bytes) -> ChatToken:
         token_bytes = self._tokenizer.token_bytes
         top = [_chat_token(token_bytes(token_id), logprob) for token_id, logprob in entry.top]
         return {**_chat_token(data, entry.logprob), "top_logprobs": top}
 
 
-def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+def _chat_token(data: bytes, logprob: float) -> Token:
     return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 

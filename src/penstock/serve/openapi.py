@@ -1,74 +1,96 @@
 """The server's operations as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1). `app` calls it once, when asked.
 
-Bodies are described by the pydantic models that check them, answers and errors by `answer_schemas`.
+pydantic describes bodies by the models that check them, and answers and errors by the types that the writers fill.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
-from pydantic.json_schema import models_json_schema
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from pydantic import TypeAdapter
 
 import penstock
-from penstock.serve.answer_schemas import ANSWERS, JSON, REF, SCHEMAS, error_schema
-from penstock.serve.bodies import Body
+from penstock.serve.api import Api, PlainText, Route
+from penstock.serve.errors import openai_words
 
 TITLE = "Penstock"
 DESCRIPTION = "An OpenAI-compatible server for language models and encoders."
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-
-Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+_REF = "#/components/schemas/"
+_JSON, _EVENTS = "application/json", "text/event-stream"
+_Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path, with what answers it."""
+    """A method of a path, with the routes that share it: the last one answers what belongs to no other."""
 
     method: str
     path: str
-    """Parameters stand in braces, as Starlette's routes have them: `/v1/models/{model_id:path}`."""
-    summary: str
-    endpoint: Endpoint
-    told_by: Callable[..., object]
-    """The function whose name and docstring describe the operation."""
-    bodies: Sequence[type[Body]] = ()
-    """It takes one of them as JSON; none for an operation without a body."""
-    query: Sequence[str] = ()
-    """Names of its optional parameters."""
+    routes: Sequence[tuple[Api, Route]]
 
 
 def write_document(operations: Sequence[Operation], open_paths: Set[str] | None = None) -> dict[str, Any]:
-    """The document of all operations, in their order. `open_paths`: those that need no key; None: none is asked for."""
-    bodies = dict.fromkeys(body for operation in operations for body in operation.bodies)
-    _, described = models_json_schema([(body, "validation") for body in bodies], ref_template=REF + "{model}")
+    """Return the document of all operations, in their order.
+
+    `open_paths`: those that need no key, or None if no route needs one.
+    """
+    schemas = _Schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         path = _PATH_PARAMETER.sub(r"{\1}", operation.path)
-        told = paths.setdefault(path, {})[operation.method.lower()] = _describe(operation, path)
+        described = paths.setdefault(path, {})[operation.method.lower()] = _describe(operation, schemas)
         if open_paths is not None and path in open_paths:
-            told["security"] = []
+            described["security"] = []
     has_keys = open_paths is not None
     return {
         "openapi": "3.1.0",
         "info": {"title": TITLE, "description": DESCRIPTION, "version": penstock.__version__},
         **({"security": [{name: []} for name in _KEY_HEADERS]} if has_keys else {}),
         "paths": paths,
-        "components": {
-            "schemas": {name: _with_nulls(schema) for name, schema in described["$defs"].items()} | dict(SCHEMAS),
-            **({"securitySchemes": _KEY_HEADERS} if has_keys else {}),
-        },
+        "components": {"schemas": schemas.named, **({"securitySchemes": _KEY_HEADERS} if has_keys else {})},
     }
 
 
-def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
-    """A body's schema, which says that null is the same as absent also where a type of ours says what else a field may be."""
+class _Schemas:
+    """The schemas of all types of the operations."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        routes = [pair for operation in operations for pair in operation.routes]
+        bodies = {kind for _, route in routes for kind in _kinds(route.body)}
+        answers = {kind for _, route in routes for kind in (route.returns, route.streams)} | {
+            _error_type(words) for words in {openai_words, *(api.wording.words for api, _ in routes)}
+        }
+        kinds = sorted((bodies | answers) - {None}, key=str)
+        adapters: list[tuple[Any, Literal["validation"], TypeAdapter[Any]]] = [
+            (kind, "validation", TypeAdapter(kind)) for kind in kinds
+        ]
+        found, rest = TypeAdapter.json_schemas(adapters, ref_template=_REF + "{model}")
+        self._found: dict[Any, _Schema] = {kind: schema for (kind, _), schema in found.items()}
+        self.named = {name: _with_nulls(schema) for name, schema in rest["$defs"].items()}
+
+    def of(self, *kinds: Any) -> _Schema:
+        """Return the schema of a value of any of these types."""
+        schemas = list({str(kind): self._found[kind] for kind in kinds}.values())
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _kinds(body: Any) -> Sequence[Any]:
+    """Return the types of a union, or the type itself."""
+    return () if body is None else get_args(body) or (body,)
+
+
+def _error_type(words: Callable[..., Any]) -> Any:
+    return get_type_hints(words)["return"]
+
+
+def _with_nulls(schema: _Schema) -> _Schema:
+    """Return a schema in which null is the same as absent for fields of a body whose type is one of ours, too."""
     for name, field in schema.get("properties", {}).items():
         about = {word: field[word] for word in ("title", "description", "default") if word in field}
         rest = {word: value for word, value in field.items() if word not in about}
@@ -78,74 +100,103 @@ def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _describe(operation: Operation, path: str) -> dict[str, Any]:
-    words = f"{operation.told_by.__name__}{operation.path}_{operation.method.lower()}"
-    told: dict[str, Any] = {"summary": operation.summary, "operationId": re.sub(r"\W", "_", words)}
-    if description := inspect.getdoc(operation.told_by):
-        told["description"] = description
+def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    routes = [route for _, route in operation.routes]
+    base = routes[-1]
+    words = f"{base.answer.__name__}{operation.path}_{operation.method.lower()}"
+    apis = ", ".join([api.name for api, _ in reversed(operation.routes) if api.name])
+    described: dict[str, Any] = {
+        "summary": f"{base.summary} ({apis})" if apis else base.summary,
+        "operationId": re.sub(r"\W", "_", words),
+    }
+    if description := inspect.getdoc(base.answer):
+        described["description"] = description
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PATH_PARAMETER.findall(operation.path)
     ]
-    parameters += [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in operation.query]
+    query = dict.fromkeys([name for route in reversed(routes) for name in route.query])
+    parameters += [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in query]
     if parameters:
-        told["parameters"] = parameters
-    if operation.bodies:
-        refs = [{"$ref": REF + body.__name__} for body in operation.bodies]
-        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        told["requestBody"] = {"content": {JSON: {"schema": schema}}, "required": True}
-    told["responses"] = _responses(operation, path)
-    return told
+        described["parameters"] = parameters
+    if base.body is not None:
+        bodies = [kind for route in reversed(routes) for kind in _kinds(route.body)]
+        described["requestBody"] = {"content": {_JSON: {"schema": schemas.of(*bodies)}}, "required": True}
+    described["responses"] = _responses(operation, schemas)
+    return described
 
 
-def _responses(operation: Operation, path: str) -> dict[str, Any]:
-    content = {kind: {"schema": schema} for kind, schema in ANSWERS.get(f"{operation.method} {path}", {JSON: {}}).items()}
-    told = {"200": {"description": "The answer", "content": content}}
-    if path in _ACCEPTING:
-        told["202"] = {"description": "It will be done", "content": content}
-    statuses = {**_OF_ALL, **(_OF_BODIES if operation.bodies else {})}
+def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    routes = [route for _, route in operation.routes]
+    content = {media_type: {"schema": schema} for media_type, schema in _answers(operation, schemas).items()}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    statuses = dict(_OF_ALL)
+    if routes[-1].body is not None:
+        statuses |= _OF_BODIES
     if operation.method != "GET":
         statuses |= _OF_DEEDS
-    if "{" in path or operation.query:
+    if "{" in operation.path or any(route.query for route in routes):
         statuses |= _OF_NAMES
-    if path == _FOLLOWING:
-        statuses |= _OF_FOLLOWERS
-    error = {JSON: {"schema": error_schema(path)}}
+    for route in routes:
+        statuses |= route.more_statuses
+    errors = [
+        _error_type(api.wording.words)
+        for api, route in operation.routes
+        if route.when is not None or api.wording.owns(operation.path)
+    ]
+    error = {_JSON: {"schema": schemas.of(*errors, _error_type(openai_words))}}
     for status, description in sorted(statuses.items()):
-        told[str(status)] = {"description": description, "content": error}
+        responses[str(status)] = {"description": description, "content": content if status < 300 else error}
         if status in _WITH_RETRY_AFTER:
-            told[str(status)]["headers"] = _RETRY_AFTER
-    return told
+            responses[str(status)]["headers"] = _RETRY_AFTER
+    return responses
+
+
+def _answers(operation: Operation, schemas: _Schemas) -> dict[str, _Schema]:
+    """Return the schemas of the answer by its media type; of a stream, that of one event or line."""
+    plain = [route.returns for _, route in operation.routes if route.returns is PlainText]
+    whole = [route.returns for _, route in reversed(operation.routes) if route.returns not in (None, PlainText)]
+    answers = {"text/plain": schemas.of(PlainText)} if plain else {}
+    if whole:
+        answers[_JSON] = schemas.of(*whole)
+    for api, route in operation.routes:
+        if route.streams is None:
+            continue
+        of_line = schemas.of(route.streams, _error_type(api.wording.words), _error_type(openai_words))
+        if api.stream_type != _EVENTS:
+            answers[api.stream_type] = of_line
+            continue
+        data: _Schema = {"type": "string", "contentMediaType": _JSON, "contentSchema": of_line}
+        ends: list[_Schema] = [{"type": "string", "enum": [api.stream_end]}] if api.stream_end else []
+        event = {"event": {"type": "string"}, "data": {"anyOf": [data, *ends]} if ends else data}
+        answers[_EVENTS] = {"type": "object", "properties": event, "required": ["data"]}
+    return answers
 
 
 _OF_ALL: Mapping[int, str] = MappingProxyType(
     {
-        400: "Something is malformed, out of range, unknown or not supported: the message says what, and the remedy",
+        400: "Something is malformed, out of range, unknown or not supported: the message says what, and what to do",
         401: "The key is missing or wrong",
-        408: "A time limit has passed, or the request has not come whole",
+        408: "A time limit has passed, or the request did not arrive whole in time",
         413: "The body is too large",
         431: "The address and the headers are too large",
-        500: "A fault of the server, whose log says more",
+        500: "A fault of the server; its log says more",
         503: "Not now: the server starts, drains or loads the model",
     }
 )
 """Statuses of errors that any operation may answer with, and what they mean."""
-_OF_NAMES: Mapping[int, str] = MappingProxyType({404: "There is nothing of this name"})
+_OF_NAMES: Mapping[int, str] = MappingProxyType({404: "Nothing has this name"})
 _OF_DEEDS: Mapping[int, str] = MappingProxyType({403: "Not with this key, or not from a page of another site"})
 _OF_BODIES: Mapping[int, str] = MappingProxyType(
     {
         **_OF_NAMES,
         415: "The body is compressed",
-        429: "Too much is waiting already",
+        429: "Too many requests are waiting",
         499: "The request was cancelled",
     }
 )
-_OF_FOLLOWERS: Mapping[int, str] = MappingProxyType({409: "The response that this one follows has not ended"})
-_FOLLOWING = "/v1/responses"
-_ACCEPTING = frozenset({"/models/load"})
-"""Paths that may answer before they are done."""
 _WITH_RETRY_AFTER = frozenset({429, 503})
-_RETRY_AFTER = {"Retry-After": {"description": "Seconds after which it may be tried again", "schema": {"type": "integer"}}}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds after which to try again", "schema": {"type": "integer"}}}
 _KEY_HEADERS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

@@ -11,9 +11,9 @@ import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -34,6 +34,8 @@ from penstock.serve.errors import (
 )
 from penstock.serve.http.checks import entry_of
 from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
+from penstock.serve.shapes import ChatFinishWord, FinishWord
+from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (
     AnswerForm,
     CallEnd,
@@ -63,7 +65,7 @@ def as_object(arguments: str) -> orjson.Fragment | None:
 
 _log = logging.getLogger(__name__)
 
-FINISH_WORDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+FINISH_WORDS: Mapping[FinishReason, FinishWord] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 """OpenAI's words; every other end is an error."""
 _PARTS = ("queue", "prefill", "decode")
 _LINE_ENDS = tuple((char.encode(), f"\\u{ord(char):04x}".encode()) for char in "\x85\u2028\u2029")
@@ -118,7 +120,7 @@ class Usage:
         """Tokens of all prompts that were found in the cache."""
         return sum(self._num_cached[:: self._num_choices])
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> UsageTold:
         num_generated = sum(self._num_generated)
         return {
             "prompt_tokens": self._num_prompt_tokens,
@@ -188,8 +190,8 @@ class Writer(ABC):
         """The end of a stream that fails after it began."""
 
     @abstractmethod
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
-        """The answer that is not streamed."""
+    def whole(self, records: Sequence[ChoiceRecord]) -> object:
+        """Return the answer that is not streamed, as JSON data."""
 
 
 NewWriter = Callable[[RunningCall, Tokenizer], Writer]
@@ -234,7 +236,7 @@ class ReadChoice:
         """The choice ended with calls, all of them whole."""
         return self.num_calls > 0 and not self.is_cut
 
-    def finish_word(self, chunk: OutputChunk) -> str | None:
+    def finish_word(self, chunk: OutputChunk) -> ChatFinishWord | None:
         """OpenAI's word for the end of a choice whose last chunk this is."""
         if chunk.finish_reason is FinishReason.STOP and self.has_calls:
             return "tool_calls"
@@ -489,5 +491,5 @@ def fingerprint(options: AnswerOptions) -> str:
     return options.system_fingerprint + (f"_{adapter.fingerprint.hex()[:8]}" if adapter and adapter.fingerprint else "")
 
 
-def _finish_word(chunk: OutputChunk) -> str | None:
+def _finish_word(chunk: OutputChunk) -> FinishWord | None:
     return None if chunk.finish_reason is None else FINISH_WORDS[chunk.finish_reason]

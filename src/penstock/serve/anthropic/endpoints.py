@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -14,16 +13,14 @@ from starlette.types import Scope
 
 from penstock.calls.call import Call
 from penstock.calls.run import check_text_size, render
-from penstock.config import ServerConfig
-from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import NAMES, MessagesReader
-from penstock.serve.anthropic.write import MessageWriter
+from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList, MessageWriter
+from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
-from penstock.serve.cards import Listed, ModelsEndpoint
+from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import ApiError, invalid, renamed, shorten
-from penstock.serve.http.checks import ANTHROPIC_VERSION, headers_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.streams import NewWriter
@@ -33,12 +30,11 @@ DEFAULT_PAGE, MAX_PAGE = 20, 1000
 
 
 class MessagesEndpoint:
-    def __init__(self, endpoint: CallEndpoint, reader: MessagesReader, config: ServerConfig, off_loop: OffLoop) -> None:
-        """`off_loop`: for large bodies."""
-        self._endpoint = endpoint
-        self._reader = reader
-        self._config = config
-        self._off_loop = off_loop
+    def __init__(self, parts: Parts) -> None:
+        self._endpoint = CallEndpoint(parts.reader, parts.in_flight, parts.off_loop)
+        self._reader = MessagesReader(parts.reader, parts.deployment, parts.ignored)
+        self._config = parts.config
+        self._off_loop = parts.off_loop
 
     async def create(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in the shape of Anthropic's Messages API."""
@@ -60,7 +56,8 @@ class MessagesEndpoint:
             tenant = read_owner(http.scope, self._config).tenant
             prompt = await unless_gone(http, render(conversation, running, tenant, len(data)))
             num_tokens = await running.off_loop.run(len(prompt), lambda: _num_tokens(prompt, running))
-        return Response(orjson.dumps({"input_tokens": num_tokens}), media_type="application/json")
+        counted: AnthropicCount = {"input_tokens": num_tokens}
+        return Response(orjson.dumps(counted), media_type="application/json")
 
 
 def _num_tokens(prompt: str, running: RunningModel) -> int:
@@ -68,34 +65,23 @@ def _num_tokens(prompt: str, running: RunningModel) -> int:
     return len(running.tokenizer.encode(prompt, add_special_tokens=False))
 
 
-Ask = Callable[[HttpRequest], Awaitable[dict[str, Any]]]
-
-
 class AnthropicModels:
-    """The models in Anthropic's shape for its clients, and in OpenAI's for all others."""
+    """The models in Anthropic's shape."""
 
-    def __init__(self, models: ModelsEndpoint, get_openai: Ask) -> None:
-        self._models = models
-        self._get = get_openai
+    def __init__(self, parts: Parts) -> None:
+        self._models = ModelsEndpoint(parts.deployment, parts.folder)
 
     async def list(self, http: HttpRequest) -> Response:
-        """The names under which models are served, and those of adapters that were named or asked for.
-
-        A key that opens some models alone sees those. With the header `anthropic-version` the list has Anthropic's shape, and
-        its `limit`, `after_id` and `before_id`.
-        """
-        if ANTHROPIC_VERSION not in headers_of(http.scope):
-            return await self._models.list(http)
+        """The models in Anthropic's shape, by its `limit`, `after_id` and `before_id`."""
         query = http.query_params
         return await self._models.tell(http, lambda listed: orjson.dumps(_page(listed, query)))
 
-    async def get(self, http: HttpRequest) -> dict[str, Any]:
-        """The model with this name, in Anthropic's shape with the header `anthropic-version`."""
-        card = await self._get(http)
-        return _card(card) if ANTHROPIC_VERSION in headers_of(http.scope) else card
+    async def get(self, http: HttpRequest) -> AnthropicModel:
+        """The model with this name, in Anthropic's shape."""
+        return _card(await self._models.get(http))
 
 
-def _card(card: dict[str, Any]) -> dict[str, Any]:
+def _card(card: ModelCard) -> AnthropicModel:
     return {
         "type": "model",
         "id": card["id"],
@@ -107,7 +93,7 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _page(listed: Sequence[Listed], query: Mapping[str, str]) -> dict[str, Any]:
+def _page(listed: Sequence[Listed], query: Mapping[str, str]) -> AnthropicModelList:
     ids = [one.name for one in listed]
     limit = query.get("limit", str(DEFAULT_PAGE))
     if not (re.fullmatch("[0-9]{1,4}", limit) and 0 < int(limit) <= MAX_PAGE):

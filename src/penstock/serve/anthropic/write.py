@@ -6,14 +6,17 @@ Events: https://platform.claude.com/docs/en/build-with-claude/streaming. Errors:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired
 
 import orjson
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
+from penstock.serve.shapes import Count, Object
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, as_object
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
 from penstock.text.tokenizer import Tokenizer
@@ -36,11 +39,96 @@ _ID_PREFIX = "toolu_"
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def anthropic_words(error: ApiError) -> dict[str, Any]:
+class AnthropicUsage(TypedDict):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Object
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+
+
+class MessageHead(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+
+
+class MessageEnd(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class AnthropicMessage(MessageHead, MessageEnd):
+    content: list[Block]
+    usage: AnthropicUsage
+
+
+class AnthropicEvent(TypedDict):
+    """An event; its other fields depend on its type."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    type: str
+
+
+class AnthropicCount(TypedDict):
+    input_tokens: Count
+
+
+class AnthropicModel(TypedDict):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: str
+    max_input_tokens: Count | None
+    max_tokens: Count | None
+
+
+class AnthropicModelList(TypedDict):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class AnthropicErrorDetail(TypedDict):
+    type: str
+    message: str
+    details: NotRequired[Object]
+
+
+class AnthropicError(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+def anthropic_words(error: ApiError) -> AnthropicError:
     """An error as Anthropic's API tells it. The message names the field, for which there is no place beside it."""
     kind = _ERROR_TYPES.get(error.status_code, "invalid_request_error")
     lead = "Prompt is too long: " if error.code == "context_length_exceeded" else ""  # Claude Code looks for these words
-    told: dict[str, Any] = {"type": kind, "message": lead + error.message}
+    told: AnthropicErrorDetail = {"type": kind, "message": lead + error.message}
     if error.code == NO_THREADS:
         told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
     return {"type": "error", "error": told}
@@ -86,18 +174,18 @@ class MessageWriter(Writer):
     def fail(self, error: ApiError) -> bytes:
         return _event(anthropic_words(error))
 
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+    def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
         if self._is_plain:
-            content = [{"type": "text", "text": record.text}] if record.text else []
+            content: list[Block] = [{"type": "text", "text": record.text}] if record.text else []
         else:
             content = _blocks([part for chunk in record.chunks for part in self._choice.read(chunk)])
         return {**self._head(), "content": content, **self._end_fields(record.last), "usage": self._usage()}
 
-    def _head(self) -> dict[str, Any]:
+    def _head(self) -> MessageHead:
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> AnthropicUsage:
         """Tokens that were found in the cache are none of `input_tokens` at Anthropic."""
         num_prompt, num_generated = self.usage.counts()
         num_cached = self.usage.num_cached
@@ -108,8 +196,9 @@ class MessageWriter(Writer):
             "output_tokens": num_generated,
         }
 
-    def _end_fields(self, chunk: OutputChunk) -> dict[str, Any]:
-        reason, sequence = "end_turn", None
+    def _end_fields(self, chunk: OutputChunk) -> MessageEnd:
+        reason: StopReason = "end_turn"
+        sequence = None
         if chunk.finish_reason is FinishReason.LENGTH:
             asked = self._call.max_tokens
             is_cut_short = asked is not None and chunk.num_generated_tokens < asked
@@ -167,14 +256,14 @@ class MessageWriter(Writer):
         return closed
 
 
-def _event(data: dict[str, Any]) -> bytes:
+def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), orjson.dumps(data))
 
 
-def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _blocks(parts: Sequence[Part]) -> list[Block]:
     """The blocks of an answer that comes whole: reasoning, text and calls. A call that was cut is text."""
     answer = gather(parts)
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Block] = []
     if answer.reasoning:
         signature = hashlib.blake2b(answer.reasoning.encode(), digest_size=16).hexdigest()
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})

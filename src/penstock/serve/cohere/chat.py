@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.calls.call import Call
+from penstock.serve.api import Parts
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
@@ -105,6 +106,9 @@ class CohereChatBody(Body):
 
 
 class CohereChat(CallEndpoint):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
+
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in the shape of Cohere's chat."""
         return await self.answer(data, http, self._read, NAMES)

@@ -6,20 +6,66 @@ Events: https://docs.cohere.com/v2/docs/streaming.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import orjson
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
+from penstock.serve.shapes import Count, ToolCall, told_calls
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, gather
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 
-def cohere_words(error: ApiError) -> dict[str, Any]:
+class TextContent(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class CohereAnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: list[TextContent | ThinkingContent]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class CohereUsage(TypedDict):
+    billed_units: dict[str, Count]
+    tokens: dict[str, Count]
+    cached_tokens: Count
+
+
+FinishWord = Literal["COMPLETE", "STOP_SEQUENCE", "MAX_TOKENS", "TOOL_CALL"]
+
+
+class CohereAnswer(TypedDict):
+    id: str
+    finish_reason: FinishWord
+    message: CohereAnswerMessage
+    usage: CohereUsage
+
+
+class CohereEvent(TypedDict):
+    """An event; its other fields depend on its type."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    type: str
+
+
+class CohereError(TypedDict):
+    message: str
+
+
+def cohere_words(error: ApiError) -> CohereError:
     """Return an error in the shape of Cohere's API."""
     return {"message": error.message}
 
@@ -54,20 +100,17 @@ class CohereWriter(Writer):
         delta = {"finish_reason": "ERROR", "error": error.message, "usage": self._usage()}
         return self._close() + _event("message-end", id=self._options.answer_id, delta=delta)
 
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
+    def whole(self, records: Sequence[ChoiceRecord]) -> CohereAnswer:
         [record] = records
         answer = gather([part for chunk in record.chunks for part in self._choice.read(chunk)])
-        content: list[dict[str, Any]] = []
+        content: list[TextContent | ThinkingContent] = []
         if answer.reasoning:
             content.append({"type": "thinking", "thinking": answer.reasoning})
         if answer.content:
             content.append({"type": "text", "text": answer.content})
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: CohereAnswerMessage = {"role": "assistant", "content": content}
         if answer.calls:
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in answer.calls
-            ]
+            message["tool_calls"] = told_calls(answer)
         return {
             "id": self._options.answer_id,
             "finish_reason": self._finish_word(record.last),
@@ -75,12 +118,12 @@ class CohereWriter(Writer):
             "usage": self._usage(),
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> CohereUsage:
         num_prompt, num_generated = self.usage.counts()
         counts = {"input_tokens": num_prompt, "output_tokens": num_generated}
         return {"billed_units": counts, "tokens": counts, "cached_tokens": self.usage.num_cached}
 
-    def _finish_word(self, chunk: OutputChunk) -> str:
+    def _finish_word(self, chunk: OutputChunk) -> FinishWord:
         if chunk.finish_reason is FinishReason.LENGTH:
             return "MAX_TOKENS"
         if isinstance(chunk.stop_reason, str):

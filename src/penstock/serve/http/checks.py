@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
@@ -49,9 +48,6 @@ LINGER_S = 2.0
 """Time for which a refused client's further bytes are read and dropped. Closing at once would reset the connection before the
 client reads its answer."""
 ID_HEADER = b"x-request-id"
-ANTHROPIC_VERSION = b"anthropic-version"
-"""A header that Anthropic's clients send with every request, and others don't."""
-_ANTHROPIC_ID_HEADER = b"request-id"
 
 JsonEndpoint = Callable[[bytes, HttpRequest], Awaitable[Response]]
 """Called with the body, which is not empty and says that it is JSON, and with the request, whose body was read."""
@@ -60,7 +56,6 @@ _HEADERS_KEY, _IDENTITY_KEY = "penstock.headers", "penstock.request_identity"
 _KEY_KEY, _KEY_NAME_KEY, _IS_ADMIN_KEY = "penstock.key", "penstock.key_name", "penstock.is_admin"
 _WORDS_KEY, _ANSWER_HEADERS_KEY = "penstock.error_words", "penstock.answer_headers"
 """Keys of a request's scope, under which the checks leave their findings."""
-NO_WORDS: Mapping[str, ErrorWords] = MappingProxyType({})
 ENTRY_KEY = "penstock.access_entry"
 """The same for what the access log tells of it, where there is one."""
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -89,6 +84,23 @@ def values_of(scope: Scope, name: bytes) -> Sequence[bytes]:
     if len(table) == len(headers):
         return (table[name],)
     return [value for other, value in headers if other == name]
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How an API spells errors, and for which requests."""
+
+    words: ErrorWords
+    paths: Sequence[str] = ()
+    """One that ends with a slash stands for all paths below it."""
+    client_header: bytes = b""
+    """A header of every request of this API's clients, in small letters: errors of other paths are spelled so for them, too."""
+    id_header: bytes = b""
+    """The header in which clients with `client_header` look for the request's id."""
+
+    def owns(self, path: str) -> bool:
+        """Return whether errors at this path are spelled so."""
+        return path in self.paths or path[: path.find("/", 1) + 1] in self.paths
 
 
 @dataclass(slots=True)
@@ -185,8 +197,7 @@ class RequestChecks:
         admin_keys: KeyRing | None = None,
         cors: Cors | None = None,
         more_open_paths: frozenset[str] = frozenset(),
-        error_words: Mapping[str, ErrorWords] = NO_WORDS,
-        anthropic_words: ErrorWords | None = None,
+        wordings: Sequence[Wording] = (),
         max_body_bytes: int,
     ) -> None:
         """`keys`: None if the server asks for none. Then pages of other sites are kept out instead.
@@ -194,8 +205,7 @@ class RequestChecks:
         `admin_keys` open everything; with None whoever needs no key may do all, and else nobody what admins do.
         `cors`: None if pages of other origins may read nothing. `more_open_paths`: paths beside `OPEN_PATHS` that can be
         read without a key.
-        `error_words`: paths whose errors are told in the words of another API than OpenAI's; one that ends with a slash is for
-        all that begin with it. `anthropic_words`: for those whose clients are Anthropic's, on other paths.
+        `wordings`: how the APIs spell errors; OpenAI's way is for all other paths.
         """
         self._app = app
         self._new_request_id = new_request_id
@@ -203,8 +213,8 @@ class RequestChecks:
         self._admin_keys = admin_keys
         self._cors = cors
         self._open_paths = OPEN_PATHS | more_open_paths
-        self._error_words = error_words
-        self._anthropic_words = anthropic_words
+        self._words_of_path = {path: wording.words for wording in wordings for path in wording.paths}
+        self._of_clients = [wording for wording in wordings if wording.client_header]
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,7 +222,7 @@ class RequestChecks:
             await self._app(scope, receive, send)
             return
         identity = scope[_IDENTITY_KEY] = self._identify(scope)
-        words = scope[_WORDS_KEY] = self._find_words(scope)
+        scope[_WORDS_KEY] = self._find_words(scope)
         exchange = _Exchange(identity, receive, send, self._max_body_bytes)
         if self._cors is not None:
             exchange.more_headers = self._cors.headers(headers_of(scope))
@@ -220,14 +230,15 @@ class RequestChecks:
                 await exchange.send(preflight)
                 await exchange.send({"type": "http.response.body"})
                 return
-        if ANTHROPIC_VERSION in headers_of(scope):
-            exchange.more_headers.append((_ANTHROPIC_ID_HEADER, identity.request_id.encode()))
+        for wording in self._of_clients:
+            if wording.client_header in headers_of(scope):
+                exchange.more_headers.append((wording.id_header, identity.request_id.encode()))
         scope[_ANSWER_HEADERS_KEY] = exchange.more_headers
         try:
             self._check_head(scope, identity)
             exchange.check_length(_announced_bytes(scope))
         except ApiError as error:
-            await error.response(words)(scope, exchange.receive, exchange.send)
+            await error.response(words_of(scope))(scope, exchange.receive, exchange.send)
             return
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -236,13 +247,14 @@ class RequestChecks:
             _log.exception("request %s failed: %s %s", identity.request_id, scope["method"], quote(scope["path"]))
             if exchange.has_begun:
                 raise
-            await internal(identity.request_id).response(words)(scope, exchange.receive, exchange.send)
+            await internal(identity.request_id).response(words_of(scope))(scope, exchange.receive, exchange.send)
 
     def _find_words(self, scope: Scope) -> ErrorWords | None:
-        path, found = scope["path"], self._error_words
+        path, found = scope["path"], self._words_of_path
         if words := found.get(path) or found.get(path[: path.find("/", 1) + 1]):
             return words
-        return self._anthropic_words if ANTHROPIC_VERSION in headers_of(scope) else None
+        headers = headers_of(scope)
+        return next((wording.words for wording in self._of_clients if wording.client_header in headers), None)
 
     def _identify(self, scope: Scope) -> RequestIdentity:
         given = values_of(scope, ID_HEADER)
@@ -447,9 +459,14 @@ def takes_json(answer: JsonEndpoint, *, of_any_type: bool = False) -> Callable[[
 
 
 def words_of(scope: Scope) -> ErrorWords | None:
-    """How errors of this request are told; None: in OpenAI's words."""
+    """Return how errors of this request are spelled, or None for OpenAI's way."""
     words: ErrorWords | None = scope.get(_WORDS_KEY)
     return words
+
+
+def use_words(scope: Scope, words: ErrorWords) -> None:
+    """Spell errors of this request so from now on: it turned out to be another API's than its path suggests."""
+    scope[_WORDS_KEY] = words
 
 
 async def _read(scope: Scope, receive: Receive, *, of_any_type: bool) -> bytes:

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import WithJsonSchema
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, Conversation
-from penstock.calls.in_flight import InFlight
 from penstock.calls.run import check_text_size, mixed_ids, render
-from penstock.config import ServerConfig
-from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
-from penstock.serve.errors import in_words, invalid
+from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
-from penstock.serve.llama_cpp.write import llama_words
 from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.read import Reader
+from penstock.serve.shapes import Count
 from penstock.serve.streams import NewWriter
-from penstock.serve.texts.tei import MAX_TOLD_TOKENS
+from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
-LLAMA_PATHS = ("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/")
-"""Paths that no other API has; one that ends with a slash is for all below it."""
 _Body = TypeVar("_Body", bound=LlamaBody)
 
 
@@ -44,14 +39,30 @@ class LlamaTokenizeBody(Body):
     with_pieces: bool | None = None
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
+class LlamaPrompt(TypedDict):
+    prompt: str
+
+
+class LlamaPiece(TypedDict):
+    id: Count
+    piece: str | list[Count]
+
+
+class LlamaTokens(TypedDict):
+    tokens: list[Count] | list[LlamaPiece]
+
+
 class LlamaFace(CallEndpoint):
-    def __init__(
-        self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, deployment: Deployment, config: ServerConfig
-    ) -> None:
-        super().__init__(reader, in_flight, off_loop)
-        self._deployment = deployment
-        self._config = config
-        self._read = LlamaReader(reader, deployment)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
+        self._deployment = parts.deployment
+        self._config = parts.config
+        self._read = LlamaReader(parts.reader, parts.deployment)
 
     async def completion(self, data: bytes, http: HttpRequest) -> Response:
         """Continue one or more prompts, in the words of llama.cpp's server."""
@@ -78,14 +89,16 @@ class LlamaFace(CallEndpoint):
     async def input_tokens(self, data: bytes, http: HttpRequest) -> Response:
         """The number of tokens of a chat, whose fields are those of `/v1/chat/completions`."""
 
-        def count(prompt: str, running: RunningModel) -> dict[str, Any]:
+        def count(prompt: str, running: RunningModel) -> InputTokens:
             check_text_size(prompt, running, "messages")
             num_tokens = len(running.tokenizer.encode(prompt, add_special_tokens=False))
             return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
         return await self._of_chat(data, http, count)
 
-    async def _of_chat(self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], dict[str, Any]]) -> Response:
+    async def _of_chat(
+        self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
+    ) -> Response:
         """Return what `tell` makes of the prompt of a chat, and of its model."""
         call = await self._off_loop.run(len(data), lambda: self.reader.chat(data, http.scope), limit=INLINE_MAX_BYTES)
         assert isinstance(call.prompts, Conversation)
@@ -97,15 +110,12 @@ class LlamaFace(CallEndpoint):
 
     async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
         """Token ids of a text, in the words of llama.cpp's server."""
-        return await in_words(llama_words, self._tokenize(data, http))
-
-    async def _tokenize(self, data: bytes, http: HttpRequest) -> Response:
         body = await self._off_loop.run(
             len(data), lambda: parse_body(data, LlamaTokenizeBody, self.reader.ignored), limit=INLINE_MAX_BYTES
         )
         running = find_model(body.model, self._deployment, http.scope)
         with running.using():
-            content = await running.off_loop.run(len(data), lambda: orjson.dumps({"tokens": _tokens(body, running)}))
+            content = await running.off_loop.run(len(data), lambda: orjson.dumps(_tokens(body, running)))
         return Response(content, media_type="application/json")
 
     async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
@@ -114,14 +124,14 @@ class LlamaFace(CallEndpoint):
         )
 
 
-def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> list[Any]:
+def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:
     parts = [body.content] if isinstance(body.content, str) else body.content
     if not isinstance(parts, list):
         raise invalid("'content' must be a string, or a list of token ids and strings.", "content")
     prompt = read_mixed(parts, "content", running.model.vocab_size)
     token_ids = mixed_ids(prompt, running, adds_special_tokens=bool(body.add_special))
     if not body.with_pieces:
-        return list(token_ids)
+        return {"tokens": list(token_ids)}
     if len(token_ids) > MAX_TOLD_TOKENS:
         raise invalid(
             f"'content' has {len(token_ids)} tokens; the pieces of {MAX_TOLD_TOKENS} are told in one answer. Send it in parts, "
@@ -129,7 +139,8 @@ def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> list[Any]:
             "with_pieces",
         )
     pieces = {token_id: _piece(running.tokenizer.token_bytes(token_id)) for token_id in set(token_ids)}
-    return [{"id": token_id, "piece": pieces[token_id]} for token_id in token_ids]
+    told: list[LlamaPiece] = [{"id": token_id, "piece": pieces[token_id]} for token_id in token_ids]
+    return {"tokens": told}
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NotRequired, cast
 
 import orjson
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.errors import ApiError, told_sizes
+from penstock.serve.errors import ApiError
+from penstock.serve.shapes import Count, Object
 from penstock.serve.streams import ChoiceRecord, Writer, shown_logprobs
 from penstock.serve.timings import Timings
 from penstock.text.tokenizer import Tokenizer
@@ -67,14 +70,64 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 completion, that each is made of, with the values that switch it off."""
 
 
-def llama_words(error: ApiError) -> dict[str, Any]:
+class LlamaToken(TypedDict):
+    id: Count
+    token: str
+    bytes: list[Count]
+    logprob: float
+
+
+class LlamaSampledToken(LlamaToken):
+    top_logprobs: list[LlamaToken]
+
+
+class LlamaCompletion(TypedDict, total=False):
+    """An answer, or an event of one. A request's `response_fields` choose other fields, such as `timings/prompt_n`."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    index: Count
+    content: str
+    tokens: Sequence[Count]
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: Count
+    tokens_evaluated: Count
+    generation_settings: Object
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    tokens_cached: Count
+    timings: dict[str, float]
+    prompt_progress: dict[str, float]
+    completion_probabilities: list[LlamaSampledToken]
+
+
+class LlamaErrorDetail(TypedDict):
+    code: Count
+    message: str
+    type: str
+    n_prompt_tokens: NotRequired[Count]
+    n_ctx: NotRequired[Count]
+
+
+class LlamaError(TypedDict):
+    error: LlamaErrorDetail
+
+
+def llama_words(error: ApiError) -> LlamaError:
     """An error as llama.cpp's server tells it: `code` is the status, and the message names the field."""
     kind = _ERROR_TYPES.get(error.status_code, error.error_type)
     if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
     elif error.code == NOT_SUPPORTED:
         kind = "not_supported_error"
-    return {"error": {"code": error.status_code, "message": error.message, "type": kind, **told_sizes(error)}}
+    detail: LlamaErrorDetail = {"code": error.status_code, "message": error.message, "type": kind}
+    if error.sizes is not None:
+        detail["n_prompt_tokens"], detail["n_ctx"] = error.sizes
+    return {"error": detail}
 
 
 def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str, Any]:
@@ -143,19 +196,19 @@ class LlamaWriter(Writer):
     def fail(self, error: ApiError) -> bytes:
         return _event(llama_words(error))
 
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
+    def whole(self, records: Sequence[ChoiceRecord]) -> LlamaCompletion | list[LlamaCompletion]:
         answers = [self._answer(index, record) for index, record in enumerate(records)]
         return answers[0] if len(answers) == 1 else answers
 
-    def _answer(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+    def _answer(self, index: int, record: ChoiceRecord) -> LlamaCompletion:
         text = record.text
         self._has_new_line[index] = "\n" in text
         tokens = record.token_ids if self._shown.has_tokens else ()
         entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
         return self._final(index, record.last, text, tokens, entries)
 
-    def _piece(self, index: int, chunk: OutputChunk) -> dict[str, Any]:
-        piece = {
+    def _piece(self, index: int, chunk: OutputChunk) -> LlamaCompletion:
+        piece: LlamaCompletion = {
             "index": index,
             "content": chunk.text,
             "tokens": chunk.token_ids,
@@ -169,7 +222,9 @@ class LlamaWriter(Writer):
         if not self._has_progress[index]:
             self._has_progress[index] = True
             piece["prompt_progress"] = self._timings.progress(index, chunk)
-        return piece | self._probabilities(shown_logprobs(self._options, chunk))
+        if entries := shown_logprobs(self._options, chunk):
+            piece["completion_probabilities"] = self._probabilities(entries)
+        return piece
 
     def _final(
         self,
@@ -178,11 +233,11 @@ class LlamaWriter(Writer):
         text: str,
         tokens: Sequence[int],
         entries: Sequence[TokenLogprobs] = (),
-    ) -> dict[str, Any]:
+    ) -> LlamaCompletion:
         """The answer of a choice whose last chunk this is. `text`, `tokens`, `entries`: what no event has told."""
         request, call = self._call.requests[index], self._call
         num_tokens = request.num_prompt_tokens + chunk.num_generated_tokens
-        answer = {
+        answer: LlamaCompletion = {
             "index": index,
             "content": text,
             "tokens": tokens,
@@ -195,11 +250,17 @@ class LlamaWriter(Writer):
             "prompt": call.echoes[index // call.num_choices],
             "has_new_line": self._has_new_line[index],
             "truncated": self._is_at_limit(chunk) and num_tokens >= call.running.admission.max_len(self._options.adapter),
-            **_stop(chunk),
+            "stop_type": "eos",
+            "stopping_word": "",
             "tokens_cached": chunk.num_cached_tokens,
             "timings": self._timings.of(index, chunk),
-            **self._probabilities(entries),
         }
+        if chunk.finish_reason is FinishReason.LENGTH:
+            answer["stop_type"] = "limit"
+        elif isinstance(chunk.stop_reason, str):
+            answer["stop_type"], answer["stopping_word"] = "word", chunk.stop_reason
+        if entries:
+            answer["completion_probabilities"] = self._probabilities(entries)
         return answer if not self._shown.fields else _chosen(answer, self._shown.fields)
 
     def _is_at_limit(self, chunk: OutputChunk) -> bool:
@@ -207,34 +268,26 @@ class LlamaWriter(Writer):
         asked = self._call.max_tokens
         return chunk.finish_reason is FinishReason.LENGTH and (asked is None or chunk.num_generated_tokens < asked)
 
-    def _probabilities(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        if not entries:
-            return {}
-        told = []
-        for entry in entries:
-            top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-            told.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
-        return {"completion_probabilities": told}
+    def _probabilities(self, entries: Sequence[TokenLogprobs]) -> list[LlamaSampledToken]:
+        return [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
+            }
+            for entry in entries
+        ]
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> LlamaToken:
         data = self._tokenizer.token_bytes(token_id)
         text = data.decode("utf-8", "ignore")
         return {"id": token_id, "token": text, "bytes": list(data), "logprob": max(logprob, _LEAST_LOGPROB)}
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def _event(value: LlamaCompletion | LlamaError) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _stop(chunk: OutputChunk) -> dict[str, Any]:
-    if chunk.finish_reason is FinishReason.LENGTH:
-        return {"stop_type": "limit", "stopping_word": ""}
-    if isinstance(chunk.stop_reason, str):
-        return {"stop_type": "word", "stopping_word": chunk.stop_reason}
-    return {"stop_type": "eos", "stopping_word": ""}
-
-
-def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def _chosen(answer: LlamaCompletion, fields: Sequence[str]) -> LlamaCompletion:
     """These fields, by names in which `/` goes into an object. One that is not there is left out."""
     chosen: dict[str, Any] = {}
     for field in fields:
@@ -243,4 +296,4 @@ def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
             chosen[field] = value
-    return chosen
+    return cast(LlamaCompletion, chosen)

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.calls.call import Call
-from penstock.calls.in_flight import InFlight, RunningCall
-from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import OffLoop
+from penstock.calls.in_flight import RunningCall
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid
@@ -32,7 +31,6 @@ from penstock.serve.ollama.read import (
 )
 from penstock.serve.ollama.write import OllamaWriter, utc
 from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.read import Reader
 from penstock.serve.streams import NewWriter
 from penstock.text.tokenizer import Tokenizer
 
@@ -40,10 +38,10 @@ _Body = TypeVar("_Body", bound=OllamaBody)
 
 
 class OllamaFace(CallEndpoint):
-    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, deployment: Deployment) -> None:
-        super().__init__(reader, in_flight, off_loop)
-        self._deployment = deployment
-        self._read = OllamaReader(reader, deployment)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts.reader, parts.in_flight, parts.off_loop)
+        self._deployment = parts.deployment
+        self._read = OllamaReader(parts.reader, parts.deployment)
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in Ollama's words. Without messages the model is loaded, or unloaded."""

@@ -1,38 +1,31 @@
-"""Models in the words of Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`; and the refusals of what
-changes them on disk. Headers of files are read in a thread, and once.
+"""Models in the words of Ollama's API: `GET /api/tags`, `/api/ps`, `/api/version`, `POST /api/show`.
+
+Headers of files are read in a thread, and once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 import penstock
-from penstock.deploy.deployment import Deployment
 from penstock.deploy.served import ModelCard, ModelState, ServedModel
+from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, may_ask
-from penstock.serve.bodies import Body, IgnoredParameters, Unread, parse_body
-from penstock.serve.cards import ModelCards
+from penstock.serve.bodies import Body, Unread, parse_body
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.loading import FolderWatch
 from penstock.serve.ollama.read import name_of
 from penstock.serve.ollama.write import FOREVER, utc
+from penstock.serve.shapes import Count, Object, Version
 from penstock.text.dialects import find_dialect
 from penstock.text.fim import find_fim
 from penstock.types.encoder import Task
-
-_INSTEAD = {
-    "/api/push": "Nothing is sent to a library from here.",
-    "/api/create": "Give `penstock serve` the files of a model; a system message is the first message of a chat.",
-    "/api/copy": "Give `penstock serve` another name with --served-model-name.",
-    "/api/delete": "Delete the files where the server runs: `penstock models` names them.",
-}
-"""Paths of what is not done here, and what to do."""
 
 
 class OllamaNameBody(Body):
@@ -55,31 +48,76 @@ class OllamaPullBody(OllamaNameBody):
     """Nothing is fetched, so no login is needed."""
 
 
-class OllamaModels:
-    def __init__(
-        self, deployment: Deployment, folder: FolderWatch, cards: ModelCards, ignored: IgnoredParameters | None
-    ) -> None:
-        self._deployment = deployment
-        self._folder = folder
-        self._cards = cards
-        self._ignored = ignored
+class OllamaDetails(TypedDict):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
 
-    async def version(self, _http: HttpRequest) -> dict[str, Any]:
+
+class OllamaModel(TypedDict):
+    name: str
+    model: str
+    digest: str
+    details: OllamaDetails
+
+
+class ModelOnDisk(OllamaModel):
+    modified_at: str
+    size: Count
+
+
+class ModelInMemory(OllamaModel):
+    size: Count
+    expires_at: str
+    size_vram: Count
+    context_length: Count
+
+
+class OllamaModelList(TypedDict):
+    models: list[ModelOnDisk]
+
+
+class OllamaRunning(TypedDict):
+    models: list[ModelInMemory]
+
+
+class OllamaShow(TypedDict):
+    modelfile: str
+    parameters: str
+    template: str
+    license: str
+    details: OllamaDetails
+    model_info: Object
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaModels:
+    def __init__(self, parts: Parts) -> None:
+        self._deployment = parts.deployment
+        self._folder = parts.folder
+        self._cards = parts.cards
+        self._ignored = parts.ignored
+
+    async def version(self, _http: HttpRequest) -> Version:
         """This server's version, which is not one of Ollama's."""
         return {"version": penstock.__version__}
 
-    async def tags(self, http: HttpRequest) -> dict[str, Any]:
+    async def tags(self, http: HttpRequest) -> OllamaModelList:
         """The models that are served, in Ollama's words. A key that opens some models alone sees those."""
         await self._folder.look()
-        cards = []
+        models: list[ModelOnDisk] = []
         for served, name in self._seen(http):
             card = await self._cards.of(served)
-            cards.append(_named(served, name, card) | {"modified_at": utc(card.modified_unix_s), "size": card.num_bytes})
-        return {"models": cards}
+            models.append({**_named(served, name, card), "modified_at": utc(card.modified_unix_s), "size": card.num_bytes})
+        return {"models": models}
 
-    async def ps(self, http: HttpRequest) -> dict[str, Any]:
+    async def ps(self, http: HttpRequest) -> OllamaRunning:
         """The models that are in memory, in Ollama's words: the memory that they may use, and when they leave."""
-        cards = []
+        models: list[ModelInMemory] = []
         for served, name in self._seen(http):
             running = served.running
             if running is None or served.state is not ModelState.LOADED:
@@ -90,16 +128,16 @@ class OllamaModels:
             if after_ns is not None:
                 idle_ns = 0 if running.num_users else self._deployment.clock.now_ns() - running.used_ns
                 expires_at = utc(running.sources.unix_time_s() + (after_ns - idle_ns) // 10**9)
-            cards.append(
-                _named(served, name, await self._cards.of(served))
-                | {
+            models.append(
+                {
+                    **_named(served, name, await self._cards.of(served)),
                     "size": num_bytes,
                     "expires_at": expires_at,
                     "size_vram": num_bytes if served.is_fixed else 0,
                     "context_length": running.model.max_model_len,
                 }
             )
-        return {"models": cards}
+        return {"models": models}
 
     async def show(self, data: bytes, http: HttpRequest) -> Response:
         """Tell what a model is, in Ollama's words. It is not loaded for that."""
@@ -133,30 +171,17 @@ class OllamaModels:
         return [(served, name) for served, name in found if may_ask(http.scope, served, name, self._deployment)]
 
 
-async def refuse(http: HttpRequest) -> Response:
-    """Refused: models come and go where the server runs, and not over HTTP."""
-    path = http.url.path
-    raise _not_done(f"{path} is not done by this server. {_INSTEAD[path]}")
-
-
 def _not_done(message: str) -> ApiError:
     return ApiError(501, message, code="not_implemented")
 
 
-REFUSED: tuple[tuple[str, str], ...] = (
-    *(("POST", path) for path in _INSTEAD if path != "/api/delete"),
-    ("DELETE", "/api/delete"),
-)
-"""Methods and paths of what is refused."""
-
-
-def _named(served: ServedModel, name: str, card: ModelCard) -> dict[str, Any]:
+def _named(served: ServedModel, name: str, card: ModelCard) -> OllamaModel:
     """The fields that lists have alike. The digest is one of the facts, and not of the files' contents, which nobody reads."""
     digest = hashlib.sha256(f"{served.name} {card}".encode()).hexdigest()
     return {"name": name, "model": name, "digest": digest, "details": _details(card)}
 
 
-def _details(card: ModelCard) -> dict[str, Any]:
+def _details(card: ModelCard) -> OllamaDetails:
     return {
         "parent_model": "",
         "format": card.container,
@@ -167,7 +192,7 @@ def _details(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _show(served: ServedModel, card: ModelCard) -> dict[str, Any]:
+def _show(served: ServedModel, card: ModelCard) -> OllamaShow:
     info = served.info
     context_len = card.max_model_len if info is None else info.max_model_len
     facts = {

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from penstock.calls.call import Call
 from penstock.deploy.deployment import Deployment
@@ -179,7 +180,11 @@ class OllamaGenerateBody(_AnswerBody):
     steps: Annotated[Any, NotYet()] = None
 
 
-def error_words(error: ApiError) -> dict[str, Any]:
+class OllamaError(TypedDict):
+    error: str
+
+
+def error_words(error: ApiError) -> OllamaError:
     return {"error": error.message}
 
 

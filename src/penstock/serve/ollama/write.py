@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NotRequired
 
 import orjson
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
-from penstock.serve.logprobs import ChatLogprobs
+from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.ollama.read import error_words
+from penstock.serve.shapes import Count, Object
 from penstock.serve.streams import FINISH_WORDS, ChoiceRecord, ReadChoice, Writer, as_object, shown_logprobs, times_ms
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.text.tokenizer import Tokenizer
@@ -24,6 +26,49 @@ FOREVER = "2300-01-01T00:00:00Z"
 def utc(unix_s: float) -> str:
     """A time as RFC 3339 writes it."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaCalledFunction(TypedDict):
+    index: Count
+    name: str
+    arguments: Object
+
+
+class OllamaToolCall(TypedDict):
+    id: str
+    function: OllamaCalledFunction
+
+
+class OllamaAnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaToolCall]]
+
+
+class OllamaLine(TypedDict):
+    """The fields of every line; the last line of an answer has the optional ones."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[str]
+    total_duration: NotRequired[Count]
+    load_duration: NotRequired[Count]
+    prompt_eval_count: NotRequired[Count]
+    prompt_eval_duration: NotRequired[Count]
+    eval_count: NotRequired[Count]
+    eval_duration: NotRequired[Count]
+    logprobs: NotRequired[list[ChatToken]]
+
+
+class OllamaChat(OllamaLine):
+    message: OllamaAnswerMessage
+
+
+class OllamaGenerate(OllamaLine):
+    response: str
+    thinking: NotRequired[str]
 
 
 class OllamaWriter(Writer):

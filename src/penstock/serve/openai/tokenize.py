@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from penstock.calls.call import Conversation
 from penstock.calls.run import check_text_size, render
@@ -22,6 +23,7 @@ from penstock.serve.errors import invalid
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.openai.read import read_conversation
 from penstock.serve.openai.schemas import ChatTemplateFields, Messages
+from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 
 _Read = TypeVar("_Read")
@@ -44,6 +46,18 @@ class TokenizeBody(ChatTemplateFields):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+
+
+class Tokens(TypedDict):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Detokenized(TypedDict):
+    prompt: str
+    content: str
 
 
 class TokenizeEndpoint:
@@ -86,7 +100,7 @@ class TokenizeEndpoint:
         return await self._deployment.off_loop.run(len(data), read, limit=INLINE_MAX_BYTES)
 
 
-def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> dict[str, Any]:
+def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> Tokens:
     check_text_size(text, running, "messages" if body.prompt is None else "prompt")
     adds_special_tokens = (body.prompt is not None) if body.add_special_tokens is None else body.add_special_tokens
     token_ids = running.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
@@ -98,13 +112,13 @@ def _tokens(body: TokenizeBody, text: str, running: RunningModel) -> dict[str, A
     }
 
 
-def _text(body: DetokenizeBody, running: RunningModel) -> dict[str, Any]:
+def _text(body: DetokenizeBody, running: RunningModel) -> Detokenized:
     check_token_ids(body.tokens, running.model.vocab_size, "tokens")
     text = running.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
 
-async def _answer(running: RunningModel, size: int, make: Callable[[], dict[str, Any]]) -> Response:
+async def _answer(running: RunningModel, size: int, make: Callable[[], Tokens | Detokenized]) -> Response:
     """As JSON; off the event loop if `size`, of what it is made from, is large."""
     data = await running.off_loop.run(size, lambda: orjson.dumps(make()))
     return Response(data, media_type="application/json")

@@ -11,14 +11,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NotRequired
 
 import orjson
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
-from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
+from penstock.serve.logprobs import (
+    ChatLogprobs,
+    ChatTokens,
+    CompletionLogprobs,
+    CompletionTokens,
+    PromptTokens,
+    joined,
+    prompt_logprobs,
+)
+from penstock.serve.shapes import ChatFinishWord, Count, FinishWord, ToolCall, Usage, told_calls
 from penstock.serve.streams import (
     FINISH_WORDS,
     ChoiceRecord,
@@ -43,6 +53,106 @@ from penstock.text.answers import (
 from penstock.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
+
+
+class AnswerHead(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    timings: NotRequired[dict[str, float]]
+    prompt_progress: NotRequired[dict[str, float]]
+
+
+class CompletionText(TypedDict):
+    index: Count
+    text: str
+    logprobs: CompletionTokens | None
+    token_ids: NotRequired[list[Count]]
+    prompt_token_ids: NotRequired[list[Count]]
+
+
+class CompletionChoice(CompletionText):
+    finish_reason: FinishWord | None
+    stop_reason: str | int | None
+    prompt_logprobs: NotRequired[PromptTokens]
+
+
+class CompletionPiece(CompletionText):
+    finish_reason: FinishWord | None
+    stop_reason: NotRequired[str | int | None]
+
+
+class Completion(AnswerHead):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(AnswerHead):
+    object: Literal["text_completion"]
+    choices: list[CompletionPiece]
+    usage: NotRequired[Usage | None]
+
+
+class ChatAnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: Count
+    message: ChatAnswerMessage
+    logprobs: ChatTokens | None
+    finish_reason: ChatFinishWord | None
+    stop_reason: str | int | None
+    token_ids: NotRequired[list[Count]]
+
+
+class ChatCompletion(AnswerHead):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[Count]]
+    prompt_logprobs: NotRequired[PromptTokens]
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    index: Count
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChatPiece(TypedDict):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatTokens | None
+    finish_reason: ChatFinishWord | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[Count]]
+
+
+class ChatChunk(AnswerHead):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPiece]
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[Count]]
 
 
 class AnswerWriter(Writer):
@@ -84,15 +194,17 @@ class AnswerWriter(Writer):
         return b"data: " + error.body() + b"\n\n"
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        choices = [self._choice(index, record) for index, record in enumerate(records)]
-        answer = {**self._answer_head(self.kind), "choices": choices, "usage": self._usage()}
+        answer = {
+            **self._answer_head(self.kind),
+            "choices": [self._choice(index, record) for index, record in enumerate(records)],
+            "usage": self._usage(),
+        }
         if self._timings is not None and self._options.has_timings:
             answer["timings"] = self._timings.of(0, records[0].last)
         return answer
 
     @abstractmethod
-    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+    def _choice(self, index: int, record: ChoiceRecord) -> CompletionChoice | ChatChoice:
         """One choice of the answer that is not streamed."""
 
     def _answer_head(self, kind: str) -> dict[str, object]:
@@ -106,12 +218,12 @@ class AnswerWriter(Writer):
             "system_fingerprint": fingerprint(options),
         }
 
-    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """The field that tells of a choice's prompt; none if nobody asked for it."""
+    def _prompt_logprobs(self, index: int) -> PromptTokens | None:
+        """Return the log-probabilities of a choice's prompt, or None if they were not requested."""
         num_top = self._options.num_prompt_logprobs
         if num_top is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)}
+            return None
+        return prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)
 
     def _usage_suffix(self) -> bytes:
         suffix = self._suffix
@@ -130,7 +242,7 @@ class AnswerWriter(Writer):
             fields["prompt_progress"] = self._timings.progress(index, chunk)
         self._timed = b"," + orjson.dumps(fields)[1:-1] if fields else b""
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         return self.usage.body()
 
     def _stop_reason(self, chunk: OutputChunk) -> int | str | None:
@@ -177,9 +289,11 @@ class ChatWriter(AnswerWriter):
         answer = super().whole(records)
         if self._options.has_token_ids:
             answer["prompt_token_ids"] = self._call.requests[0].prompt_token_ids
-        return answer | self._prompt_logprobs(0)
+        if (scored := self._prompt_logprobs(0)) is not None:
+            answer["prompt_logprobs"] = scored
+        return answer
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         usage = super()._usage()
         if self._choices is not None:
             num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
@@ -214,18 +328,18 @@ class ChatWriter(AnswerWriter):
         content = b'"content":' + orjson.dumps(chunk.text) if shows_text else b""
         return self._prefixes[index] + content + b"}," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
-    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+    def _choice(self, index: int, record: ChoiceRecord) -> ChatChoice:
         text, logprobs = record.text, None
         if self._options.has_logprobs:
             entries = [entry for chunk in record.chunks for entry in shown_logprobs(self._options, chunk)]
             logprobs = self._logprob_writer().write(entries, text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        finish_word = _finish_word(record.last)
+        message: ChatAnswerMessage = {"role": "assistant", "content": text, "refusal": None}
+        finish_word: ChatFinishWord | None = _finish_word(record.last)
         if self._choices is not None:
             read = self._choices[index]
-            message |= _message(gather([part for chunk in record.chunks for part in read.read(chunk)]))
+            message = _message(gather([part for chunk in record.chunks for part in read.read(chunk)]))
             finish_word = read.finish_word(record.last)
-        choice: dict[str, Any] = {
+        choice: ChatChoice = {
             "index": index,
             "message": message,
             "logprobs": logprobs,
@@ -240,7 +354,7 @@ class ChatWriter(AnswerWriter):
         return ChatLogprobs(self._tokenizer, skips_special_tokens=self._options.skips_special_tokens)
 
 
-def _delta(part: Part) -> dict[str, Any] | None:
+def _delta(part: Part) -> ChatDelta | None:
     """The content of an event about a part; None: there is none."""
     match part:
         case Content(text):
@@ -248,7 +362,7 @@ def _delta(part: Part) -> dict[str, Any] | None:
         case Reasoning(text):
             return {"reasoning_content": text}
         case CallBegin(index, call_id, name):
-            function = {"name": name, "arguments": ""}
+            function: FunctionDelta = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
@@ -256,17 +370,14 @@ def _delta(part: Part) -> dict[str, Any] | None:
             return None
 
 
-def _message(answer: Answer) -> dict[str, Any]:
-    """The fields of a message that is not streamed which depend on what the answer says."""
-    fields: dict[str, Any] = {"content": answer.content or (None if answer.calls else "")}
+def _message(answer: Answer) -> ChatAnswerMessage:
+    content = answer.content or (None if answer.calls else "")
+    message: ChatAnswerMessage = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning:
-        fields["reasoning_content"] = answer.reasoning
+        message["reasoning_content"] = answer.reasoning
     if answer.calls:
-        fields["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        ]
-    return fields
+        message["tool_calls"] = told_calls(answer)
+    return message
 
 
 class CompletionWriter(AnswerWriter):
@@ -308,7 +419,7 @@ class CompletionWriter(AnswerWriter):
         text = orjson.dumps(self._echo(index))
         return self._prefixes[index] + text + b"," + orjson.dumps(fields)[1:-1] + self._usage_suffix()
 
-    def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> dict[str, Any]:
+    def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> CompletionTokens:
         request, num_top = self._call.scores_of(index), self._options.num_echo_logprobs or 0
         return writer.write_prompt(request.prompt_token_ids, request.prompt_logprobs, num_top, self._echo(index))
 
@@ -326,14 +437,15 @@ class CompletionWriter(AnswerWriter):
         self._has_begun[index] = True
         return fields
 
-    def _choice(self, index: int, record: ChoiceRecord) -> dict[str, Any]:
+    def _choice(self, index: int, record: ChoiceRecord) -> CompletionChoice:
         logprobs = None
         if self._options.has_logprobs:
             writer = self._logprob_writer()
-            echoed = {} if self._options.num_echo_logprobs is None else self._echo_logprobs(index, writer)
+            echoed = None if self._options.num_echo_logprobs is None else self._echo_logprobs(index, writer)
             logprobs = writer.write([entry for chunk in record.chunks for entry in chunk.logprobs])
-            logprobs = {name: echoed.get(name, []) + values for name, values in logprobs.items()}
-        choice: dict[str, Any] = {
+            if echoed is not None:
+                logprobs = joined(echoed, logprobs)
+        choice: CompletionChoice = {
             "index": index,
             "text": self._echo(index) + record.text,
             "logprobs": logprobs,
@@ -342,8 +454,10 @@ class CompletionWriter(AnswerWriter):
         }
         if self._options.has_token_ids:
             choice["token_ids"] = record.token_ids
-            choice["prompt_token_ids"] = self._call.requests[index].prompt_token_ids
-        return choice | self._prompt_logprobs(index)
+            choice["prompt_token_ids"] = list(self._call.requests[index].prompt_token_ids)
+        if (scored := self._prompt_logprobs(index)) is not None:
+            choice["prompt_logprobs"] = scored
+        return choice
 
     def _echo(self, index: int) -> str:
         return self._call.echoes[index // self._call.num_choices]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import orjson
 from pydantic import Field
@@ -17,6 +17,7 @@ from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin
 from penstock.serve.http.connection import unless_gone
+from penstock.serve.shapes import Success
 
 MAX_UNLOAD_S = 24 * 3600.0
 _Result = TypeVar("_Result")
@@ -74,5 +75,5 @@ async def _result(future: Future[_Result]) -> _Result:
 
 
 def _success(status: int = 200) -> Response:
-    answer: dict[str, Any] = {"success": True}
+    answer: Success = {"success": True}
     return Response(orjson.dumps(answer), status, media_type="application/json")

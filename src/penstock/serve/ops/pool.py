@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import InFlight
 from penstock.deploy.deployment import Deployment
@@ -15,9 +17,36 @@ from penstock.kv.pool_map import BlockOwner, BlockState, PoolMap, Run
 from penstock.serve.asking import find_model, read_owner
 from penstock.serve.errors import unavailable
 from penstock.serve.ops.requests import json_answer
+from penstock.serve.shapes import Count
 
 SHARED_NS = 100_000_000
 """Time for which a drawing is shown."""
+
+
+class Owner(TypedDict):
+    request: str | None
+    choice: NotRequired[Count]
+    blocks: Count
+    tokens: NotRequired[Count]
+    computed_tokens: NotRequired[Count]
+
+
+class Pool(TypedDict):
+    block_size: Count
+    blocks: Count
+    states: dict[str, Count]
+    waste_ratio: float
+    map: list[
+        Annotated[
+            list[Literal["free", "cached", "held", "shared", "adapter", "null"] | Count | None],
+            Field(
+                min_length=2,
+                max_length=3,
+                description="The state of neighbouring blocks, their number and, if a request holds them, its index.",
+            ),
+        ]
+    ]
+    owners: list[Owner]
 
 
 class PoolEndpoint:
@@ -48,7 +77,7 @@ class PoolEndpoint:
             return drawn
 
 
-def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any]:
+def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> Pool:
     """The answer. `names`: the engine's ids of the caller's own requests -> the client's ids and the choices' indices."""
     return {
         "block_size": drawn.block_size,
@@ -60,7 +89,7 @@ def _as_json(drawn: PoolMap, names: dict[str, tuple[str, int]]) -> dict[str, Any
     }
 
 
-def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> dict[str, Any]:
+def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> Owner:
     """An owner of blocks. Other callers' requests are told by their blocks alone, which the map shows anyway."""
     if name is None:
         return {"request": None, "blocks": owner.num_blocks}
@@ -74,5 +103,5 @@ def _owner(owner: BlockOwner, name: tuple[str, int] | None) -> dict[str, Any]:
     }
 
 
-def _run(run: Run) -> list[str | int | None]:
+def _run(run: Run) -> list[Any]:
     return [run.state.value, run.num_blocks, run.owner] if run.state is BlockState.HELD else [run.state.value, run.num_blocks]

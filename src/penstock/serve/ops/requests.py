@@ -7,24 +7,127 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from penstock.calls.in_flight import InFlight, Told
 from penstock.obs.explain.explanation import Explanation, PauseTold, gap_cause, summary
 from penstock.obs.explain.lives import Gap
 from penstock.serve.asking import read_owner
 from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.shapes import Count
 from penstock.serve.streams import FINISH_WORDS
 from penstock.types.request import FinishReason
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "rerank-", "score-", "classify-", "pool-")
-_OTHER_ENDS = {FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
+_ENDS = {**FINISH_WORDS, FinishReason.ABORT: "cancelled", FinishReason.ERROR: "error", FinishReason.REJECTED: "refused"}
 _MAX_ENDED = 100
 """Ended requests in a list."""
+
+
+TimesMs = dict[str, float]
+
+
+class Waited(TypedDict):
+    for_ms: TimesMs
+    now_for: str | None
+    came_before: Count
+    went_first: Count
+
+
+class Prefix(TypedDict):
+    hit_tokens: Count
+    stopped_at: Count
+    because: str
+    evicted_ms_before: NotRequired[float]
+
+
+class Steps(TypedDict):
+    steps: Count
+    tokens: Count
+
+
+class DecodeSteps(TypedDict):
+    steps: Count
+    forced_tokens: Count
+    with_prompts_ms: float
+
+
+class SatOut(TypedDict):
+    steps: Count
+    ms: float
+
+
+class BatchSize(TypedDict):
+    mean: float
+    max: Count
+
+
+class GapStep(TypedDict):
+    ms: float
+    requests: Count
+    prompts: Count
+    prompt_tokens: Count
+
+
+class LongestGap(TypedDict):
+    ms: float
+    because: str
+    step: NotRequired[GapStep]
+
+
+class Preemption(TypedDict):
+    after_ms: float
+    because: str
+    method: Literal["swap", "recompute"]
+    waited_ms: float
+    waited_for_ms: TimesMs
+    lost_tokens: Count
+    is_over: bool
+
+
+class RequestChoice(TypedDict):
+    index: Count
+    state: str
+    finish_reason: str | None
+    summary: str
+    prompt_tokens: Count
+    completion_tokens: Count
+    time_ms: TimesMs
+    waited: Waited
+    prefix: Prefix | None
+    prefill: Steps
+    resume: Steps
+    decode: DecodeSteps
+    sat_out: SatOut
+    batch: BatchSize
+    longest_gap: LongestGap | None
+    preemptions: list[Preemption]
+
+
+class Request(TypedDict):
+    id: str
+    object: Literal["request"]
+    created: int
+    age_ms: float
+    summary: str
+    choices: list[RequestChoice]
+    forgotten_choices: Count
+
+
+class RequestList(TypedDict):
+    object: Literal["list"]
+    data: list[Request]
+
+
+class RequestCancelled(TypedDict):
+    id: str
+    object: Literal["request"]
+    cancelled: bool
 
 
 async def json_answer(make: Callable[[], Any]) -> Response:
@@ -53,7 +156,7 @@ class RequestsEndpoint:
         request_id = http.path_params["request_id"]
         asks = [self._in_flight.explain(candidate, owner) for candidate in _candidates(request_id)]
 
-        def make() -> dict[str, Any]:
+        def make() -> Request:
             for tell in asks:
                 if told := tell():
                     return _call(told)
@@ -66,7 +169,7 @@ class RequestsEndpoint:
 
         return await json_answer(make)
 
-    async def cancel(self, http: HttpRequest) -> dict[str, Any]:
+    async def cancel(self, http: HttpRequest) -> RequestCancelled:
         """Cancel a running request, by its `X-Request-Id` or by the `id` of its answer."""
         owner, request_id = read_owner(http.scope, self._in_flight.config), http.path_params["request_id"]
         # In this order, and only one of them: what a client named cmpl-x must not take another call's x with it.
@@ -89,7 +192,7 @@ def _max_ended(text: str | None) -> int:
     return int(text)
 
 
-def _call(told: Told) -> dict[str, Any]:
+def _call(told: Told) -> Request:
     choices = [_choice(choice, index) for index, choice in told.choices]
     return {
         "id": told.request_id,
@@ -107,12 +210,12 @@ def _candidates(request_id: str) -> list[str]:
     return [request_id, *(request_id.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if request_id.startswith(prefix))]
 
 
-def _choice(told: Explanation, index: int) -> dict[str, Any]:
+def _choice(told: Explanation, index: int) -> RequestChoice:
     """The explanation of one choice. Times are milliseconds."""
     return {
         "index": index,
         "state": told.phase.value,
-        "finish_reason": None if told.finish_reason is None else (FINISH_WORDS | _OTHER_ENDS)[told.finish_reason],
+        "finish_reason": None if told.finish_reason is None else _ENDS[told.finish_reason],
         "summary": summary(told),
         "prompt_tokens": told.num_prompt_tokens,
         "completion_tokens": told.num_generated_tokens,
@@ -144,17 +247,23 @@ def _choice(told: Explanation, index: int) -> dict[str, Any]:
     }
 
 
-def _prefix(told: Explanation) -> dict[str, Any] | None:
+def _prefix(told: Explanation) -> Prefix | None:
     """The prefix that was found in the cache; None while the choice waits."""
     if told.stop is None:
         return None
-    found = {"hit_tokens": told.num_hit_tokens, "stopped_at": told.stop.position, "because": told.stop.reason.value}
-    return found if told.evicted_ago_ns is None else {**found, "evicted_ms_before": _ms(told.evicted_ago_ns)}
+    found: Prefix = {
+        "hit_tokens": told.num_hit_tokens,
+        "stopped_at": told.stop.position,
+        "because": told.stop.reason.value,
+    }
+    if told.evicted_ago_ns is not None:
+        found["evicted_ms_before"] = _ms(told.evicted_ago_ns)
+    return found
 
 
-def _gap(gap: Gap) -> dict[str, Any]:
+def _gap(gap: Gap) -> LongestGap:
     """A gap between two tokens. Other requests of its step are told in sizes alone."""
-    told: dict[str, Any] = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
+    told: LongestGap = {"ms": _ms(gap.gap_ns), "because": gap_cause(gap)}
     if gap.step is not None:
         told["step"] = {
             "ms": _ms(gap.step.duration_ns),
@@ -165,7 +274,7 @@ def _gap(gap: Gap) -> dict[str, Any]:
     return told
 
 
-def _pause(pause: PauseTold) -> dict[str, Any]:
+def _pause(pause: PauseTold) -> Preemption:
     return {
         "after_ms": _ms(pause.began_ns),
         "because": pause.reason.value,
@@ -177,7 +286,7 @@ def _pause(pause: PauseTold) -> dict[str, Any]:
     }
 
 
-def _parts(parts_ns: Mapping[str, int]) -> dict[str, float]:
+def _parts(parts_ns: Mapping[str, int]) -> TimesMs:
     return {name: _ms(part_ns) for name, part_ns in parts_ns.items()}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NotRequired
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 import penstock
 from penstock.deploy.deployment import Deployment
@@ -18,14 +19,48 @@ from penstock.obs.metrics import Metrics
 from penstock.obs.signals import WINDOW_S
 from penstock.serve.asking import find_served
 from penstock.serve.errors import unavailable
-from penstock.types.stats import AdapterCounts
+from penstock.serve.shapes import Count, Status, Version
+from penstock.types.stats import AdapterCounts, AdapterStats
+
+
+class ModelLoad(TypedDict):
+    name: str
+    state: str
+    requests_running: Count
+    requests_waiting: Count
+    requests_waiting_for_load: Count
+    memory_bytes: Mapping[str, Count]
+    machine_s: float
+    last_used_s: float | None
+
+
+class Memory(TypedDict):
+    limit_bytes: Count
+    free_bytes: Count
+    stuck_bytes: Count
+
+
+class Load(TypedDict):
+    state: str
+    server_load: Count
+    requests_running: Count
+    requests_waiting: Count
+    waiting_for: str | None
+    kv_blocks_free: Count
+    kv_blocks: Count
+    kv_waste_ratio: float
+    adapters: NotRequired[dict[str, Count]]
+    sustained: dict[str, float]
+    desired_replicas: Count
+    models: NotRequired[list[ModelLoad]]
+    memory: NotRequired[Memory]
 
 
 class StatusEndpoint:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
 
-    async def health(self, _http: HttpRequest) -> dict[str, Any]:
+    async def health(self, _http: HttpRequest) -> Status:
         """Is the process alive? 503 only when a restart of the process is the remedy for one of its models."""
         for running in self._deployment.staying:
             state = running.engine.state
@@ -33,7 +68,7 @@ class StatusEndpoint:
                 raise unavailable(f"The engine{self._of(running)} has {state}.")
         return {"status": "ok"}
 
-    async def ready(self, _http: HttpRequest) -> dict[str, Any]:
+    async def ready(self, _http: HttpRequest) -> Status:
         """Can the server take work? 503 while a model drains or is made anew, too, and if none can be loaded."""
         if all(served.state is ModelState.FAILED for served in self._deployment.served):
             raise unavailable(f"Not ready: no model can be loaded. {self._deployment.default.failure}")
@@ -43,7 +78,7 @@ class StatusEndpoint:
                 raise unavailable(f"Not ready: the engine{self._of(running)} is {state}.")
         return {"status": "ready"}
 
-    async def load(self, http: HttpRequest) -> dict[str, Any]:
+    async def load(self, http: HttpRequest) -> Load:
         """How busy is a model, now and sustained over half a minute? `server_load` is vLLM's name.
 
         Without `model` it is the default one, and all are listed, with the memory that they share.
@@ -53,7 +88,7 @@ class StatusEndpoint:
         metrics = served.metrics
         now, sustained = metrics.read_load(), metrics.read_signals()
         waste = await asyncio.to_thread(metrics.read_waste)  # may wait for the engine's thread
-        return {
+        load: Load = {
             "state": served.state.value,
             "server_load": now.num_running + now.num_waiting,
             "requests_running": now.num_running,
@@ -62,7 +97,6 @@ class StatusEndpoint:
             "kv_blocks_free": now.num_blocks_free + now.num_blocks_cached,
             "kv_blocks": now.num_blocks_total,
             "kv_waste_ratio": round(waste, 5),
-            **_adapters(now.adapters, metrics),
             "sustained": {
                 "window_s": WINDOW_S,
                 "queue_depth": round(sustained.queue_depth, 3),
@@ -73,24 +107,24 @@ class StatusEndpoint:
                 "drain_rate": round(sustained.drain_rate, 3),
             },
             "desired_replicas": sustained.desired_replicas,
-        } | (self._all() if name is None else {})
-
-    def _all(self) -> dict[str, Any]:
-        memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
-        return {
-            "models": [_line(served, now_ns) for served in self._deployment.served if served.is_there],
-            "memory": {
+        }
+        if metrics.read_adapters is not None:
+            load["adapters"] = _adapters(now.adapters, metrics.read_adapters())
+        if name is None:
+            memory, now_ns = self._deployment.memory, self._deployment.clock.now_ns()
+            load["models"] = [_line(one, now_ns) for one in self._deployment.served if one.is_there]
+            load["memory"] = {
                 "limit_bytes": memory.total_bytes(),
                 "free_bytes": max(0, memory.left_bytes()),
                 "stuck_bytes": memory.stuck_bytes(),
-            },
-        }
+            }
+        return load
 
     def _of(self, running: RunningModel) -> str:
         """The model's name, where it is not the only one."""
         return f" of {running.name}" if len(self._deployment.served) > 1 else ""
 
-    async def version(self, _http: HttpRequest) -> dict[str, Any]:
+    async def version(self, _http: HttpRequest) -> Version:
         return {"version": penstock.__version__}
 
     async def metrics(self, _http: HttpRequest) -> Response:
@@ -99,24 +133,18 @@ class StatusEndpoint:
         return await asyncio.to_thread(_render, [served.metrics for served in self._deployment.served])
 
 
-def _adapters(pool: AdapterCounts, metrics: Metrics) -> dict[str, Any]:
-    """How many there are where; nothing of a model that is served without."""
-    if metrics.read_adapters is None:
-        return {}
-    beside = metrics.read_adapters()
+def _adapters(pool: AdapterCounts, beside: AdapterStats) -> dict[str, int]:
     return {
-        "adapters": {
-            "running": pool.num_running,
-            "kv_cache": pool.num_resident,
-            "kv_blocks": pool.num_blocks,
-            "memory": beside.num_in_memory,
-            "memory_bytes": beside.num_bytes,
-            "names": beside.num_registered,
-        }
+        "running": pool.num_running,
+        "kv_cache": pool.num_resident,
+        "kv_blocks": pool.num_blocks,
+        "memory": beside.num_in_memory,
+        "memory_bytes": beside.num_bytes,
+        "names": beside.num_registered,
     }
 
 
-def _line(served: ServedModel, now_ns: int) -> dict[str, Any]:
+def _line(served: ServedModel, now_ns: int) -> ModelLoad:
     """A model among others. Memory is what it may come to use: a KV cache fills with time."""
     load, running = served.metrics.read_load(), served.running
     return {

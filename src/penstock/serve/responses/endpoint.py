@@ -17,21 +17,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
 from penstock.calls.call import Owner
-from penstock.calls.in_flight import InFlight, RunningCall
+from penstock.calls.in_flight import RunningCall
 from penstock.calls.run import run
-from penstock.clock import Clock
-from penstock.config import ServerConfig
-from penstock.deploy.off_loop import OffLoop
+from penstock.serve.api import Parts
 from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
 from penstock.serve.http.checks import add_header, entry_of, identity_of
 from penstock.serve.http.connection import unless_gone
-from penstock.serve.openai.read import Reader
-from penstock.serve.responses.read import NAMES, NO_COMPACTION, Question, read, references
+from penstock.serve.responses.answers import Response, ResponseForgotten
+from penstock.serve.responses.read import NAMES, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import Kept, ResponseStore, as_json, has_id
-from penstock.serve.responses.write import Response, ResponsesWriter
+from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected
@@ -44,12 +42,12 @@ MAX_LISTED = 100
 
 
 class ResponsesEndpoint:
-    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop, config: ServerConfig, clock: Clock) -> None:
-        self._reader = reader
-        self._in_flight = in_flight
-        self._off_loop = off_loop
-        self._config = config
-        self._store = ResponseStore(config.response_store_bytes, config.response_ttl_s, clock)
+    def __init__(self, parts: Parts) -> None:
+        config = self._config = parts.config
+        self._reader = parts.reader
+        self._in_flight = parts.in_flight
+        self._off_loop = parts.off_loop
+        self._store = ResponseStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock)
         self._tasks: set[asyncio.Task[None]] = set()
         """The tasks of responses in the background: the loop keeps none of its tasks alive."""
         self._told_kinds: set[str] = set()
@@ -128,7 +126,7 @@ class ResponsesEndpoint:
     def _begin(self, opened: RunningCall, question: Question, owner: Owner) -> HttpResponse:
         with opened:
             self._store.check_room()  # others may have come meanwhile
-            queued = question.told | {"status": "queued"}
+            queued: Response = {**question.told, "status": "queued"}
             kept = _kept(question, owner, queued)
             kept.was_background = True
             kept.cancel = partial(opened.stream.cancel, _CANCELLED)
@@ -175,7 +173,7 @@ class ResponsesEndpoint:
             raise invalid("'stream' is not supported here yet: poll until 'status' is another one.", "stream")
         return _json(self._find(http).response)
 
-    async def delete(self, http: HttpRequest) -> dict[str, Any]:
+    async def delete(self, http: HttpRequest) -> ResponseForgotten:
         """Forget a response. One that runs in the background is cancelled."""
         kept = self._find(http)
         if kept.cancel is not None:
@@ -220,11 +218,6 @@ class ResponsesEndpoint:
 
     def _find(self, http: HttpRequest) -> Kept:
         return self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
-
-
-async def refuse_compaction(_http: HttpRequest) -> HttpResponse:
-    """Refuse `POST /v1/responses/compact`."""
-    raise ApiError(501, NO_COMPACTION, code="not_supported")
 
 
 def _kept(question: Question, owner: Owner, response: Response) -> Kept:

@@ -21,6 +21,7 @@ from penstock.serve.errors import ApiError, invalid, refuse_unknown, renamed, sh
 from penstock.serve.http.checks import identity_of
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, JsonSchemaFormat, ResponseFormat
+from penstock.serve.responses.answers import Response
 from penstock.serve.responses.schemas import (
     LOGPROBS,
     FunctionCallItem,
@@ -35,7 +36,7 @@ from penstock.serve.responses.schemas import (
 from penstock.serve.responses.tools import Tools, chat_name, read_tools
 from penstock.serve.streams import fingerprint
 
-Item = dict[str, Any]
+Item = Any
 """An item as it is told and kept: plain JSON data, with an `id`."""
 ItemBody = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
@@ -109,7 +110,7 @@ class Question:
     """As much of a question as is needed until its answer has ended: not the call, nor what was said before."""
 
     response_id: str
-    told: dict[str, Any]
+    told: Response
     """The fields of the answer that repeat the question, `id` and `model` included."""
     items: list[Item]
     """Its own, as they are kept."""
@@ -382,7 +383,7 @@ def _named(one: Any, names: Sequence[str], param: str) -> str:
 # What the answer says of the question
 
 
-def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> dict[str, Any]:
+def _told(body: ResponsesBody, call: Call, tools: Tools, *, keeps: bool) -> Response:
     store: bool = keeps if body.store is None else body.store
     text: TextFormat | Literal["text"] = "text" if body.text is None or body.text.format is None else body.text.format
     shape = {"type": "text"} if text == "text" else text.model_dump(by_alias=True, exclude_none=True)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from sys import getsizeof
-from typing import Any
 
 import orjson
 
 from penstock.calls.call import Owner
 from penstock.clock import Clock
 from penstock.serve.errors import ApiError, overloaded, shorten
+from penstock.serve.responses.answers import Response
 from penstock.serve.responses.read import Item, Past
 from penstock.types.errors import counted
 
@@ -141,7 +141,7 @@ class ResponseStore:
         self._used[kept] = None
         self._make_room()
 
-    def update(self, kept: Kept, response: dict[str, Any], items: Sequence[Item] | None = None) -> None:
+    def update(self, kept: Kept, response: Response, items: Sequence[Item] | None = None) -> None:
         """Tell another state of a response that runs in the background; with `items` it has ended."""
         before = kept.num_bytes
         kept.response = _compact(orjson.dumps(response))

@@ -8,7 +8,7 @@ https://developers.openai.com/api/reference/resources/responses/streaming-events
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -16,20 +16,18 @@ from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.logprobs import ChatLogprobs
+from penstock.serve.responses.answers import Response, ResponseError, ResponseUsage
 from penstock.serve.responses.read import Item, Question
 from penstock.serve.streams import ChoiceRecord, ReadChoice, Writer, fingerprint
 from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
-Response = dict[str, Any]
-"""A response as it is told: plain JSON data."""
-
 _RATE_LIMITED = 429
 _CLIENT_FAULTS = range(400, 500)
 
 
-def response_error(error: ApiError) -> dict[str, str]:
+def response_error(error: ApiError) -> ResponseError:
     """The words of a response that failed: OpenAI's codes, of which few fit."""
     if error.status_code == _RATE_LIMITED:
         code = "rate_limit_exceeded"
@@ -92,7 +90,7 @@ class ResponsesWriter(Writer):
         return self._take()
 
     def _in_progress(self) -> Response:
-        return self._question.told | {"system_fingerprint": fingerprint(self._options)}
+        return {**self._question.told, "system_fingerprint": fingerprint(self._options)}
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self.usage.add(index, chunk)
@@ -120,33 +118,34 @@ class ResponsesWriter(Writer):
         return self.ended
 
     def response(self) -> Response:
-        """The response that has ended, whole or cut."""
-        told = {
-            "status": "incomplete" if self._is_cut else "completed",
-            "completed_at": None if self._is_cut else self._call.running.sources.unix_time_s(),
-            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
-        }
-        return self._whole(told)
+        """Return the response that has ended, whole or cut."""
+        told = self._whole()
+        if self._is_cut:
+            return {**told, "status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        return {**told, "status": "completed", "completed_at": self._call.running.sources.unix_time_s()}
 
-    def failure(self, error: ApiError, status: str = "failed") -> Response:
-        """The response that has ended early, with what was said until then."""
+    def failure(self, error: ApiError, status: Literal["failed", "cancelled"] = "failed") -> Response:
+        """Return the response that has ended early, with what was said until then."""
         self._close(is_whole=False)
-        told = {"status": status, "error": response_error(error) if status == "failed" else None}
-        return self._whole(told)
+        return {**self._whole(), "status": status, "error": response_error(error) if status == "failed" else None}
 
-    def _whole(self, told: dict[str, Any]) -> Response:
-        """With the fingerprint of an adapter, which is there by now."""
-        said = {"output": self._items, "usage": self._usage(), "system_fingerprint": fingerprint(self._options)}
-        return self._question.told | told | said
-
-    def _usage(self) -> dict[str, Any]:
-        counts = self.usage.body()
+    def _whole(self) -> Response:
+        """Return the response with what was said, and with the fingerprint of an adapter, which is loaded by now."""
         return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": counts["prompt_tokens_details"]["cached_tokens"]},
-            "output_tokens": counts["completion_tokens"],
+            **self._question.told,
+            "output": self._items,
+            "usage": self._usage(),
+            "system_fingerprint": fingerprint(self._options),
+        }
+
+    def _usage(self) -> ResponseUsage:
+        num_prompt, num_generated = self.usage.counts()
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": self.usage.num_cached},
+            "output_tokens": num_generated,
             "output_tokens_details": {"reasoning_tokens": self._choice.num_reasoning_tokens if self._choice else 0},
-            "total_tokens": counts["total_tokens"],
+            "total_tokens": num_prompt + num_generated,
         }
 
     # Items

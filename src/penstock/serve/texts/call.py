@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.calls.call import Terms
 from penstock.deploy.running import RunningModel
+from penstock.serve.shapes import TokenUsage
 from penstock.types.encoder import TextTokens, TruncationSide
 
 MAX_TEXTS = 2048
@@ -88,6 +89,10 @@ class TextResults:
     def num_tokens(self) -> int:
         """Tokens of all texts, each as often as it was sent."""
         return sum([result.num_tokens for result in self.results])
+
+    @property
+    def usage(self) -> TokenUsage:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
 
     @property
     def num_bytes(self) -> int:

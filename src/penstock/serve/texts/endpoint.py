@@ -1,29 +1,30 @@
-"""A face as an endpoint: reads a body, has the texts run, and writes their numbers. The faces differ in two functions.
+"""Endpoints of encoders: read a body, have its texts run, and write their numbers.
 
-`Answer` is what a face makes of a body: the call, and a function from the results to JSON.
+An API gives a function from its body to an `Answer`: the call, and a function from the results to JSON.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
 
 from penstock.calls.in_flight import InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
+from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
-from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
+from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.http.checks import JsonEndpoint, entry_of
 from penstock.serve.http.connection import unless_gone
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk
+from penstock.serve.texts.read import TextsRequest
 from penstock.serve.texts.run import run
 from penstock.serve.texts.tokens import work_size
 from penstock.serve.texts.write import write_json
@@ -41,45 +42,43 @@ class Answer:
     """The answer as JSON data, in which NumPy's arrays may be. May run on any thread."""
 
 
-Read = Callable[[Any, bytes, Scope], Answer]
-"""A face: from the JSON value of a body, its bytes and the request's headers. Raises `ApiError`."""
-
-
-def by_field(name: str, with_it: JsonEndpoint, without: JsonEndpoint, off_loop: OffLoop) -> JsonEndpoint:
-    """An endpoint of a path that two APIs have: a body with this field belongs to the first."""
-
-    async def choose(data: bytes, http: HttpRequest) -> Response:
-        """Answer a body of either API."""
-        is_there = f'"{name}"'.encode() in data and await off_loop.run(
-            len(data), lambda: _has_field(data, name), limit=INLINE_MAX_BYTES
-        )
-        return await (with_it if is_there else without)(data, http)
-
-    return choose
-
-
-def _has_field(data: bytes, name: str) -> bool:
-    value = load_json(data)
-    return isinstance(value, dict) and name in value
+_Body = TypeVar("_Body", bound=Body)
+_Read = Callable[[_Body, TextsRequest], Answer]
+"""Reads the body of an API. Raises `ApiError`."""
+_Check = Callable[[Any, type[_Body], IgnoredParameters | None], _Body]
+"""Makes a body of its JSON value. Raises `ApiError`."""
 
 
 class TextsEndpoint:
-    """Answers the bodies of all faces. Has the desk of each model."""
+    """Answers the bodies of all APIs of encoders. Has the desk of each model."""
 
-    def __init__(self, deployment: Deployment, config: ServerConfig, in_flight: InFlight) -> None:
-        self._off_loop = deployment.off_loop
+    def __init__(
+        self, deployment: Deployment, config: ServerConfig, in_flight: InFlight, ignored: IgnoredParameters | None
+    ) -> None:
+        """`ignored`: as for `parse_body`."""
+        self._deployment = deployment
         self._config = config
         self._in_flight = in_flight
+        self._ignored = ignored
         self._desks: WeakKeyDictionary[RunningModel, Desk] = WeakKeyDictionary()
         """The desk of each encoder that is loaded; it has no reference to that."""
         for running in deployment.running:
             if running.model.encoder is not None:
                 self._desk(running)
 
-    async def answer(self, data: bytes, http: HttpRequest, read: Read) -> Response:
-        """Answer a body as `read` reads it. Raises `ApiError` and `Rejected`."""
-        answer = await self._off_loop.run(len(data), lambda: read(load_json(data), data, http.scope), limit=INLINE_MAX_BYTES)
-        return await self._respond(answer, http)
+    def answers(self, body_type: type[_Body], read: _Read[_Body], check: _Check[_Body] = check_body) -> JsonEndpoint:
+        """Return the endpoint of a route whose body `read` makes a call of."""
+
+        @wraps(read)
+        async def answer(data: bytes, http: HttpRequest) -> Response:
+            def make() -> Answer:
+                body = check(load_json(data), body_type, self._ignored)
+                return read(body, TextsRequest(self._deployment, self._config, data, http.scope))
+
+            made = await self._deployment.off_loop.run(len(data), make, limit=INLINE_MAX_BYTES)
+            return await self._respond(made, http)
+
+        return answer
 
     def _desk(self, running: RunningModel) -> Desk:
         if running not in self._desks:

@@ -1,4 +1,4 @@
-"""From a face's fields to a `TextsCall`: all that the faces have alike. Every rule that needs no tokenizer is here.
+"""From an API's fields to a `TextsCall`: what all APIs of encoders share. Every rule that needs no tokenizer is here.
 
 May run on any thread, and waits for nothing. Raises `ApiError`, with words for the cause and the remedy.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
@@ -16,14 +16,12 @@ from penstock.calls.call import Terms
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import claim_of, find_answering, find_model, read_terms
-from penstock.serve.bodies import INT32_MAX, INT32_MIN, Body, IgnoredParameters, check_body
+from penstock.serve.asking import claim_of, find_answering, read_terms
+from penstock.serve.bodies import INT32_MAX, INT32_MIN
 from penstock.serve.errors import ApiError, invalid, shorten
 from penstock.serve.http.checks import identity_of
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextsCall, TokenIds, Truncation
 from penstock.types.encoder import EncoderInfo, Task, TruncationSide
-
-_Body = TypeVar("_Body", bound=Body)
 
 Texts = Annotated[
     Any,
@@ -113,23 +111,17 @@ class Asked:
         )
 
 
-class TextsReader:
-    """Reads what the bodies of all faces have alike. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class TextsRequest:
+    """A request as an API's function reads it beside its body."""
 
-    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
-        """`ignored`: as for `parse_body`."""
-        self._deployment = deployment
-        self._config = config
-        self.ignored = ignored
-
-    def body(self, value: Any, body_type: type[_Body]) -> _Body:
-        """The body that a JSON value is. Raises 400."""
-        return check_body(value, body_type, self.ignored)
+    deployment: Deployment
+    config: ServerConfig
+    data: bytes
+    scope: Scope
 
     def open(
         self,
-        data: bytes,
-        scope: Scope,
         *,
         model: str | None = None,
         user: str | None = None,
@@ -138,11 +130,11 @@ class TextsReader:
     ) -> Asked:
         """The model that is asked, and the terms. Raises 400 if the model is no encoder."""
         if request_id is not None:
-            identity_of(scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
-        running = find_answering(model, self._deployment, scope, self._config, user or "")[0].answerer()
+            identity_of(self.scope).adopt(request_id)  # before all else that may be refused: the refusal carries it
+        running = find_answering(model, self.deployment, self.scope, self.config, user or "")[0].answerer()
         encoder = running.model.encoder
         if encoder is None:
-            encoders = [one.name for one in self._deployment.served if one.info is not None and one.info.encoder is not None]
+            encoders = [one.name for one in self.deployment.served if one.info is not None and one.info.encoder is not None]
             remedy = (
                 f"Ask for 'model': {encoders[0]!r}, which is served, too."
                 if encoders
@@ -154,17 +146,13 @@ class TextsReader:
                 "model",
             )
         terms = read_terms(
-            scope,
+            self.scope,
             running.clock.now_ns(),
-            self._config,
+            self.config,
             is_priority_scheduled=running.model.is_priority_scheduled,
             priority=priority,
         )
-        return Asked(running, encoder, terms, claim_of(terms.owner.tenant, data), model or running.name)
-
-    def find(self, model: str | None, scope: Scope) -> RunningModel:
-        """The model that a request names. Raises 404."""
-        return find_model(model, self._deployment, scope)
+        return Asked(running, encoder, terms, claim_of(terms.owner.tenant, self.data), model or running.name)
 
 
 def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:

@@ -28,6 +28,8 @@ PIECE_CHARS = 1 << 16
 CHARS_PER_TEXT = 64
 """A text costs as much as so many characters, however short it is."""
 _NAME_BYTES = 16
+MAX_TOLD_TOKENS = 1 << 16
+"""Tokens of one answer of `/tokenize`: 4 MB of JSON."""
 
 
 def parts_of(text: TextInput) -> tuple[str, ...]:

@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from penstock.calls.call import Call
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.bodies import INT32_MAX, MAX_TOKENS_LIMIT, Body, NotYet, StopStrings, check_body, parse_body
-from penstock.serve.errors import ApiError, in_words, invalid
-from penstock.serve.openai.endpoints import CallEndpoint, Read
+from penstock.serve.errors import ApiError, invalid
+from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.openai.schemas import CompletionBody
+from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
@@ -86,21 +88,60 @@ class TgiBody(Body):
     stream: bool | None = None
 
 
+class TgiToken(TypedDict):
+    id: Count
+    text: str
+    logprob: float
+    special: bool
+
+
+FinishWord = Literal["length", "eos_token", "stop_sequence"]
+
+
+class TgiEnd(TypedDict):
+    finish_reason: FinishWord
+    generated_tokens: Count
+    seed: int
+
+
+class TgiDetails(TgiEnd):
+    prefill: list[Any]
+    tokens: list[TgiToken]
+
+
+class TgiAnswer(TypedDict):
+    generated_text: str
+    details: NotRequired[TgiDetails]
+
+
+class TgiStreamDetails(TgiEnd):
+    input_length: Count
+
+
+class TgiEvent(TypedDict):
+    index: Count
+    token: TgiToken
+    generated_text: str | None
+    details: TgiStreamDetails | None
+
+
+class TgiError(TypedDict):
+    error: str
+    error_type: str
+
+
 class TgiFace(CallEndpoint):
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Continue a prompt, in the shape of text-generation-inference."""
-        return await self._generate(data, http, self._read)
+        return await self.answer(data, http, self._read, NAMES)
 
     async def generate_stream(self, data: bytes, http: HttpRequest) -> Response:
         """Continue a prompt as a stream, in the shape of text-generation-inference."""
-        return await self._generate(data, http, partial(self._read, is_streamed=True))
+        return await self.answer(data, http, partial(self._read, is_streamed=True), NAMES)
 
     async def root(self, data: bytes, http: HttpRequest) -> Response:
         """As `/generate`, but the answer is in a list."""
-        return await self._generate(data, http, partial(self._read, is_list=True))
-
-    async def _generate(self, data: bytes, http: HttpRequest, read: Read) -> Response:
-        return await in_words(tgi_words, self.answer(data, http, read, NAMES))
+        return await self.answer(data, http, partial(self._read, is_list=True), NAMES)
 
     def _read(self, data: bytes, scope: Scope, *, is_list: bool = False, is_streamed: bool = False) -> tuple[Call, NewWriter]:
         body = parse_body(data, TgiBody, self.reader.ignored)
@@ -111,7 +152,7 @@ class TgiFace(CallEndpoint):
         return call, partial(TgiWriter, prefix=prefix, has_details=bool(parameters.details), is_list=is_list)
 
 
-def tgi_words(error: ApiError) -> dict[str, Any]:
+def tgi_words(error: ApiError) -> TgiError:
     """Return an error in the shape of text-generation-inference."""
     return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "generation")}
 
@@ -173,13 +214,13 @@ class TgiWriter(Writer):
         # Text can become certain without a new token: at the end of the answer.
         tokens = tokens or [{"id": 0, "text": "", "logprob": 0.0, "special": True}]
         tokens[-1]["text"] = chunk.text
-        events = []
+        events: list[TgiEvent] = []
         for token in tokens:
             self._num_tokens += 1
             events.append({"index": self._num_tokens, "token": token, "generated_text": None, "details": None})
         if chunk.finish_reason is not None:
             events[-1]["generated_text"] = "".join(self._text)
-            events[-1]["details"] = self._end(chunk) | {"input_length": self.usage.counts()[0]}
+            events[-1]["details"] = {**self._end(chunk), "input_length": self.usage.counts()[0]}
         return b"".join([b"data:%s\n\n" % orjson.dumps(event) for event in events])
 
     def end(self) -> bytes:
@@ -188,25 +229,25 @@ class TgiWriter(Writer):
     def fail(self, error: ApiError) -> bytes:
         return b"data:%s\n\n" % orjson.dumps(tgi_words(error))
 
-    def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any] | list[Any]:
+    def whole(self, records: Sequence[ChoiceRecord]) -> TgiAnswer | list[TgiAnswer]:
         [record] = records
-        answer: dict[str, Any] = {"generated_text": "".join([*self._text, record.text])}
+        answer: TgiAnswer = {"generated_text": "".join([*self._text, record.text])}
         if self._has_details:
             tokens = [token for chunk in record.chunks for token in self._tokens(chunk)]
             for token in tokens:
                 token["text"] = self._tokenizer.token_text(token["id"])
-            answer["details"] = self._end(record.last) | {"prefill": [], "tokens": tokens}
+            answer["details"] = {**self._end(record.last), "prefill": [], "tokens": tokens}
         return [answer] if self._is_list else answer
 
-    def _tokens(self, chunk: OutputChunk) -> list[dict[str, Any]]:
+    def _tokens(self, chunk: OutputChunk) -> list[TgiToken]:
         """Return the chunk's tokens without their texts."""
         return [
             {"id": entry.token_id, "text": "", "logprob": entry.logprob, "special": self._tokenizer.is_special(entry.token_id)}
             for entry in chunk.logprobs
         ]
 
-    def _end(self, chunk: OutputChunk) -> dict[str, Any]:
-        reason = "stop_sequence" if isinstance(chunk.stop_reason, str) else "eos_token"
+    def _end(self, chunk: OutputChunk) -> TgiEnd:
+        reason: FinishWord = "stop_sequence" if isinstance(chunk.stop_reason, str) else "eos_token"
         if chunk.finish_reason is FinishReason.LENGTH:
             reason = "length"
         return {

@@ -1,35 +1,36 @@
-"""The faces of text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference): `POST /embed`, `/predict`,
-`/rerank` with `texts`, `/tokenize` with `inputs`, and `GET /info`.
+"""text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference): its bodies and its answers.
 
-Two of these paths belong to other APIs as well, and the body says which one is meant. Errors are in this API's own shape; a
-wrong body is a 400 as everywhere here.
+A wrong body is a 400 as everywhere here; errors have this API's own shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Scope
+from typing_extensions import TypedDict
 
 import penstock
 from penstock.calls.run import check_text_size
 from penstock.deploy.off_loop import give_way
-from penstock.serve.bodies import Body, load_json
-from penstock.serve.errors import ApiError, in_words, invalid
+from penstock.deploy.running import RunningModel
+from penstock.serve.api import Parts
+from penstock.serve.asking import find_model
+from penstock.serve.bodies import Body, parse_body
+from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import JsonEndpoint
+from penstock.serve.shapes import Count, Object, Vector
 from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
-from penstock.serve.texts.endpoint import Answer, TextsEndpoint
+from penstock.serve.texts.endpoint import Answer
 from penstock.serve.texts.numbers import embedding, ranking, scores
 from penstock.serve.texts.pairs import Pairs
 from penstock.serve.texts.read import (
     Asked,
     Texts,
     TextsOrIds,
-    TextsReader,
+    TextsRequest,
     check_dimensions,
     check_length,
     name_in,
@@ -40,12 +41,10 @@ from penstock.serve.texts.read import (
     require_embeddings,
     require_labels,
 )
-from penstock.serve.texts.tokens import pieces_of
+from penstock.serve.texts.tokens import MAX_TOLD_TOKENS, pieces_of
 from penstock.serve.texts.write import write_json
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
 
-MAX_TOLD_TOKENS = 1 << 16
-"""Tokens of one answer of `/tokenize`: 4 MB of JSON."""
 Side = Literal["left", "right", "Left", "Right"]
 
 
@@ -89,42 +88,127 @@ class TeiTokenizeBody(Body):
     prompt_name: str | None = None
 
 
-class TeiFace:
-    def __init__(self, reader: TextsReader, endpoint: TextsEndpoint) -> None:
-        self._reader = reader
-        self._endpoint = endpoint
+class TeiError(TypedDict):
+    error: str
+    error_type: str
 
-    async def embed(self, data: bytes, http: HttpRequest) -> Response:
-        """Turn one or more texts into vectors."""
-        return await self._answer(data, http, self._read_embed)
 
-    async def predict(self, data: bytes, http: HttpRequest) -> Response:
-        """The scores of a classifier's labels, the best first."""
-        return await self._answer(data, http, self._read_predict)
+class TeiLabel(TypedDict):
+    score: float
+    label: str
 
-    async def rerank(self, data: bytes, http: HttpRequest) -> Response:
-        """Score texts by how well they answer a question, and sort them."""
-        return await self._answer(data, http, self._read_rerank)
 
-    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
-        """Tokens of one or more texts."""
-        return await in_words(tei_words, self._tokenize(data, http.scope))
+class TeiRanked(TypedDict):
+    index: Count
+    text: NotRequired[str]
+    score: float
 
-    def root(self, generate: JsonEndpoint) -> JsonEndpoint:
-        """Return the endpoint at `/`, which does what the default model is for. `generate` is for models that write text."""
 
-        async def root(data: bytes, http: HttpRequest) -> Response:
-            """Embed, rank, classify or write text, whichever the default model is for."""
-            encoder = self._reader.find(None, http.scope).model.encoder
-            if encoder is None:
-                return await generate(data, http)
-            return await {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)(data, http)
+class TeiToken(TypedDict):
+    id: Count
+    text: str
+    special: bool
+    start: None
+    stop: None
 
-        return root
 
-    async def info(self, http: HttpRequest) -> dict[str, Any]:
+class TeiInfo(TypedDict):
+    model_id: str
+    model_sha: None
+    model_dtype: str
+    model_type: Object | None
+    max_concurrent_requests: Count | None
+    max_input_length: Count
+    max_batch_tokens: Count
+    max_batch_requests: None
+    max_client_batch_size: Count
+    auto_truncate: bool
+    tokenization_workers: Count
+    version: str
+    sha: None
+    docker_label: None
+
+
+def embed(body: EmbedBody, request: TextsRequest) -> Answer:
+    """Turn one or more texts into vectors."""
+    asked = request.open()
+    require_embeddings(asked)
+    encoder = asked.encoder
+    check_dimensions(body.dimensions, encoder)
+    if body.normalize is False and encoder.is_normalised:
+        raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
+    texts = read_prompted(body.inputs, "inputs", asked, body.prompt_name)
+    is_unit = body.normalize is not False
+
+    def write(results: TextResults) -> list[Vector]:
+        return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
+
+    return Answer(asked.call(texts, name_in("inputs", body.inputs), _truncation(body, asked)), write)
+
+
+def predict(body: PredictBody, request: TextsRequest) -> Answer:
+    """The scores of a classifier's labels, the best first."""
+    asked = request.open()
+    require_labels(asked)
+    encoder = asked.encoder
+    texts, is_batch = _predict_inputs(body.inputs)
+    function = ScoreFunction.NONE if body.raw_scores else encoder.scores
+
+    def write(results: TextResults) -> list[list[TeiLabel]] | list[TeiLabel]:
+        lists: list[list[TeiLabel]] = []
+        for result in results.results:
+            found = scores(result, function)
+            lists.append([{"score": found[index], "label": encoder.labels[index]} for index in ranking(found)])
+        return lists if is_batch else lists[0]
+
+    name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
+    return Answer(asked.call(texts, name_of, _truncation(body, asked)), write)
+
+
+def rerank(body: TeiRerankBody, request: TextsRequest) -> Answer:
+    """Score texts by how well they answer a question, and sort them."""
+    asked = request.open()
+    if not isinstance(body.texts, list):
+        raise invalid("'texts' must be a list of strings.", "texts")
+    texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
+    pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
+    call = pairs.call(asked, _truncation(body, asked), is_search=True)
+
+    def write(results: TextResults) -> list[TeiRanked]:
+        found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
+        ranked: list[TeiRanked] = []
+        for index in ranking(found)[: body.top_n]:
+            ranked.append({"index": index, "score": found[index]})
+            if body.return_text:
+                ranked[-1]["text"] = texts[index]
+        return ranked
+
+    return Answer(call, write)
+
+
+class TeiEndpoint:
+    """The routes that ask the default model's tokenizer, or what it is."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.embed = parts.texts.answers(EmbedBody, embed)
+        self.rerank = parts.texts.answers(TeiRerankBody, rerank)
+        self.predict = parts.texts.answers(PredictBody, predict)
+
+    async def reads_texts(self, _data: bytes, http: HttpRequest) -> bool:
+        """Return whether the default model is an encoder."""
+        return self._model(http).model.encoder is not None
+
+    async def root(self, data: bytes, http: HttpRequest) -> Response:
+        """Embed, rank, classify or write text, whichever the default model is for."""
+        encoder = self._model(http).model.encoder
+        assert encoder is not None
+        answer: JsonEndpoint = {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)
+        return await answer(data, http)
+
+    async def info(self, http: HttpRequest) -> TeiInfo:
         """The default model, as text-embeddings-inference tells it."""
-        running = self._reader.find(None, http.scope)
+        running = self._model(http)
         model, encoder = running.model, running.model.encoder
         return {
             "model_id": model.root,
@@ -143,69 +227,17 @@ class TeiFace:
             "docker_label": None,
         }
 
-    async def _answer(self, data: bytes, http: HttpRequest, read: Callable[[Any, bytes, Scope], Answer]) -> Response:
-        return await in_words(tei_words, self._endpoint.answer(data, http, read))
-
-    def _read_embed(self, value: Any, data: bytes, scope: Scope) -> Answer:
-        body = self._reader.body(value, EmbedBody)
-        asked = self._reader.open(data, scope)
-        require_embeddings(asked)
-        encoder = asked.encoder
-        check_dimensions(body.dimensions, encoder)
-        if body.normalize is False and encoder.is_normalised:
-            raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
-        texts = read_prompted(body.inputs, "inputs", asked, body.prompt_name)
-        is_unit = body.normalize is not False
-
-        def write(results: TextResults) -> list[Any]:
-            return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
-
-        return Answer(asked.call(texts, name_in("inputs", body.inputs), _truncation(body, asked)), write)
-
-    def _read_predict(self, value: Any, data: bytes, scope: Scope) -> Answer:
-        body = self._reader.body(value, PredictBody)
-        asked = self._reader.open(data, scope)
-        require_labels(asked)
-        encoder = asked.encoder
-        texts, is_batch = _predict_inputs(body.inputs)
-        function = ScoreFunction.NONE if body.raw_scores else encoder.scores
-
-        def write(results: TextResults) -> list[Any]:
-            lists = []
-            for result in results.results:
-                found = scores(result, function)
-                lists.append([{"score": found[index], "label": encoder.labels[index]} for index in ranking(found)])
-            return lists if is_batch else lists[0]
-
-        name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
-        return Answer(asked.call(texts, name_of, _truncation(body, asked)), write)
-
-    def _read_rerank(self, value: Any, data: bytes, scope: Scope) -> Answer:
-        body = self._reader.body(value, TeiRerankBody)
-        asked = self._reader.open(data, scope)
-        if not isinstance(body.texts, list):
-            raise invalid("'texts' must be a list of strings.", "texts")
-        texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
-        pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
-        call = pairs.call(asked, _truncation(body, asked), is_search=True)
-
-        def write(results: TextResults) -> list[Any]:
-            found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
-            return [
-                {"index": index, **({"text": texts[index]} if body.return_text else {}), "score": found[index]}
-                for index in ranking(found)[: body.top_n]
-            ]
-
-        return Answer(call, write)
-
-    async def _tokenize(self, data: bytes, scope: Scope) -> Response:
-        running = self._reader.find(None, scope)
-        content = await running.off_loop.run(len(data), lambda: self._tokens(data, scope))
+    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
+        """Tokens of one or more texts."""
+        running = self._model(http)
+        content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
         return Response(content, media_type="application/json")
 
-    def _tokens(self, data: bytes, scope: Scope) -> bytes:
-        body = self._reader.body(load_json(data), TeiTokenizeBody)
-        running = self._reader.find(None, scope)
+    def _model(self, http: HttpRequest) -> RunningModel:
+        return find_model(None, self._parts.deployment, http.scope)
+
+    def _tokens(self, data: bytes, running: RunningModel) -> bytes:
+        body = parse_body(data, TeiTokenizeBody, self._parts.ignored)
         encoder, tokenizer = running.model.encoder, running.tokenizer
         if encoder is not None:
             prompt = prompt_text(encoder, body.prompt_name)
@@ -245,12 +277,10 @@ class TeiFace:
         )
 
 
-def tei_words(error: ApiError) -> dict[str, Any]:
+def tei_words(error: ApiError) -> TeiError:
     return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "Backend")}
 
 
-TEI_PATHS = ("/embed", "/predict", "/info")
-"""Paths of this API alone. At the other two the body says which API it belongs to."""
 _ERROR_TYPES = {400: "Validation", 404: "Validation", 408: "Overloaded", 429: "Overloaded", 503: "Unhealthy"}
 
 

@@ -1,0 +1,58 @@
+"""Anthropic's API (https://platform.claude.com/docs/en/api): messages, counts of tokens, and models in its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.anthropic.endpoints import AnthropicModels, MessagesEndpoint
+from penstock.serve.anthropic.schemas import CountTokensBody, MessagesBody
+from penstock.serve.anthropic.write import (
+    AnthropicCount,
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicModel,
+    AnthropicModelList,
+    anthropic_words,
+)
+from penstock.serve.api import Api, Parts, Route, has_header
+from penstock.serve.http.checks import Wording
+
+_VERSION = b"anthropic-version"
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    messages, models, count = MessagesEndpoint(parts), AnthropicModels(parts), "/v1/messages/count_tokens"
+    return [
+        Route("POST", "/v1/messages", "Chat", messages.create, MessagesBody, AnthropicMessage, AnthropicEvent),
+        Route("POST", count, "Count tokens", messages.count, CountTokensBody, AnthropicCount),
+        Route(
+            "GET",
+            "/v1/models",
+            "List models",
+            models.list,
+            returns=AnthropicModelList,
+            also_at="/models",
+            query=("limit", "after_id", "before_id"),
+            when=has_header(_VERSION),
+        ),
+        Route(
+            "GET",
+            "/v1/models/{model_id:path}",
+            "Get a model",
+            models.get,
+            returns=AnthropicModel,
+            when=has_header(_VERSION),
+        ),
+    ]
+
+
+API = Api(
+    "Anthropic",
+    _routes,
+    Wording(
+        anthropic_words,
+        paths=("/v1/messages", "/v1/messages/count_tokens"),
+        client_header=_VERSION,
+        id_header=b"request-id",
+    ),
+)

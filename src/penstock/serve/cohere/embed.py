@@ -1,0 +1,116 @@
+"""`POST /v2/embed` in Cohere's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from penstock.serve.bodies import Body, NotYet
+from penstock.serve.errors import invalid, shorten
+from penstock.serve.shapes import ApiVersion, Count, Vector
+from penstock.serve.texts.call import TextResults, Truncation
+from penstock.serve.texts.endpoint import Answer
+from penstock.serve.texts.numbers import as_base64, embedding
+from penstock.serve.texts.read import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    Priority,
+    Texts,
+    TextsRequest,
+    check_dimensions,
+    check_length,
+    name_in,
+    prompt_for,
+    read_texts,
+    require_embeddings,
+)
+
+_PROMPTS = {
+    "search_query": QUERY_PROMPTS,
+    "search_document": DOCUMENT_PROMPTS,
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+"""Cohere's uses of a text, and the names that prompts for them have in models' files."""
+_KINDS = ("float", "base64")
+
+
+class CohereEmbedBody(Body):
+    texts: Texts
+    model: str | None = None
+    input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
+    """The use of the texts: the model's prompt for it, if it has one, is put before them."""
+    embedding_types: Annotated[list[str], Field(min_length=1, max_length=8, fail_fast=True)] | None = None
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    """The side of a text that is too long and is cut off; END by default, as at Cohere."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest text; what is longer is cut, or refused with NONE."""
+    priority: Priority | None = None
+    images: Annotated[Any, NotYet([])] = None
+    inputs: Annotated[Any, NotYet([])] = None
+
+
+class EmbeddingsByType(TypedDict):
+    float: NotRequired[list[Vector]]
+    base64: NotRequired[list[str]]
+
+
+class BilledTokens(TypedDict):
+    input_tokens: Count
+
+
+class EmbedMeta(TypedDict):
+    api_version: ApiVersion
+    billed_units: BilledTokens
+
+
+class CohereEmbeddings(TypedDict):
+    id: str
+    embeddings: EmbeddingsByType
+    texts: list[str]
+    meta: EmbedMeta
+    response_type: str
+
+
+def embed(body: CohereEmbedBody, request: TextsRequest) -> Answer:
+    """Turn texts into vectors, by the type of number that is asked for."""
+    asked = request.open(model=body.model, priority=body.priority)
+    require_embeddings(asked)
+    encoder = asked.encoder
+    check_dimensions(body.output_dimension, encoder, "output_dimension")
+    kinds = body.embedding_types or ["float"]
+    for index, kind in enumerate(kinds):
+        if kind not in _KINDS:
+            param = f"embedding_types[{index}]"
+            raise invalid(f"'{param}' is {shorten(kind)!r}; only 'float' and 'base64' are supported yet.", param)
+    if not isinstance(body.texts, list):
+        raise invalid("'texts' must be a list of strings.", "texts")
+    check_length(body.texts, "texts")
+    texts = read_texts(body.texts, "texts", prefix=prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
+    limit = asked.running.model.max_model_len
+    if body.truncate == "NONE":
+        if body.max_tokens is not None and body.max_tokens < limit:
+            raise invalid("'max_tokens' cuts texts, and 'truncate' is NONE: leave one of them out.", "max_tokens")
+        truncation = None
+    else:
+        truncation = Truncation(min(body.max_tokens or limit, limit), "left" if body.truncate == "START" else "right")
+
+    def write(results: TextResults) -> CohereEmbeddings:
+        vectors = [embedding(result, encoder, body.output_dimension) for result in results.results]
+        embeddings: EmbeddingsByType = {}
+        if "float" in kinds:
+            embeddings["float"] = vectors
+        if "base64" in kinds:
+            embeddings["base64"] = [as_base64(vector) for vector in vectors]
+        return {
+            "id": f"embd-{asked.terms.request_id}",
+            "embeddings": embeddings,
+            "texts": body.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": results.num_tokens}},
+            "response_type": "embeddings_by_type",
+        }
+
+    return Answer(asked.call(texts, name_in("texts", body.texts), truncation), write)

@@ -1,0 +1,133 @@
+"""`POST /v1/rerank`, `/v2/rerank` and `/rerank`: documents in the order in which they answer a question, in the shapes of Jina
+and Cohere. `/rerank` with `texts` is text-embeddings-inference's, see `tei`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.errors import invalid
+from penstock.serve.shapes import ApiVersion, Count, TokenUsage
+from penstock.serve.texts.call import TextResults
+from penstock.serve.texts.endpoint import Answer
+from penstock.serve.texts.numbers import ranking
+from penstock.serve.texts.pairs import Pairs
+from penstock.serve.texts.read import (
+    Documents,
+    KeptTokens,
+    Priority,
+    RequestId,
+    TextsRequest,
+    read_documents,
+    read_text,
+    read_truncation,
+)
+from penstock.types.encoder import TruncationSide
+
+
+class RerankBody(Body):
+    """Null is the same as absent."""
+
+    query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
+    documents: Documents
+    model: str | None = None
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """Answer with so many of the documents; more than there are: with all."""
+    return_documents: bool | None = None
+    """True by default, but at `/v2/rerank`."""
+    user: Annotated[str | None, NoEffect()] = None
+    """The name of who asks (docs/ab.md)."""
+    truncate_prompt_tokens: KeptTokens | None = None
+    """Keep so many tokens of question and document together; -1: as many as the model takes."""
+    truncation_side: TruncationSide | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    """Cohere's: a document that is longer is cut. The model takes fewer as a rule."""
+    max_chunks_per_doc: Annotated[Any, NotYet()] = None
+    rank_fields: Annotated[Any, NotYet(["text"])] = None
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+
+
+class RankedDocument(TypedDict):
+    text: str
+
+
+class Ranked(TypedDict):
+    index: Count
+    document: NotRequired[RankedDocument]
+    relevance_score: float
+
+
+class SearchUnits(TypedDict):
+    search_units: Count
+
+
+class RankingTokens(TypedDict):
+    input_tokens: Count
+
+
+class RankingMeta(TypedDict):
+    api_version: ApiVersion
+    billed_units: SearchUnits
+    tokens: RankingTokens
+
+
+class Ranking(TypedDict):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: TokenUsage
+    meta: RankingMeta
+
+
+def rerank(body: RerankBody, request: TextsRequest) -> Answer:
+    """Score documents by how well they answer a question, and sort them."""
+    return _rerank(body, request, is_v2=False)
+
+
+def rerank_v2(body: RerankBody, request: TextsRequest) -> Answer:
+    """As `/v1/rerank`, by the rules of Cohere's second version: what is too long is cut, documents are not told back."""
+    return _rerank(body, request, is_v2=True)
+
+
+def _rerank(body: RerankBody, request: TextsRequest, *, is_v2: bool) -> Answer:
+    asked = request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
+    documents = read_documents(body.documents, "documents")
+    pairs = Pairs([read_text(body.query, "query")], documents, lambda _: "query", lambda index: f"documents[{index}]")
+    limit = asked.running.model.max_model_len
+    if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < limit:
+        raise invalid(
+            f"'max_tokens_per_doc' is {body.max_tokens_per_doc}, and less than the {limit} tokens that the model takes is "
+            "not supported yet: use 'truncate_prompt_tokens' for question and document together.",
+            "max_tokens_per_doc",
+        )
+    kept = body.truncate_prompt_tokens
+    if kept is None and (is_v2 or body.max_tokens_per_doc is not None):
+        kept = -1
+    call = pairs.call(asked, read_truncation(kept, body.truncation_side, asked.running), is_search=True)
+    has_documents = not is_v2 if body.return_documents is None else body.return_documents
+
+    def write(results: TextResults) -> Ranking:
+        found = pairs.scores(asked.encoder, results.results)
+        results_told: list[Ranked] = []
+        for index in ranking(found)[: body.top_n]:
+            results_told.append({"index": index, "relevance_score": found[index]})
+            if has_documents:
+                results_told[-1]["document"] = {"text": documents[index]}
+        return {
+            "id": f"rerank-{asked.terms.request_id}",
+            "model": asked.model_name,
+            "results": results_told,
+            "usage": results.usage,
+            "meta": {
+                "api_version": {"version": "2" if is_v2 else "1"},
+                "billed_units": {"search_units": 1},
+                "tokens": {"input_tokens": results.num_tokens},
+            },
+        }
+
+    return Answer(call, write)

@@ -1,0 +1,25 @@
+"""Cohere's API: chats, embeddings and reranking, whose shape Jina and vLLM share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.api import Api, Parts, Route
+from penstock.serve.cohere.chat import CohereChat, CohereChatBody
+from penstock.serve.cohere.embed import CohereEmbedBody, CohereEmbeddings, embed
+from penstock.serve.cohere.rerank import Ranking, RerankBody, rerank, rerank_v2
+from penstock.serve.cohere.write import CohereAnswer, CohereEvent, cohere_words
+from penstock.serve.http.checks import Wording
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    texts, chat = parts.texts, CohereChat(parts)
+    return [
+        Route("POST", "/v2/chat", "Chat", chat.chat, CohereChatBody, CohereAnswer, CohereEvent),
+        Route("POST", "/v2/embed", "Embed", texts.answers(CohereEmbedBody, embed), CohereEmbedBody, CohereEmbeddings),
+        Route("POST", "/v2/rerank", "Rerank", texts.answers(RerankBody, rerank_v2), RerankBody, Ranking),
+        Route("POST", "/v1/rerank", "Rerank", texts.answers(RerankBody, rerank), RerankBody, Ranking, also_at="/rerank"),
+    ]
+
+
+API = Api("Cohere", _routes, Wording(cohere_words, paths=("/v2/chat",)))

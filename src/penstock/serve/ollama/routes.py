@@ -1,0 +1,58 @@
+"""Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.http.checks import Wording
+from penstock.serve.ollama.answers import OllamaFace
+from penstock.serve.ollama.models import (
+    OllamaModelList,
+    OllamaModels,
+    OllamaPullBody,
+    OllamaRunning,
+    OllamaShow,
+    OllamaShowBody,
+)
+from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody, error_words, read_body
+from penstock.serve.ollama.texts import OllamaEmbed, OllamaEmbedBody, OllamaEmbedding, OllamaEmbeddingsBody, embed, embeddings
+from penstock.serve.ollama.write import OllamaChat, OllamaGenerate
+from penstock.serve.shapes import Status, Version
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    calls, models = OllamaFace(parts), OllamaModels(parts)
+    embed_texts = parts.texts.answers(OllamaEmbedBody, embed, read_body)
+    embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
+    generated = OllamaGenerate
+    return [
+        Route("POST", "/api/chat", "Chat", calls.chat, OllamaChatBody, OllamaChat, OllamaChat),
+        Route("POST", "/api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
+        Route("POST", "/api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
+        Route("POST", "/api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
+        Route("POST", "/api/show", "What a model is", models.show, OllamaShowBody, OllamaShow),
+        Route("POST", "/api/pull", "Is a model here?", models.pull, OllamaPullBody, Status, Status),
+        Route("GET", "/api/tags", "List models", models.tags, returns=OllamaModelList),
+        Route("GET", "/api/ps", "List models in memory", models.ps, returns=OllamaRunning),
+        Route("GET", "/api/version", "Version", models.version, returns=Version),
+    ]
+
+
+API = Api(
+    "Ollama",
+    _routes,
+    Wording(error_words, paths=("/api/",)),
+    stream_type="application/x-ndjson",
+    takes_any_type=True,
+    refused=[
+        Refused("POST", "/api/push", "Models are not sent to a library from here."),
+        Refused(
+            "POST",
+            "/api/create",
+            "Give `penstock serve` the files of a model; a system message is the first message of a chat.",
+        ),
+        Refused("POST", "/api/copy", "Give `penstock serve` another name with --served-model-name."),
+        Refused("DELETE", "/api/delete", "Delete the files where the server runs: `penstock models` names them."),
+    ],
+)

@@ -1,0 +1,86 @@
+"""`POST /v1/embeddings` in OpenAI's shape, with vLLM's names for what OpenAI does not have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
+from penstock.serve.texts.call import TextResults
+from penstock.serve.texts.endpoint import Answer
+from penstock.serve.texts.numbers import as_base64, embedding
+from penstock.serve.texts.read import (
+    KeptTokens,
+    Priority,
+    RequestId,
+    TextsOrIds,
+    TextsRequest,
+    check_dimensions,
+    name_in,
+    read_prompted,
+    read_truncation,
+    require_embeddings,
+)
+from penstock.types.encoder import TruncationSide
+
+
+class EmbeddingsBody(Body):
+    """Null is the same as absent."""
+
+    input: TextsOrIds
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """The vectors' first numbers, so many of them, made a vector of length 1 again."""
+    user: Annotated[str | None, NoEffect()] = None
+    """The name of who asks (docs/ab.md)."""
+    prompt_name: str | None = None
+    """The name of a prompt of the model's files that is put before each text."""
+    truncate_prompt_tokens: KeptTokens | None = None
+    """Keep so many tokens of a text; -1: as many as the model takes."""
+    truncation_side: TruncationSide | None = None
+    """The side of a text that is cut off; right by default."""
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    add_special_tokens: Annotated[Any, NotYet(True)] = None
+    normalize: Annotated[Any, NotYet(True)] = None
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: Count
+    embedding: Vector | Base64
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: TokenUsage
+
+
+def create(body: EmbeddingsBody, request: TextsRequest) -> Answer:
+    """Turn one or more texts, or their tokens, into vectors of length 1."""
+    asked = request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
+    require_embeddings(asked)
+    check_dimensions(body.dimensions, asked.encoder)
+    texts = read_prompted(body.input, "input", asked, body.prompt_name)
+    truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side, asked.running)
+
+    def write(results: TextResults) -> Embeddings:
+        vectors = [embedding(result, asked.encoder, body.dimensions) for result in results.results]
+        is_base64 = body.encoding_format == "base64"
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": as_base64(vector) if is_base64 else vector}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": asked.model_name,
+            "usage": results.usage,
+        }
+
+    return Answer(asked.call(texts, name_in("input", body.input), truncation), write)

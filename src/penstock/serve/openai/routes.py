@@ -1,0 +1,45 @@
+"""OpenAI's API: completions, chats, embeddings and the list of models. Its spelling of errors is that of all other paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.api import Api, Parts, Route
+from penstock.serve.cards import ModelCard, ModelList, ModelsEndpoint
+from penstock.serve.openai.embeddings import Embeddings, EmbeddingsBody, create
+from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
+from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
+from penstock.serve.openai.write import ChatChunk, ChatCompletion, Completion, CompletionChunk
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    call = parts.reader, parts.in_flight, parts.off_loop
+    embed, models = parts.texts.answers(EmbeddingsBody, create), ModelsEndpoint(parts.deployment, parts.folder)
+    return [
+        Route(
+            "POST",
+            "/v1/completions",
+            "Complete",
+            CompletionsEndpoint(*call).create,
+            CompletionBody,
+            Completion,
+            CompletionChunk,
+            also_at="/completions",
+        ),
+        Route(
+            "POST",
+            "/v1/chat/completions",
+            "Chat",
+            ChatEndpoint(*call).create,
+            ChatCompletionBody,
+            ChatCompletion,
+            ChatChunk,
+            also_at="/chat/completions",
+        ),
+        Route("POST", "/v1/embeddings", "Embed", embed, EmbeddingsBody, Embeddings, also_at="/embeddings"),
+        Route("GET", "/v1/models", "List models", models.list, returns=ModelList, also_at="/models"),
+        Route("GET", "/v1/models/{model_id:path}", "Get a model", models.get, returns=ModelCard),
+    ]
+
+
+API = Api("OpenAI", _routes, stream_end="[DONE]")

@@ -1,0 +1,34 @@
+"""Penstock's own routes: what the programs and people that run the server ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.api import Api, Parts, PlainText, Route
+from penstock.serve.ops.models import LifeEndpoint, LoadModelBody, UnloadModelBody
+from penstock.serve.ops.pool import Pool, PoolEndpoint
+from penstock.serve.ops.requests import Request, RequestCancelled, RequestList, RequestsEndpoint
+from penstock.serve.ops.status import Load, StatusEndpoint
+from penstock.serve.shapes import Status, Success, Version
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    status, requests = StatusEndpoint(parts.deployment), RequestsEndpoint(parts.in_flight)
+    pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts.deployment, parts.ignored)
+    by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
+    return [
+        Route("POST", "/models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),
+        Route("POST", "/models/unload", "Unload a model", life.unload, UnloadModelBody, Success),
+        Route("GET", "/v1/requests", "List your requests", requests.list, returns=RequestList, query=("ended",)),
+        Route("GET", by_id, "Why does it take so long?", requests.explain, returns=Request),
+        Route("DELETE", by_id, "Cancel a request", requests.cancel, returns=RequestCancelled),
+        Route("GET", "/health", "Is it alive?", status.health, returns=Status),
+        Route("GET", "/ready", "Can it take work?", status.ready, returns=Status),
+        Route("GET", "/load", "How busy is it?", status.load, returns=Load, query=("model",)),
+        Route("GET", "/kv", "What is in the KV cache?", pool.kv, returns=Pool, query=("model",)),
+        Route("GET", "/version", "Version", status.version, returns=Version),
+        Route("GET", "/metrics", "Metrics", status.metrics, returns=PlainText),
+    ]
+
+
+API = Api("", _routes)

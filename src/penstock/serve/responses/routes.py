@@ -1,0 +1,36 @@
+"""OpenAI's newer API, `/v1/responses`: answers that are kept, so that others can follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.responses.answers import Response, ResponseEvent, ResponseForgotten, ResponseItems
+from penstock.serve.responses.endpoint import ResponsesEndpoint
+from penstock.serve.responses.read import NO_COMPACTION
+from penstock.serve.responses.schemas import ResponsesBody
+
+
+def _routes(parts: Parts) -> Sequence[Route]:
+    responses, one = ResponsesEndpoint(parts), "/v1/responses/{response_id}"
+    listed = ("after", "limit", "order")
+    return [
+        Route(
+            "POST",
+            "/v1/responses",
+            "Respond",
+            responses.create,
+            ResponsesBody,
+            Response,
+            ResponseEvent,
+            also_at="/responses",
+            more_statuses={409: "The response that this one follows has not ended"},
+        ),
+        Route("GET", one, "Get a response", responses.get, returns=Response),
+        Route("DELETE", one, "Forget a response", responses.delete, returns=ResponseForgotten),
+        Route("POST", f"{one}/cancel", "Cancel a response", responses.cancel, returns=Response),
+        Route("GET", f"{one}/input_items", "List a question", responses.input_items, returns=ResponseItems, query=listed),
+    ]
+
+
+API = Api("OpenAI", _routes, refused=[Refused("POST", "/v1/responses/compact", NO_COMPACTION, code="not_supported")])

@@ -1,0 +1,184 @@
+"""vLLM's faces: `POST /v1/score` and `/score` for pairs of texts, `/classify` for labels, `/pooling` for a model's numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from typing_extensions import TypedDict
+
+from penstock.serve.bodies import Body, NoEffect, NotYet
+from penstock.serve.errors import invalid
+from penstock.serve.shapes import Base64, Count, TokenUsage, Vector
+from penstock.serve.texts.call import TextResults, Truncation
+from penstock.serve.texts.endpoint import Answer
+from penstock.serve.texts.numbers import as_base64, rows, scores
+from penstock.serve.texts.pairs import Pairs
+from penstock.serve.texts.read import (
+    Asked,
+    KeptTokens,
+    Priority,
+    RequestId,
+    Texts,
+    TextsOrIds,
+    TextsRequest,
+    name_in,
+    read_prompted,
+    read_texts,
+    read_truncation,
+    require_labels,
+)
+from penstock.types.encoder import ScoreFunction, TruncationSide
+
+
+class TextsBody(Body):
+    """Fields that all of vLLM's faces have. Null is the same as absent."""
+
+    model: str | None = None
+    user: Annotated[str | None, NoEffect()] = None
+    """The name of who asks (docs/ab.md)."""
+    truncate_prompt_tokens: KeptTokens | None = None
+    """Keep so many tokens of a text; -1: as many as the model takes."""
+    truncation_side: TruncationSide | None = None
+    """The side of a text that is cut off; right by default."""
+    priority: Priority | None = None
+    request_id: RequestId | None = None
+    add_special_tokens: Annotated[Any, NotYet(True)] = None
+
+
+class ScoreBody(TextsBody):
+    text_1: Texts
+    """One text, which is paired with each of `text_2`, or as many."""
+    text_2: Texts
+    use_activation: bool | None = None
+    """False: the head's number, and not what the model's own function makes of it."""
+
+
+class ClassifyBody(TextsBody):
+    input: TextsOrIds
+    use_activation: bool | None = None
+    """False: the head's numbers, and no probabilities."""
+
+
+class PoolingBody(TextsBody):
+    input: TextsOrIds
+    encoding_format: Literal["float", "base64"] | None = None
+    prompt_name: str | None = None
+    dimensions: Annotated[Any, NotYet()] = None
+
+
+class TextsUsage(TokenUsage):
+    completion_tokens: Count
+    prompt_tokens_details: None
+
+
+class ListHead(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: TextsUsage
+
+
+class Score(TypedDict):
+    index: Count
+    object: Literal["score"]
+    score: float
+
+
+class Scores(ListHead):
+    data: list[Score]
+
+
+class Class(TypedDict):
+    index: Count
+    label: str
+    probs: Vector
+    num_classes: Count
+
+
+class Classes(ListHead):
+    data: list[Class]
+
+
+class Pooled(TypedDict):
+    index: Count
+    object: Literal["pooling"]
+    data: Vector | list[Vector] | Base64
+
+
+class Pooling(ListHead):
+    data: list[Pooled]
+
+
+def score(body: ScoreBody, request: TextsRequest) -> Answer:
+    """Score pairs of texts: by a reranker's head, or by the cosine of an embedding model's vectors."""
+    asked = _open(body, request)
+    firsts = [text for text in read_texts(body.text_1, "text_1") if isinstance(text, str)]
+    seconds = [text for text in read_texts(body.text_2, "text_2") if isinstance(text, str)]
+    if len(firsts) not in (1, len(seconds)):
+        raise invalid(
+            f"'text_1' has {len(firsts)} texts and 'text_2' has {len(seconds)}: send one text in 'text_1', or as many.",
+            "text_1",
+        )
+    pairs = Pairs(firsts, seconds, name_in("text_1", body.text_1), name_in("text_2", body.text_2))
+    call = pairs.call(asked, _truncation(body, asked), is_search=False)
+
+    def write(results: TextResults) -> Scores:
+        found = pairs.scores(asked.encoder, results.results, is_raw=body.use_activation is False)
+        items: list[Score] = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found)]
+        return {**_head("score", asked, results), "data": items}
+
+    return Answer(call, write)
+
+
+def classify(body: ClassifyBody, request: TextsRequest) -> Answer:
+    """The probabilities of a classifier's labels, and the likeliest label of each text."""
+    asked = _open(body, request)
+    require_labels(asked)
+    encoder = asked.encoder
+    texts = read_texts(body.input, "input", vocab_size=asked.running.model.vocab_size)
+    function = ScoreFunction.NONE if body.use_activation is False else encoder.scores
+
+    def write(results: TextResults) -> Classes:
+        items: list[Class] = []
+        for index, result in enumerate(results.results):
+            found = scores(result, function)
+            label = encoder.labels[found.index(max(found))]
+            items.append({"index": index, "label": label, "probs": found, "num_classes": len(found)})
+        return {**_head("classify", asked, results), "data": items}
+
+    return Answer(asked.call(texts, name_in("input", body.input), _truncation(body, asked)), write)
+
+
+def pooling(body: PoolingBody, request: TextsRequest) -> Answer:
+    """The model's numbers as they are: a vector, a row for each token, or what a head says before any function."""
+    asked = _open(body, request)
+    texts = read_prompted(body.input, "input", asked, body.prompt_name)
+
+    def write(results: TextResults) -> Pooling:
+        items: list[Pooled] = []
+        for index, result in enumerate(results.results):
+            numbers = rows(result, asked.encoder)
+            content = as_base64(numbers) if body.encoding_format == "base64" else numbers
+            items.append({"index": index, "object": "pooling", "data": content})
+        return {**_head("pool", asked, results), "data": items}
+
+    return Answer(asked.call(texts, name_in("input", body.input), _truncation(body, asked)), write)
+
+
+def _open(body: TextsBody, request: TextsRequest) -> Asked:
+    return request.open(model=body.model, user=body.user, priority=body.priority, request_id=body.request_id)
+
+
+def _truncation(body: TextsBody, asked: Asked) -> Truncation | None:
+    return read_truncation(body.truncate_prompt_tokens, body.truncation_side, asked.running)
+
+
+def _head(kind: str, asked: Asked, results: TextResults) -> ListHead:
+    return {
+        "id": f"{kind}-{asked.terms.request_id}",
+        "object": "list",
+        "created": asked.running.sources.unix_time_s(),
+        "model": asked.model_name,
+        "usage": {**results.usage, "completion_tokens": 0, "prompt_tokens_details": None},
+    }
