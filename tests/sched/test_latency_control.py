@@ -251,9 +251,9 @@ def test_prefills_get_a_chunk_even_where_decodes_alone_take_too_long() -> None:
 def test_a_step_is_learnt_from_once() -> None:
     budget, step = held(), StepRecord(8, 0, 5 * MS)
     budget.limits(view(last_step=step))
-    doubt = budget.cost.estimate_ns(8)
+    doubt = budget.cost.estimate_ns(StepRecord(8, 0, 0))
     budget.limits(view(last_step=step))
-    assert budget.cost.estimate_ns(8) == doubt
+    assert budget.cost.estimate_ns(StepRecord(8, 0, 0)) == doubt
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8])
@@ -288,7 +288,7 @@ def test_a_first_step_that_took_too_long_is_soon_forgotten() -> None:
     for number, shape in enumerate(shapes):
         step = linear(*shape)
         budget.limits(view(last_step=replace(step, duration_ns=step.duration_ns * 10) if number == 0 else step))
-    assert budget.cost.estimate_ns(32) == pytest.approx(linear(32, 0, 0).duration_ns, rel=0.1)
+    assert budget.cost.estimate_ns(StepRecord(32, 0, 0)) == pytest.approx(linear(32, 0, 0).duration_ns, rel=0.1)
 
 
 def test_prefills_that_seem_to_cost_less_than_nothing_are_given_the_whole_step() -> None:
@@ -322,7 +322,7 @@ class TestStepCost:
         before = cost.token_ns(1000)
         for _ in range(5000):
             cost.learn(StepRecord(32, 0, 20 * MS))
-        assert cost.estimate_ns(32) == pytest.approx(20 * MS, rel=0.02)
+        assert cost.estimate_ns(StepRecord(32, 0, 0)) == pytest.approx(20 * MS, rel=0.02)
         assert cost.token_ns(1000) == pytest.approx(before, rel=0.3)
 
     def test_a_part_that_is_nothing_leaves_the_error_to_the_others(self) -> None:
@@ -331,14 +331,14 @@ class TestStepCost:
         cost.learn(StepRecord(0, 2, 120 * MS, 1))
         for _ in range(20):
             cost.learn(StepRecord(1, 16, 30 * MS, 16 * 500))
-        assert cost.estimate_ns(1, 16, 16 * 500) == pytest.approx(30 * MS, rel=0.1)
+        assert cost.estimate_ns(StepRecord(1, 16, 0, 16 * 500)) == pytest.approx(30 * MS, rel=0.1)
 
     def test_a_stall_teaches_little(self) -> None:
         cost = StepCost()
         for _ in range(50):
             cost.learn(StepRecord(32, 0, 12 * MS))
         cost.learn(StepRecord(32, 0, 1200 * MS))
-        assert cost.estimate_ns(32) < 14 * MS
+        assert cost.estimate_ns(StepRecord(32, 0, 0)) < 14 * MS
 
     def test_a_machine_that_became_slower_is_noticed_within_thirty_steps(self) -> None:
         cost = StepCost()
@@ -346,4 +346,4 @@ class TestStepCost:
             cost.learn(StepRecord(32, 40, 20 * MS, 1000))
         for _ in range(30):
             cost.learn(StepRecord(32, 40, 40 * MS, 1000))
-        assert cost.estimate_ns(32, 40, 1000) == pytest.approx(40 * MS, rel=0.1)
+        assert cost.estimate_ns(StepRecord(32, 40, 0, 1000)) == pytest.approx(40 * MS, rel=0.1)

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.sched.policies.base import BudgetView, Policies, StepRecord
 from penstock.sched.policies.budgets import HoldStep
-from penstock.sched.policies.calls import MIN_IDLE_TO_SWEEP, FairCalls
+from penstock.sched.policies.calls import FairCalls
 from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.presets import PRESETS, TABLES, make_policies
-from penstock.sched.queue import Lanes
+from penstock.sched.queue import MIN_TO_SWEEP, Lanes
 from penstock.sched.scheduler import Scheduler
 from penstock.testing import (
     Driver,
@@ -142,7 +142,7 @@ def test_a_batch_is_padded_to_its_longest_text_and_ends_with_its_step() -> None:
 
 
 def test_what_a_reader_of_texts_has_no_use_for_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="a prefix cache, a tier or speculation"):
+    with pytest.raises(ValueError, match="a prefix cache or a tier"):
         Scheduler(text_capacity(), make_policies())
     with pytest.raises(ValueError, match="texts of 64 tokens need a step"):
         Capacity(17, 64, 8, 63, 64, is_one_pass=True)
@@ -245,7 +245,7 @@ def test_calls_that_have_ended_are_forgotten() -> None:
         order.queued(request)
         order.unqueued(request)
         order.admitted(request)
-        assert len(order._tenants[""].calls) <= MIN_IDLE_TO_SWEEP + 3
+        assert len(order._tenants[""].calls) <= MIN_TO_SWEEP + 3
     order.unqueued(first)
     assert not order._tenants[""].calls
     assert not order._due
@@ -254,7 +254,7 @@ def test_calls_that_have_ended_are_forgotten() -> None:
         order.queued(request)
         order.unqueued(request)
         order.admitted(request)
-        assert len(order._tenants) <= MIN_IDLE_TO_SWEEP + 3
+        assert len(order._tenants) <= MIN_TO_SWEEP + 3
 
 
 def test_the_default_lies_on_the_frontier_of_throughput_and_latency() -> None:

@@ -319,7 +319,7 @@ class TestGuard:
             ("budget", answers("limits", lambda view: StepLimits(9999)), "must answer max_tokens from 1 to"),
             ("budget", answers("limits", lambda view: StepLimits(view.max_step_tokens, 0)), "max_chunk_tokens"),
             ("reserve", answers("required_blocks", lambda view: "1"), "reserve .* must answer a whole number of blocks"),
-            ("predictor", answers("predict", lambda request: 12), "predictor .* must answer a Prediction"),
+            ("predictor", answers("predict", lambda request: 0.5), "predictor .* must answer a number of tokens"),
             ("victim", answers("choose", lambda view: view.candidates[0]), "something of type Request .* an Eviction"),
             (
                 "victim",

@@ -45,16 +45,6 @@ class TestLengthCurve:
         assert 0 < low <= high * (1 + 1e-9)
         assert high <= limits[1] * (1 + 1e-9)
 
-    @given(seen=observations, limit=st.integers(1, 10**6))
-    def test_quantiles_are_in_order_and_within_the_limit(self, seen: list[tuple[int, bool]], limit: int) -> None:
-        curve = LengthCurve()
-        for length, is_whole in seen:
-            curve.observe(length, is_whole=is_whole)
-        quantiles = [curve.quantile(share, limit) for share in (0.1, 0.5, 0.9)]
-        assert quantiles == sorted(quantiles)
-        assert quantiles[0] >= 1
-        assert quantiles[-1] <= limit
-
     @given(lengths=st.lists(st.integers(1, 4000), min_size=16, max_size=100))
     def test_whole_outputs_give_their_mean(self, lengths: list[int]) -> None:
         mean = sum(lengths) / len(lengths)
@@ -110,9 +100,7 @@ class TestOnlinePredictor:
             predictor.ended(ended(100))
             assert predictor.predict(asked()) is None
         predictor.ended(ended(100))
-        prediction = predictor.predict(asked())
-        assert prediction is not None
-        assert (prediction.num_tokens, prediction.num_observations) == (pytest.approx(100, rel=0.16), 3)
+        assert predictor.predict(asked()) == pytest.approx(100, rel=0.16)
 
     def test_tenants_and_prompt_lengths_are_told_apart(self) -> None:
         predictor = OnlinePredictor()
@@ -122,8 +110,7 @@ class TestOnlinePredictor:
                 predictor.ended(ended(length, prompt, tenant))
         for (tenant, prompt), length in kinds.items():
             prediction = predictor.predict(asked(prompt, tenant))
-            assert prediction is not None
-            assert prediction.num_tokens == pytest.approx(length, rel=0.16)
+            assert prediction == pytest.approx(length, rel=0.16)
 
     def test_what_is_not_known_of_a_tenant_is_taken_from_all(self) -> None:
         predictor = OnlinePredictor()
@@ -131,22 +118,8 @@ class TestOnlinePredictor:
             predictor.ended(ended(20, 10, "a"))
             predictor.ended(ended(500, 1000, "b"))
         new, known = predictor.predict(asked(10, "new")), predictor.predict(asked(1000, "a"))
-        assert new is not None
-        assert known is not None
-        assert new.num_tokens == pytest.approx(20, rel=0.16), "its prompt is like that of another tenant"
-        assert known.num_tokens == pytest.approx(20, rel=0.16), "its own short answers count more"
-
-    def test_the_more_outputs_differ_the_wider_is_the_spread(self) -> None:
-        narrow, wide = OnlinePredictor(), OnlinePredictor()
-        for idx in range(200):
-            narrow.ended(ended(100 + idx % 3))
-            wide.ended(ended(1 + idx))
-        for predictor, low, high in ((narrow, 100, 104), (wide, 20, 180)):
-            prediction = predictor.predict(asked())
-            assert prediction is not None
-            assert prediction.num_tokens == pytest.approx(100, rel=0.16)
-            assert prediction.low_tokens == pytest.approx(low, rel=0.19)
-            assert prediction.high_tokens == pytest.approx(high, rel=0.19)
+        assert new == pytest.approx(20, rel=0.16), "its prompt is like that of another tenant"
+        assert known == pytest.approx(20, rel=0.16), "its own short answers count more"
 
     @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ERROR])
     def test_what_was_cut_short_is_only_a_lower_bound(self, reason: FinishReason) -> None:
@@ -155,8 +128,7 @@ class TestOnlinePredictor:
             predictor.ended(ended(200))
             predictor.ended(ended(10, reason=reason))
         prediction = predictor.predict(asked())
-        assert prediction is not None
-        assert prediction.num_tokens == pytest.approx(200, rel=0.16)
+        assert prediction == pytest.approx(200, rel=0.16)
 
     def test_who_gave_up_in_the_queue_tells_nothing(self) -> None:
         predictor = OnlinePredictor(min_observations=1)
@@ -167,9 +139,7 @@ class TestOnlinePredictor:
         predictor = OnlinePredictor()
         for _ in range(16):
             predictor.ended(ended(500))
-        prediction = predictor.predict(asked(limit=40))
-        assert prediction is not None
-        assert (prediction.num_tokens, prediction.high_tokens) == (40, 40)
+        assert predictor.predict(asked(limit=40)) == 40
 
     def test_of_many_tenants_the_least_recently_seen_are_forgotten(self) -> None:
         predictor = OnlinePredictor(min_observations=1, max_tenants=3)
@@ -179,24 +149,22 @@ class TestOnlinePredictor:
 
 
 @pytest.mark.skipif(not TRACE.is_file(), reason="the trace of real lengths is not here")
-def test_on_real_outputs_the_mean_is_right_and_four_in_five_lie_within_the_spread() -> None:
+def test_on_real_outputs_the_mean_is_right_over_thousands() -> None:
     """Outputs of a chat model. The class that a proxy model took each for, one of three, stands in the place of the tenant."""
     with TRACE.open(encoding="utf-8", newline="") as file:
         rows = [
             (row["predicted_length"], int(row["output_token_length"])) for row in itertools.islice(csv.DictReader(file), 6000)
         ]
     predictor = OnlinePredictor()
-    num_within, num_predicted, num_true, means = 0, 0, 0, dict.fromkeys("012", 0)
+    num_predicted, num_true, means = 0, 0, dict.fromkeys("012", 0)
     for idx, (label, length) in enumerate(rows):
         if idx >= 1000:
             prediction = predictor.predict(asked(tenant=label))
             assert prediction is not None
-            num_within += prediction.low_tokens < length <= prediction.high_tokens
-            num_predicted, num_true = num_predicted + prediction.num_tokens, num_true + length
-            means[label] = prediction.num_tokens
+            num_predicted, num_true = num_predicted + prediction, num_true + length
+            means[label] = prediction
         predictor.ended(ended(length, tenant=label))
     assert num_predicted == pytest.approx(num_true, rel=0.05)
-    assert 0.7 < num_within / 5000 < 0.9
     assert means["0"] * 2 < means["1"] < means["2"]
 
 

@@ -157,10 +157,7 @@ class _Stream:
     )
 
     def __init__(
-        self,
-        request: Request,
-        make_detokenizer: DetokenizerFactory,
-        trees: MutableMapping[tuple[str, ...], StopTree],
+        self, request: Request, make_detokenizer: DetokenizerFactory, trees: MutableMapping[tuple[str, ...], StopTree]
     ) -> None:
         self.is_under_way = False
         """It has had its first tokens, and nothing is looked for in its text."""

@@ -80,10 +80,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
         states[run.state] += run.num_blocks
     owners = [
         BlockOwner(
-            request.request_id,
-            manager.num_held_blocks(request.request_id),
-            request.num_tokens,
-            request.num_computed_tokens,
+            request.request_id, manager.num_held_blocks(request.request_id), request.num_tokens, request.num_computed_tokens
         )
         for request in requests
     ]

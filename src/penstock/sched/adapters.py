@@ -1,15 +1,8 @@
 """Adapters of requests whose turn has come: loading, the limit of running adapters, and refusals. Part of `Joining`.
 
-    in the pool, or in memory   The request may join. If the maximum number of other adapters runs, it waits and nobody passes.
-    not in memory               It stands aside and keeps a row and blocks, like a request that waits for a prefix, for up to
-                                `KEPT_NS`: a disk that hangs must not block all rows. It is refused if the adapter can't be
-                                loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit beside the request.
-
-While a plan is made, an adapter keeps the state in which it was first seen, even if it arrives or leaves memory meanwhile.
-
-Requests are not reordered to have fewer adapters in a step. With 1,000 adapters by Zipf's law, 32 rows and 64 waiting
-requests, a step has 24.1 of them; letting others pass for 50 ms gives 24.0, for 400 ms 23.0 (simulation of 1,500 steps of
-10 ms, 2026-11-23).
+A request whose adapter is not in memory stands aside and keeps a row and blocks for up to `KEPT_NS`: a disk that hangs must not
+block all rows. It is refused if the adapter can't be loaded, takes longer than `LOAD_TIMEOUT_NS`, or does not fit. While a plan
+is made, an adapter keeps the state in which it was first seen.
 """
 
 from __future__ import annotations
@@ -31,8 +24,6 @@ NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lor
 
 
 class Adapters:
-    """The adapters of the waiting requests."""
-
     def __init__(
         self, kv: KVManager, running: Running, waiting: WaitingQueue, source: AdapterSource | None, max_adapters: int
     ) -> None:
@@ -48,12 +39,11 @@ class Adapters:
         """States seen during the present plan or check; cleared at its end."""
 
     def listen(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when a load has ended."""
         if self._source is not None:
             self._source.listen(wake)
 
     def want(self, ref: AdapterRef) -> Rejected | None:
-        """Start loading the adapter of a request that is about to wait. Return a refusal if the server has no adapters."""
+        """Start loading the adapter of a request that begins to wait. Return a refusal if the server has no adapters."""
         if self._source is None:
             return Rejected(RejectReason.INVALID, NO_ADAPTERS, param="model")
         if ref.number not in self._kv.adapters.residents:
@@ -111,7 +101,7 @@ class Adapters:
         return not self._is_usable(request, self.packed(request))
 
     def are_late(self, now_ns: int) -> bool:
-        """Return whether somebody has stood aside for so long that places are no longer kept for adapters."""
+        """Return whether places are no longer kept for adapters, since somebody has stood aside for so long."""
         first = next(self._waiting.adapters_aside, None)
         return first is not None and now_ns >= first[1].kept_until_ns
 

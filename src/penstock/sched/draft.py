@@ -15,21 +15,56 @@ from penstock.types.stats import Admission, Preemption, StepCounts, WaitReason
 
 
 @dataclass(slots=True)
-class TokenBudget:
-    """The step's tokens: how many are left for prefills, and how many one prefill may take."""
+class Candidate:
+    """The waiting request that is next."""
 
+    request: Request
+    hit: PrefixHit
+    query_len: int
+    """Length of its first row."""
+    packed: PackedAdapter | None = None
+    """Its adapter, if not in the pool."""
+
+
+@dataclass(slots=True)
+class StepDraft:
+    now_ns: int
     limits: StepLimits
-    """Limits for prefills. Decodes are planned before these are known."""
-    counts: StepCounts
-    """The step's counts, with the tokens already given away."""
+    """For prefills. Decodes are planned before these are known."""
+    gate: GateDecision
+    """How many requests may join."""
+    is_ahead: bool = False
+    """A step is in flight with rows of the running requests, so nobody is preempted."""
+    num_scored_left: int = 0
+    """Prompt positions whose log-probabilities the step can still return."""
     takes_whole_texts: bool = False
     """No request is split."""
+    counts: StepCounts = field(default_factory=StepCounts)
+    rows: list[RowPlan] = field(default_factory=list)
+    num_decode_rows: int = 0
+    """This many of the rows, the first ones, are decodes."""
+    padding_rows: list[RowPlan] = field(default_factory=list)
+    """These come last in the plan."""
+    admits: dict[str, AdmitRow] = field(default_factory=dict)
     long_prefills: list[Request] = field(default_factory=list)
     """Long prefills that run, including those that this step admits."""
     late: list[Request] = field(default_factory=list)
     """Running long prefills that let others pass. The others leave them a share of the tokens."""
     num_kept_tokens: int = 0
     """That share, while others are planned."""
+    num_let_in: int = 0
+    """Requests of those that the gate lets in which were admitted, held back or set aside."""
+    num_promised_blocks: int = 0
+    """Free blocks that running prefills, and requests that stand aside, need for the tokens they have."""
+    num_promised_rows: int = 0
+    """Rows of requests that stand aside."""
+    lacks_memory: bool = False
+    """A running request was preempted for another, so nobody joins."""
+    puts_off_pause: bool = False
+    """A request should be paused for another, but the step is planned ahead."""
+    admissions: list[Admission] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)
 
     @property
     def tokens_left(self) -> int:
@@ -48,67 +83,18 @@ class TokenBudget:
 
         A text that is never split may take the whole step if it is the first, even above the limit.
         """
-        limits = self.limits
+        counts, limits, room = self.counts, self.limits, self.tokens_left
         if self.takes_whole_texts:
-            return num_behind if num_behind <= self.tokens_left or not self.counts.num_tokens else 0
-        room = self.tokens_left
+            return num_behind if num_behind <= room or not counts.num_tokens else 0
         if self.is_long(num_behind):
             room = min(room, limits.max_chunk_tokens)
-        if num_behind > room and not limits.splits_prompts and self.counts.num_tokens > self.counts.num_decodes:
+        if num_behind > room and not limits.splits_prompts and counts.num_tokens > counts.num_decodes:
             return 0
         return min(num_behind, room)
 
-
-@dataclass(slots=True)
-class Candidate:
-    """A waiting request that is next, with what its first step would compute."""
-
-    request: Request
-    hit: PrefixHit
-    query_len: int
-    """Length of its first row."""
-    packed: PackedAdapter | None = None
-    """Its adapter, if not in the pool."""
-
-
-@dataclass(slots=True)
-class StepDraft:
-    now_ns: int
-    budget: TokenBudget
-    gate: GateDecision
-    """How many requests may join."""
-    is_ahead: bool = False
-    """A step is in flight with rows of the running requests, so nobody is preempted."""
-    num_scored_left: int = 0
-    """Prompt positions whose log-probabilities the step can still return."""
-    counts: StepCounts = field(init=False)
-    rows: list[RowPlan] = field(default_factory=list)
-    num_decode_rows: int = 0
-    """The first rows are decodes, this many."""
-    padding_rows: list[RowPlan] = field(default_factory=list)
-    """These come last in the plan."""
-    admits: dict[str, AdmitRow] = field(default_factory=dict)
-    num_let_in: int = 0
-    """Requests admitted or held back of those that the gate lets in."""
-    num_promised_blocks: int = 0
-    """Free blocks needed by running prefills, and by requests that stand aside, for the tokens they have."""
-    num_promised_rows: int = 0
-    """Rows of requests that stand aside."""
-    lacks_memory: bool = False
-    """A running request had to be preempted for another, so nobody joins."""
-    puts_off_pause: bool = False
-    """A request should be paused for another, which must wait because the step is planned ahead."""
-    admissions: list[Admission] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    set_aside: list[tuple[str, WaitReason]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.counts = self.budget.counts
-
-    def chunk(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens a prefill may compute, given those computed or found; 0: it has to wait."""
-        num_behind = request.num_tokens - num_computed_tokens
-        query_len = self.budget.chunk(num_behind)
+    def chunk_of(self, request: Request, num_computed_tokens: int) -> int:
+        """Return the same for a request with these tokens computed or found, within the positions that can be scored."""
+        query_len = self.chunk(request.num_tokens - num_computed_tokens)
         scored = request.positions_to_score(num_computed_tokens, query_len)
         if len(scored) > self.num_scored_left:
             query_len = scored[0] + self.num_scored_left - num_computed_tokens
@@ -131,32 +117,42 @@ class StepDraft:
             len(request.prompt_logprobs),
         )
 
-    def add_row(
-        self,
-        request: Request,
-        query_len: int,
-        new_block_ids: tuple[int, ...] = (),
-        *,
-        is_prefill: bool,
-        max_samples: int = 1,
-    ) -> None:
-        """Plan the request's next `query_len` tokens, and up to `max_samples` new ones if it has caught up with them.
-
-        `is_prefill`: also if it is one token, the last.
-        """
+    def add_row(self, request: Request, query_len: int, new_block_ids: tuple[int, ...] = (), *, is_prefill: bool) -> None:
+        """Plan the request's next tokens. `is_prefill` includes the last piece of a prompt, even if it is one token."""
         context_len = request.num_computed_tokens
-        samples = max_samples if context_len + query_len == request.num_tokens else 0
-        row = RowPlan(request.request_id, context_len, query_len, new_block_ids, samples)
+        row = RowPlan(
+            request.request_id, context_len, query_len, new_block_ids, int(context_len + query_len == request.num_tokens)
+        )
         self.rows.append(row)
-        counts = self.counts
-        counts.num_tokens += row.num_positions
+        self._count(request, row, 1)
         if is_prefill:
-            counts.prefills.append(row)
+            self.counts.prefills.append(row)
             self.num_scored_left -= len(request.positions_to_score(context_len, query_len))
-        if query_len > 1:
-            counts.num_prefill_pairs += num_pairs(row)
+
+    def _count(self, request: Request, row: RowPlan, sign: int) -> None:
+        counts = self.counts
+        counts.num_tokens += sign * row.query_len
+        if row.query_len > 1:
+            counts.num_prefill_pairs += sign * num_pairs(row)
         if request.max_computed_tokens:
-            counts.num_recomputed_tokens += num_recomputed(request, row)
+            num_recomputed = min(request.max_computed_tokens, row.context_len + row.query_len) - row.context_len
+            counts.num_recomputed_tokens += sign * max(0, num_recomputed)
+
+    def take_back(self, request: Request) -> None:
+        """Remove a victim's row and admission from the step. Call this before the request's progress changes. O(rows)."""
+        self.admits.pop(request.request_id, None)
+        counts = self.counts
+        for idx, row in enumerate(self.rows):
+            if row.request_id == request.request_id:
+                self._count(request, row, -1)
+                if idx < self.num_decode_rows:
+                    self.num_decode_rows -= 1
+                    counts.num_decodes -= row.query_len
+                if row in counts.prefills:
+                    counts.prefills.remove(row)
+                    self.num_scored_left += len(request.positions_to_score(row.context_len, row.query_len))
+                del self.rows[idx]
+                return
 
     def group_by_adapter(self, running: Mapping[str, Request]) -> None:
         """Put decodes of one adapter side by side, so that its weights are read once. O(rows)."""
@@ -169,29 +165,7 @@ class StepDraft:
         first, rest = self.rows[: self.num_decode_rows], self.rows[self.num_decode_rows :]
         self.rows = sorted(first, key=lambda row: numbers.get(row.request_id, BASE)) + rest
 
-    def take_back(self, request: Request) -> None:
-        """Remove a victim's row and admission from the step. O(rows)."""
-        self.admits.pop(request.request_id, None)
-        counts = self.counts
-        for idx, row in enumerate(self.rows):
-            if row.request_id == request.request_id:
-                counts.num_tokens -= row.num_positions
-                if idx < self.num_decode_rows:
-                    self.num_decode_rows -= 1
-                    counts.num_decodes -= row.num_positions
-                if row in counts.prefills:
-                    counts.prefills.remove(row)
-                    self.num_scored_left += len(request.positions_to_score(row.context_len, row.query_len))
-                counts.num_prefill_pairs -= num_pairs(row) if row.query_len > 1 else 0
-                counts.num_recomputed_tokens -= num_recomputed(request, row)
-                del self.rows[idx]
-                return
-
 
 def num_pairs(row: RowPlan) -> int:
+    """Return the (token, earlier token) pairs of a row: the work of attention."""
     return row.query_len * row.context_len + row.query_len * (row.query_len - 1) // 2
-
-
-def num_recomputed(request: Request, row: RowPlan) -> int:
-    """Return the row's positions that were computed before the request was preempted."""
-    return max(0, min(request.max_computed_tokens, row.context_len + row.query_len) - row.context_len)

@@ -1,42 +1,9 @@
 """Steps in flight: what the scheduler remembers of each from plan to commit, and planning the next step ahead.
 
-Rules of `Flights`:
-
-1. Steps are committed in the order in which they were planned.
-2. A request that ends leaves void rows in the steps in flight, and their results are ignored. Rows are void per step, not by
-   name, because a new request may have the same id by then.
-3. That request's blocks are fenced (`kv/manager.py`) until the last step that was in flight at its end is committed.
-
-`Ahead` plans a step while another is in flight. It first moves the running requests' progress to what the commit will make
-it,
-except that sampled tokens are counted but not known. So the planner itself needs no second rule:
-
-                                       num_computed_tokens   num_inflight   num_tokens   num_pending_samples
-    committed, one row in flight               100                 1           101                0
-    while the next step is planned             101                 0           102                1
-    planned                                    100                 2           101                0
-    the step in flight is committed            101                 1           102                0
-
-A request that reaches its token limit with the step in flight gets no row. One that ends for another reason (stop token,
-stop
-string, abort, failure) has a void row.
-
-No step is planned ahead where more than the number of tokens counts:
-
-    memory        running requests may need more blocks than are free, and the victim's row would be in flight
-    classes       the order would pause a request for the first waiting one, which lacks a row or memory (`joining.py`)
-    beams         the tokens decide which requests go on
-    speculation   the tokens decide how many of them a row got
-    batches       a gate that is not continuous calls the next batch when the last request of one has ended, and pads
-
-So no step planned ahead preempts. If planning reveals that the order would pause a request, the next step is not planned
-ahead.
-
-A tier below the pool does not interfere: it transfers only free blocks, which no row in flight has (`engine/transfers.py`).
-A
-request that joins ahead finds committed blocks in the prefix cache. It waits for what the step in flight computes, as for
-any
-running prefill.
+A request that ends leaves void rows in the steps in flight; their results are ignored, and its blocks are fenced
+(`kv/manager.py`) until the last of these steps is committed. `Ahead` moves the progress of running requests to what the commit
+will make it, with sampled tokens counted but unknown, so that the planner needs no second rule. A step that might preempt is
+never planned ahead.
 """
 
 from __future__ import annotations
@@ -60,9 +27,8 @@ class Flight:
     step_id: int
     counts: StepCounts
     void: frozenset[str] = frozenset()
-    """Ids of ended requests, whose rows are ignored."""
+    """Ids of ended requests. By step, since a new request may have the same id by then."""
     has_fenced: bool = False
-    """Blocks are fenced until it ends."""
 
     def live(self, rows: tuple[RowPlan, ...]) -> tuple[RowPlan, ...]:
         return tuple([row for row in rows if row.request_id not in self.void])
@@ -108,7 +74,6 @@ class Flights:
             assert not request.num_pending_samples, f"{request.request_id!r} counts a token that nobody knows"
 
     def abandon(self) -> None:
-        """Drop all steps: none will be committed or follow."""
         while self._flights:
             self.arrive(self._flights[0].step_id)
 
@@ -116,16 +81,14 @@ class Flights:
 class Ahead:
     """Assumes that the step in flight will be committed as planned."""
 
-    def __init__(
-        self, kv: KVManager, policies: Policies, running: Running, groups: Groups, *, is_possible: bool = True
-    ) -> None:
+    def __init__(self, kv: KVManager, policies: Policies, running: Running, groups: Groups) -> None:
         self._kv = kv
         self._order = policies.order
         self._running = running
         self._groups = groups
-        self._is_possible = is_possible and policies.gate.may_plan_ahead
+        self._is_possible = policies.gate.may_plan_ahead
         self._assumed: list[tuple[Request, int]] = []
-        """Requests with a row in flight, and its number of tokens."""
+        """(request with a row in flight, its number of tokens)"""
 
     def begin(self) -> bool:
         """Make the assumption. Return False, changing nothing, if the next step can't be planned ahead. O(running)."""
@@ -153,7 +116,6 @@ class Ahead:
         return num_missing
 
     def end(self) -> None:
-        """Restore the committed progress."""
         progress.unassume(self._assumed)
         self._assumed = []
         self._kv.prefix.in_flight = ()

@@ -1,16 +1,7 @@
-"""Joining: decides which waiting requests run from this step on. Running requests lose nothing, unless the order lets a
-higher class
-pause a lower one.
+"""Joining: decides which waiting requests run from this step on, and whether running ones are paused for them.
 
-A request whose next block is being computed by a running prefill (its leader) stands aside until that block is ready,
-instead of
-computing it again. Others may pass, but leave it a row and the blocks that it will need. It waits only while its leader runs
-and
-has not computed the block, and is first when it comes back. It does not wait for a leader that it outranks, since others of
-its
-own rank might hold that leader up. A request whose adapter is being loaded stands aside in the same way (`adapters.py`), and
-so
-does one in a static or dynamic batch.
+A request whose next block is being computed by a running prefill (its leader), or whose adapter is being loaded, stands aside.
+Others may pass, but leave it a row and blocks. It does not wait for a leader that it outranks.
 """
 
 from __future__ import annotations
@@ -22,18 +13,17 @@ from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
 from penstock.sched import progress
 from penstock.sched.adapters import Adapters
 from penstock.sched.choosing.groups import Groups, num_rows_of
-from penstock.sched.draft import Candidate, StepDraft, TokenBudget
+from penstock.sched.draft import Candidate, StepDraft
 from penstock.sched.padding import Padding
 from penstock.sched.policies.base import UNLIMITED, GateDecision, GateView, Policies, StepLimits
 from penstock.sched.queue import AwaitedAdapter, Follower, WaitingQueue
 from penstock.sched.running import Running
 from penstock.types.errors import PolicyError
 from penstock.types.request import Request, RequestStatus
-from penstock.types.stats import Admission, PreemptReason, StepCounts, WaitReason
+from penstock.types.stats import Admission, PreemptReason, WaitReason
 
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
-"""Steps that a load usually takes, at most."""
 
 
 class Joining:
@@ -51,12 +41,10 @@ class Joining:
     ) -> None:
         self.wakeup_ns: int | None = None
         self.tells_stops = True
-        """Admissions report why prefix hits stopped."""
         self._kv = kv
         self._gate = policies.gate
         self._order = policies.order
         self._has_ranks = policies.order.has_ranks
-        """If not, `outranks` is never asked."""
         self._waiting = waiting
         self._running = running
         self._groups = groups
@@ -65,19 +53,18 @@ class Joining:
         self._max_step_tokens = max_step_tokens
 
     def must_pause(self, now_ns: int) -> bool:
-        """Return whether a running request must be paused for the first waiting one. Asked before planning ahead.
-        O(running).
+        """Return whether the first waiting request must pause a running one, so that no step may be planned ahead. O(running).
 
         Ignores the step's tokens and long prefills: a request that they keep from joining pauses nobody.
         """
         if not self._order.is_preemptive or not len(self._waiting):
             return False
-        draft = StepDraft(now_ns, TokenBudget(StepLimits(UNLIMITED), StepCounts()), CLOSED, is_ahead=True)
+        draft = StepDraft(now_ns, StepLimits(UNLIMITED), CLOSED, is_ahead=True)
         request = self._next_waiting(self._waiting.peek(now_ns), draft)
         return request is not None and self._lacks_what_others_have(request, draft)
 
     def _lacks_what_others_have(self, request: Request, draft: StepDraft) -> bool:
-        """Return whether the request could be admitted only if running requests were paused."""
+        """Return whether the request could join only if running requests were paused."""
         running, pauses = self._running, self._order.pauses
         if not any(pauses(request, other, draft.now_ns) for other in running):
             return False
@@ -116,8 +103,8 @@ class Joining:
         return CLOSED
 
     def rank(self, prefills: list[Request], now_ns: int, late: Sequence[Request] = ()) -> list[Request]:
-        """Return running prefills in the order in which they get tokens: a request before those that it outranks, `late`
-        ones after their equals, otherwise in order of admission."""
+        """Return running prefills in the order in which they get tokens: a request before those that it outranks, `late` ones
+        after their equals, else in order of admission."""
         if not self._has_ranks:
             return [request for request in prefills if request not in late] + list(late) if late else prefills
         if len(prefills) < 2:
@@ -136,31 +123,30 @@ class Joining:
 
     def keep_tokens(self, draft: StepDraft, request: Request) -> None:
         """Keep the long prefills' share of tokens from a request that passes them without outranking them."""
-        budget = draft.budget
-        budget.num_kept_tokens = 0
-        if budget.late and request not in budget.late:
-            assert budget.limits.long_prefill_share is not None, "else none is late"
-            if not all(self._order.outranks(request, long, draft.now_ns) for long in budget.late):
-                budget.num_kept_tokens = budget.limits.long_prefill_share
+        draft.num_kept_tokens = 0
+        if draft.late and request not in draft.late:
+            assert draft.limits.long_prefill_share is not None, "else none is late"
+            if not all(self._order.outranks(request, long, draft.now_ns) for long in draft.late):
+                draft.num_kept_tokens = draft.limits.long_prefill_share
 
     def admit(self, draft: StepDraft, before: Request | None = None) -> None:
-        """Admit requests that join anyway, and as many as the gate lets in. With `before`, only those that go before that
+        """Admit requests that join anyway, and as many as the gate lets in; with `before`, only those that go before that
         prefill."""
-        budget, counts = draft.budget, draft.counts
+        counts = draft.counts
         if draft.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
             return  # the next request must not overtake
-        if before is not None and not self._has_ranks and before not in budget.late:
+        if before is not None and not self._has_ranks and before not in draft.late:
             return
         may_pause = self._order.is_preemptive and not self._padding.is_active
         pauser: Request | None = None
-        while budget.has_tokens and (may_pause or not self._is_full(draft)):
+        while draft.has_tokens and (may_pause or not self._is_full(draft)):
             fresh = self._fresh(draft)
             request = self._next_waiting(fresh, draft) if pauser is None else pauser
             pauser = None
             if request is None or (before is not None and not self._goes_before(request, before, draft)):
                 return
             self.keep_tokens(draft, request)
-            if budget.tokens_left == 0:
+            if draft.tokens_left == 0:
                 return
             packed = self._adapters.packed(request)
             awaited_adapter = self._adapters.await_load(request, packed, draft.now_ns)
@@ -178,14 +164,14 @@ class Joining:
                     return
                 continue
             num_behind = request.num_tokens - hit.num_tokens
-            is_long = budget.is_long(num_behind)
+            is_long = draft.is_long(num_behind)
             if is_long and request.status is RequestStatus.WAITING and not self._takes_long(request, draft):
                 self._waiting.hold_back(request, draft.now_ns)
                 draft.set_aside.append((request.request_id, WaitReason.TOKENS))
                 draft.num_let_in += request is fresh
                 continue
             has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
-            query_len = draft.chunk(request, hit.num_tokens) if has_tokens else 0
+            query_len = draft.chunk_of(request, hit.num_tokens) if has_tokens else 0
             if query_len == 0:
                 counts.waits_for = WaitReason.TOKENS
                 return
@@ -199,13 +185,13 @@ class Joining:
                 return
             self._admit(candidate, draft)
             if is_long:
-                budget.long_prefills.append(request)
+                draft.long_prefills.append(request)
             draft.num_let_in += request is fresh
 
     def admit_texts(self, draft: StepDraft) -> None:
-        """Admit texts while the step has tokens. A text shares no prefix and ends with its step, so none grows or pauses."""
-        budget, counts, pool = draft.budget, draft.counts, self._kv.pool
-        while budget.has_tokens and not self._is_full(draft):
+        """Admit texts while the step has tokens. A text shares no prefix and ends with its step."""
+        counts, pool = draft.counts, self._kv.pool
+        while draft.has_tokens and not self._is_full(draft):
             fresh = self._fresh(draft)
             request = self._next_waiting(fresh, draft)
             if request is None:
@@ -214,7 +200,7 @@ class Joining:
                 counts.waits_for = WaitReason.MEMORY
                 return
             has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, draft)
-            if not has_tokens or not budget.chunk(request.num_tokens):
+            if not has_tokens or not draft.chunk(request.num_tokens):
                 counts.waits_for = WaitReason.TOKENS
                 return
             self._admit(Candidate(request, NO_HIT, request.num_tokens), draft)
@@ -234,11 +220,11 @@ class Joining:
         if len(self._waiting.aside) == len(self._waiting):
             num_adapters = sum(1 for _ in self._waiting.adapters_aside)
             return WaitReason.ADAPTER if num_adapters == len(self._waiting) else WaitReason.PREFIX
-        is_short_of_tokens = draft.budget.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
+        is_short_of_tokens = draft.tokens_left == 0 or waits_for is WaitReason.TOKENS or self._waiting.num_held_back
         return WaitReason.TOKENS if is_short_of_tokens else WaitReason.GATE
 
     def call_back(self, draft: StepDraft) -> None:
-        """Bring back requests whose awaited block or adapter is ready or cancelled. The others keep their places."""
+        """Bring back requests whose block or adapter is ready or cancelled. The others keep their places."""
         back: list[Follower] = []
         for follower in self._waiting.aside:
             if self._is_awaiting(follower):
@@ -299,20 +285,17 @@ class Joining:
         return joining
 
     def _preempted_before(self, request: Request, now_ns: int) -> Request | None:
-        """Return the first preempted request that this one does not outrank.
-
-        It may outrank the first and not a later one, such as one of its own tenant.
-        """
+        """Return the first preempted request that this one does not outrank."""
         return next((other for other in self._waiting.preempted if not self._order.outranks(request, other, now_ns)), None)
 
     def _goes_before(self, request: Request, prefill: Request, draft: StepDraft) -> bool:
         if self._order.outranks(request, prefill, draft.now_ns):
             return True
-        return prefill in draft.budget.late and not self._order.outranks(prefill, request, draft.now_ns)
+        return prefill in draft.late and not self._order.outranks(prefill, request, draft.now_ns)
 
     def _takes_long(self, request: Request, draft: StepDraft) -> bool:
-        """Return whether this long prefill may start. Those that it outranks wait for it and do not count."""
-        longs, limit = draft.budget.long_prefills, draft.budget.limits.max_long_prefills
+        """Return whether this long prefill may start. Those that it outranks do not count."""
+        longs, limit = draft.long_prefills, draft.limits.max_long_prefills
         if len(longs) < limit:
             return True
         return self._has_ranks and sum(not self._order.outranks(request, long, draft.now_ns) for long in longs) < limit
@@ -340,7 +323,6 @@ class Joining:
 
     @property
     def _num_growing(self) -> int:
-        """Blocks that running requests take during a load."""
         return -(-len(self._running) * LOAD_STEPS // self._kv.block_size)
 
     def _whom_to_pause(self, candidate: Candidate, draft: StepDraft) -> Sequence[Request]:

@@ -1,19 +1,8 @@
-"""The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle. They hold no
-blocks.
+"""The padding of a batch: rows whose results are dropped, as in systems that compute a batch as a rectangle.
 
-A batch of three, prompts padded to 6 tokens; p is padding, P prompt, o output, each column a position:
-
-    a   p p P P P P o o                 ends after two tokens ...
-    b   P P P P P P o o o o o
-    c   p p p p P P o o o
-    a                   p p p           ... and its row goes on until the last has finished
-    c                     p p
-
-Each run of p is a request of its own to the executor, with a `PaddingId` and null blocks. Padding before a prompt is
-computed in
-the prompt's step and never sampled. Padding after an end is a decode whose tokens are dropped. Such rows do not attend to
-the
-prompt beside them and keep reading one block, so they cost a little less than those of a real rectangle.
+Each run of padding is a request of its own to the executor, with a `PaddingId` and null blocks. Padding before a prompt is
+computed in the prompt's step and never sampled. Padding after an end is a decode whose tokens are dropped. Such rows do not
+attend to the prompt beside them, so they cost a little less than those of a real rectangle.
 """
 
 from __future__ import annotations
@@ -22,13 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from penstock.kv.block_pool import NULL_BLOCK_ID
 from penstock.sched.draft import StepDraft, num_pairs
 from penstock.types.plan import AdmitRow, Capacity, PaddingId, RowPlan
 from penstock.types.request import Request
 from penstock.types.sampling import SamplingParams
 
-NULL_BLOCK = 0
-NULL_TOKEN = 0
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -36,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0)
 class PaddingRow:
     request_id: PaddingId
     owner: str
-    """The request in whose row it lies, for readers of a plan."""
+    """The request in whose row it lies."""
     context_len: int
     num_tokens: int
     """Tokens that the executor gets with its admission."""
@@ -47,7 +35,6 @@ class Padding:
     """Rows of padding while a batch runs. Without a batch `is_active` is False, and nothing need be called."""
 
     def __init__(self, capacity: Capacity, release: Callable[[str], None]) -> None:
-        """`release` receives the rows that the executor must forget."""
         self.is_active = False
         self._capacity = capacity
         self._release = release
@@ -90,16 +77,16 @@ class Padding:
         row = self._heads.get(request.request_id)
         if row is not None:
             num_missing = row.num_tokens - 1 - row.context_len
-            query_len = draft.budget.chunk(num_missing)
+            query_len = draft.chunk(num_missing)
             if query_len > 0:
                 self._plan(row, query_len, draft, samples=0)
             if query_len < num_missing:
                 return False
             self._done.append(self._heads.pop(request.request_id))
-        return draft.budget.tokens_left > 0
+        return draft.tokens_left > 0
 
     def end(self, request: Request) -> None:
-        """Note that a request of the batch ended. Its row goes on if it ran; a text's does not, since it is computed once."""
+        """Note that a request of the batch ended. Its row goes on if it ran, unless it is a text, which is computed once."""
         head = self._heads.pop(request.request_id, None)
         if head is not None:
             self._forget(head)
@@ -151,10 +138,9 @@ class Padding:
             draft.counts.num_prefill_pairs += num_pairs(plan)
 
     def _admit_row(self, row: PaddingRow) -> AdmitRow:
-        """Admit with null blocks for the longest length, so that none need be added."""
         capacity = self._capacity
-        blocks = (NULL_BLOCK,) * -(-capacity.max_model_len // capacity.block_size)
-        return AdmitRow(row.request_id, (NULL_TOKEN,) * row.num_tokens, row.num_tokens, blocks, row.context_len, GREEDY)
+        blocks = (NULL_BLOCK_ID,) * -(-capacity.max_model_len // capacity.block_size)
+        return AdmitRow(row.request_id, (0,) * row.num_tokens, row.num_tokens, blocks, row.context_len, GREEDY)
 
     def _forget(self, row: PaddingRow) -> None:
         if row.is_known:

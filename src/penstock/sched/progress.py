@@ -2,15 +2,8 @@
 
     WAITING --admit--> RUNNING --preempt--> PREEMPTED --admit--> RUNNING --end--> FINISHED
 
-                          num_computed_tokens    num_inflight_tokens    num_tokens
-    plan, plan_decodes                                 + query_len
-    advance                  + query_len               - query_len       + sampled token
-    append_forced                                                        + forced tokens
-    preempt                      0                         0
-
-Log-probabilities of the prompt (`score`) survive a preemption. `plan_decodes` and `advance` loop over all rows of a step,
-without
-a call per row.
+`plan` and `plan_decodes` add a row's tokens to `num_inflight_tokens`; `advance` moves them to `num_computed_tokens` and appends
+the sample; `preempt` sets both to 0. Loops over all rows of a step make no call per row.
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ def plan(request: Request, query_len: int) -> None:
 
 
 def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> None:
-    """Add a row's log-probabilities of the prompt. Raises ValueError for a wrong number of them."""
+    """Add a row's log-probabilities of the prompt, which survive a preemption. Raises ValueError for a wrong number of them."""
     num_expected = len(request.positions_to_score(row.context_len, row.query_len))
     if len(entries) != num_expected:
         raise ValueError(f"{request.request_id!r} was told of {len(entries)} tokens of its prompt, not of {num_expected}")
@@ -57,7 +50,6 @@ def score(request: Request, row: RowPlan, entries: Sequence[TokenLogprobs]) -> N
 
 
 def preempt(request: Request) -> None:
-    """Drop the request's KV and let it wait again."""
     request.status = RequestStatus.PREEMPTED
     request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
     request.num_computed_tokens = request.num_inflight_tokens = 0
@@ -138,14 +130,13 @@ class Advance:
     request: Request
     row: RowPlan
     reason: FinishReason | None = None
-    """Why its request ends, if it does."""
     stop_reason: int | None = None
     is_apart: bool = False
-    """Its token is not the executor's sample: the row failed, or belongs to a beam search. Only its computation counts."""
+    """Its token is not the executor's sample: the row failed, or belongs to a beam search."""
 
 
 class Appended(NamedTuple):
-    """Tokens appended to a request, up to the one with which it ends, and why it ends."""
+    """Forced tokens appended to a request, and why it ends with the last one, if it does."""
 
     token_ids: tuple[int, ...]
     reason: FinishReason | None
@@ -163,15 +154,15 @@ def advance(
     is_last: bool,
     apart: Collection[str],
 ) -> list[Advance]:
-    """A step was computed: count its tokens as computed, append those that were sampled, and tell them to `outcome`.
+    """Count the tokens of a computed step, append those that were sampled, and report them to `outcome`.
 
-    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample.
-    Returns the rows of prefills, rows that filled a block, rows that may sample several tokens, those whose requests end, and
-    those of `apart` that sample, in the order of the plan. A text ends with its answer. Raises KeyError or ValueError if a row
-    that samples has not got its tokens, or its states.
+    `is_last`: no other step is in flight. `apart`: ids of requests whose token is not the executor's sample. A text ends with
+    its answer.
+
+    Returns, in the order of the plan, the rows of prefills, rows that filled a block, rows whose requests end, and rows of
+    `apart` that sample. Raises KeyError or ValueError if a sampling row lacks its token or its states.
     """
     tokens, logprobs, states = result.token_ids, result.logprobs, result.states
-    num_more = 0  # tokens of a row after its first
     advances: list[Advance] = []
     add_event, add_advance = outcome.events.append, advances.append
     for row in rows:
@@ -184,8 +175,8 @@ def advance(
             request.num_inflight_tokens = 0
         else:
             request.num_inflight_tokens -= query_len
-        reason, stop_reason, samples = None, None, row.samples
-        if samples:
+        reason, stop_reason = None, None
+        if row.samples:
             if apart and request_id in apart:
                 add_advance(Advance(request, row, is_apart=True))
                 continue
@@ -195,46 +186,25 @@ def advance(
                 request.first_token_ns = now_ns
                 add_advance(Advance(request, row, FinishReason.STOP))
                 continue
-            token_ids = tokens[request_id]
+            token_ids = (token_id,) = tokens[request_id]
             entries = logprobs.get(request_id, ()) if logprobs else ()
-            if samples == 1:
-                (token_id,) = token_ids
-                request.output_token_ids.append(token_id)
-                num_tokens = request.num_tokens = num_computed + 1
-                if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
-                    reason, stop_reason = _why_ended(request, token_id)
-            else:
-                token_ids, reason, stop_reason = _append_sampled(request, token_ids, samples)
-                entries = entries[: len(token_ids)]
-                num_more += len(token_ids) - 1
-                num_computed = 0  # it may have filled a block
+            request.output_token_ids.append(token_id)
+            num_tokens = request.num_tokens = num_computed + 1
+            if token_id in request.sampling.stop_token_ids or num_tokens >= request.max_total_tokens:
+                reason, stop_reason = _why_ended(request, token_id)
             if request.first_token_ns is None:
                 request.first_token_ns = now_ns
             add_event(TokenEvent(request_id, token_ids, now_ns, entries, reason, stop_reason, request.num_cached_tokens))
             if query_len == 1 and reason is None and num_computed % block_size:  # like nearly all
                 continue
         add_advance(Advance(request, row, reason, stop_reason))
-    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events) + num_more
+    outcome.counts.num_sampled_tokens = 0 if states else len(outcome.events)
     return advances
 
 
-def _append_sampled(request: Request, token_ids: tuple[int, ...], max_samples: int) -> Appended:
-    """Append tokens sampled in one step; all but the last have KV. Raises ValueError unless there are 1 to `max_samples`."""
-    if not 1 <= len(token_ids) <= max_samples:
-        raise ValueError(f"{request.request_id!r} got {len(token_ids)} tokens, of 1 to {max_samples}")
-    appended = _append_each(request, token_ids)
-    request.num_computed_tokens += len(appended.token_ids) - 1
-    return appended
-
-
 def append_forced(request: Request, token_ids: Sequence[int]) -> Appended:
-    """Append tokens that the request's grammar forces. They have no KV yet."""
+    """Append tokens that the request's grammar forces, up to the one with which it ends. They have no KV yet."""
     request.forced_from = request.num_tokens
-    return _append_each(request, token_ids)
-
-
-def _append_each(request: Request, token_ids: Sequence[int]) -> Appended:
-    """Append tokens one by one, up to the one with which the request ends."""
     num_kept, reason, stop_reason = 0, None, None
     while reason is None and num_kept < len(token_ids):
         request.output_token_ids.append(token_ids[num_kept])
@@ -260,8 +230,7 @@ def _why_ended(request: Request, token_id: int) -> tuple[FinishReason | None, in
 def assume(requests: Iterable[Request]) -> tuple[list[tuple[Request, int]], list[Request]]:
     """Count tokens in flight as computed and their samples as present, though unknown.
 
-    Returns (request, its tokens in flight) for `unassume`, and the requests that reach their limits and have nothing left to
-    compute.
+    Returns (request, its tokens in flight) for `unassume`, and the requests that reach their limits.
     """
     assumed: list[tuple[Request, int]] = []
     ending: list[Request] = []

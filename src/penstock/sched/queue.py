@@ -1,17 +1,8 @@
-"""The waiting queue: requests that do not run, in the order of service. It never looks at memory.
+"""The waiting queue: requests that do not run, in the order of service: preempted ones, those called to a batch or back from
+standing aside, then all others in their gate's buckets.
 
-1. Preempted requests, in the order policy's order.
-2. Requests called to a batch, in the order of the call. A request that waits for a prefix or an adapter stands aside, and
-becomes
-   the first of these when it comes back.
-3. All others, which wait for the gate, each in its bucket.
-
-Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. So requests of one account wait
-in a
-lane of their own: when the account grows, one key changes instead of all of theirs.
-
-    lanes by key      (tenant A: 310)  (tenant B: 350)
-    within the lane   a3  a7  a8       b1  b9
+Every operation is O(log n) or better, amortised, and waiting requests cost nothing per step. The requests of one account wait
+in a lane of their own, so that one key changes when the account grows.
 """
 
 from __future__ import annotations
@@ -31,8 +22,8 @@ from penstock.types.request import Request, RequestStatus
 
 T = TypeVar("T")
 
-MIN_DEAD_TO_SWEEP = 64
-"""Discarded entries below which a sweep does not pay."""
+MIN_TO_SWEEP = 64
+"""Discarded entries, or idle accounts, below which a sweep does not pay."""
 
 
 class KeyedHeap(Generic[T]):
@@ -64,12 +55,11 @@ class KeyedHeap(Generic[T]):
         heapreplace(self._entries, (key, number, item))
 
     def discard(self, number: int) -> None:
-        """Drop an item that is in the heap."""
         if self._entries[0][1] == number:
             heappop(self._entries)
             return
         self._dead.add(number)
-        if len(self._dead) > max(MIN_DEAD_TO_SWEEP, len(self._entries) // 2):
+        if len(self._dead) > max(MIN_TO_SWEEP, len(self._entries) // 2):
             self._entries = [entry for entry in self._entries if entry[1] not in self._dead]
             heapify(self._entries)
             self._dead.clear()
@@ -88,7 +78,7 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
         self._by_key: KeyedHeap[Lane] = KeyedHeap()
         self._places: dict[str, tuple[Lane, int]] = {}
-        """Request id -> its lane and its number there."""
+        """Request id -> (lane, number there)."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -161,7 +151,7 @@ class Lanes:
 
 
 class Bucket(Lanes):
-    """Requests that wait for the gate and may join together, with their ages."""
+    """Requests that wait for the gate and may join together."""
 
     def __init__(self, index: int, order: Order) -> None:
         super().__init__(order)
@@ -202,8 +192,6 @@ class Follower:
 
 
 class WaitingQueue:
-    """Requests that wait for their first admission, or for another after a preemption."""
-
     def __init__(self, order: Order, bucket_of: Callable[[Request], int]) -> None:
         self._order = order
         self._bucket_of = bucket_of
@@ -226,7 +214,7 @@ class WaitingQueue:
 
     @property
     def preempted(self) -> Iterator[Request]:
-        """Preempted requests, in the order of service."""
+        """In the order of service."""
         return (request for _, request in self._preempted)
 
     @property
@@ -270,7 +258,7 @@ class WaitingQueue:
         return called
 
     def hold_back(self, request: Request, now_ns: int) -> None:
-        """Set a long prefill aside while enough others run. Others pass it until it is asked for again."""
+        """Set a long prefill aside while enough others run. Others pass it."""
         bucket = self._buckets.get(self._bucket_of(request))
         if bucket is not None and bucket.hand_over(request, self._held, now_ns):
             self.num_fresh -= 1
@@ -283,11 +271,9 @@ class WaitingQueue:
         return self._preempted[0][1] if self._preempted else None
 
     def peek_held(self, now_ns: int) -> Request | None:
-        """Return the next request that was held back, or None."""
         return self._held.peek(now_ns) if self.num_held_back else None
 
     def peek_called(self) -> Request | None:
-        """Return the next request that was called to a batch, or None."""
         return next(iter(self._called.values()), None)
 
     def step_aside(self, follower: Follower) -> None:

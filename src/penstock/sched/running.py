@@ -1,4 +1,4 @@
-"""The running requests: their rows and blocks, how much memory they can grow to, and what the executor must still forget."""
+"""The running requests: their rows and blocks, how far they can grow, and what the executor must still forget."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from penstock.types.request import Request, RequestStatus
 from penstock.types.stats import Preemption, PreemptReason
 
 RESUME_GROWTH_TOKENS = 32
-"""Room for each running request to grow when a request resumes after its first preemption."""
-RESUME_SWAP_GROWTH_TOKENS = 16
-"""The same if blocks come back from a tier below the pool."""
-MAX_DOUBLINGS = 20
-
+"""Room for each running request to grow when one resumes after its first preemption; half of it with a tier below the pool."""
 TELLING_SHARE = 4
-"""A step without decodes measures the cost of a prompt token only if it has one in this many of the possible tokens, unless
-nothing is known or it measures less. Most of a smaller step is fixed time."""
+"""A step without decodes measures the cost of a prompt token if it has one in this many of the possible tokens, or measures
+less."""
 
 
 class Running:
@@ -32,9 +28,9 @@ class Running:
     ) -> None:
         self.max_rows = max_rows
         self.requests: dict[str, Request] = {}
-        """In order of admission. Changed only here."""
+        """In order of admission."""
         self.prefill_ns_per_token = 0.0
-        """Time per prompt token, from steps without decodes; 0.0 before the first."""
+        """From steps without decodes; 0.0 before the first."""
         self._kv = kv
         self._order = policies.order
         self._victim = policies.victim
@@ -43,10 +39,8 @@ class Running:
         self._groups = groups
         self._capacity = capacity
         self._releases: list[str] = []
-        """Rows that the executor must still forget."""
         self._untold: set[str] = set()
-        """Running requests that the executor does not know once it has forgotten `_releases`. Their next rows come with the
-        request in full."""
+        """Running requests to send in full with their next rows."""
         self._num_final_blocks = 0
         """Blocks that the running requests would hold at their limits if they shared nothing."""
 
@@ -107,8 +101,8 @@ class Running:
         return max(0, request.num_computed_tokens - num_shared * kv.block_size)
 
     def preempt(self, draft: StepDraft, eviction: Eviction, reason: PreemptReason) -> None:
-        """Take a running request's row and blocks, including what this step planned for it, and let it wait again. A search
-        loses all its beams."""
+        """Take a running request's row and blocks, including what this step planned for it, and let it wait again with its
+        beams."""
         assert not draft.is_ahead, "a row in flight must not be preempted"
         victim = eviction.request
         is_swap = eviction.method is PreemptMethod.SWAP
@@ -136,7 +130,6 @@ class Running:
         return request.request_id in self._untold
 
     def release(self, request_id: str) -> None:
-        """Have the executor forget a row that belongs to no running request."""
         self._releases.append(request_id)
 
     def take_releases(self, admitted: Iterable[str]) -> tuple[str, ...]:
@@ -175,10 +168,9 @@ class Running:
         return num_shared + request.sampling.beams.width * (num_blocks - num_shared)
 
     def has_room_for(self, candidate: Candidate, num_promised_blocks: int, without: Collection[Request] = ()) -> bool:
-        """Return whether the candidate could join once the requests of `without` had left.
+        """Return whether the candidate could join once the requests of `without`, with their beams, had left.
 
-        `num_promised_blocks`: free blocks that running prefills will need. `without` has all running beams of a search, or
-        none.
+        `num_promised_blocks`: free blocks that running prefills will need.
         """
         request, hit = candidate.request, candidate.hit
         num_available, num_promised, num_final = self._kv.pool.num_available, num_promised_blocks, self._num_final_blocks
@@ -243,7 +235,6 @@ class Running:
             self.prefill_ns_per_token = ns_per_token
 
     def check(self) -> None:
-        """Verify the invariants. Raises AssertionError. O(blocks + requests)."""
         assert len(self.requests) <= self.max_rows, "more requests run than rows exist"
         tables = self._kv.tables
         for request_id, request in self.requests.items():
@@ -267,32 +258,30 @@ class Running:
 
 
 def most_blocks(request: Request, num_positions: int, capacity: Capacity) -> int:
-    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back
-    (`BlockTable.window`)."""
+    """Return the most blocks that a request holds at one time until `num_positions` are computed. Beams give none back."""
     if request.sampling.beams is not None:
         return -(-num_positions // capacity.block_size)
     return capacity.most_blocks(num_positions)
 
 
 def blocks_to_resume(view: AdmissionView) -> int:
-    """Return the blocks that a preempted request must find, whatever the reserve says: for all its tokens, and room to grow
-    for all.
+    """Return the blocks that a preempted request must find, whatever the reserve says: for its tokens, and for all to grow.
 
     The room doubles with each preemption, up to all that they can need, so a request that was preempted often waits until it
-    can finish. With a quarter of the memory and a first-chunk reserve, this recomputes 0.5 positions per needed one instead
-    of 3.4, with at most 4 preemptions instead of 42 (`tests/sched/test_preemption.py`).
+    can finish. With a quarter of the memory, 0.5 positions per needed one are recomputed instead of 3.4
+    (`tests/sched/test_preemption.py`).
     """
-    first_tokens = RESUME_SWAP_GROWTH_TOKENS if view.swaps else RESUME_GROWTH_TOKENS
-    growth_tokens = first_tokens << min(view.request.num_preemptions - 1, MAX_DOUBLINGS)
+    first_tokens = RESUME_GROWTH_TOKENS // 2 if view.swaps else RESUME_GROWTH_TOKENS
+    growth_tokens = first_tokens << min(view.request.num_preemptions - 1, 20)
     num_growth = (view.num_running + 1) * -(-growth_tokens // view.block_size)
     own_growth = view.num_final_blocks - view.num_prompt_blocks
     return view.num_prompt_blocks + min(num_growth, view.num_growth_blocks + own_growth)
 
 
 def peak_growth_tokens(requests: Collection[Request], window: int = 0) -> int:
-    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit.
+    """Return the most tokens by which requests grow at one time, if each gets one a step up to its limit. O(n log n).
 
-    The blocks of one that ends, or of its window, become free for the others. O(n log n).
+    The blocks of one that ends, or of its window, become free for the others.
     """
     ends = sorted([(request.max_total_tokens - request.num_tokens, request.num_tokens) for request in requests])
     num_left, num_freed, peak = len(ends), 0, 0

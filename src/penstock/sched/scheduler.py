@@ -1,49 +1,8 @@
 """The scheduler: decides in each step which requests run and how many of their tokens are computed. `EngineCore` calls it.
-Time is
-passed in.
 
-There are no phases. A request has `num_tokens` (prompt and generated) and `num_computed_tokens` (tokens with KV), and each
-step
-lets it catch up within the step's token budget. Chunked prefill, prefix hits and resuming after a preemption are the same
-rule. A
-decode is a request that is one token behind.
-
-`schedule` plans a step:
-
-    1. The gate says how many requests may join, or calls some to a batch.
-    2. Running requests are extended: decodes, then prefills. Where memory is short, some are preempted (`extending.py`).
-    3. Waiting requests are admitted while rows, tokens and memory last, each after a prefix lookup (`joining.py`). One may go
-       before a prefill of 2, if the order says so or the budget lets others pass long prefills.
-    4. The plan is built from the draft.
-
-`commit` takes over what the executor computed:
-
-    1. For each row: count its tokens as computed, append the sampled token, check for a stop token or a limit (`progress.py`).
-    2. Publish full blocks in the prefix cache. Release blocks that no layer reads, and those of requests that end.
-    3. Let beam searches choose their next tokens (`choosing/`).
-
-Then the core tells grammars what was sampled, and `force` appends the tokens that a grammar leaves no choice about. The
-request is
-then a decode that is several tokens behind, and is sent to the executor again in full.
-
-A step may be planned while the one before is in flight. Only `flights.py` knows the difference.
-
-Invariants that the parts keep together:
-
-- A step in which running requests lack memory preempts and admits nobody. Another step may pause running requests for a
-  waiting
-  one of a higher class and admit that one.
-- A request that the pool could not hold alone is refused when it is added (`refusal`). The most senior running request (the
-  oldest
-  of the highest class) is never preempted for another running one. So every request ends.
-- A preempted request is admitted again only when there is room for all its tokens and for everybody to grow, so work is not
-  lost
-  over and over.
-- A batch that a gate calls is padded like a rectangle (`padding.py`).
-
-A model that only reads texts (`Capacity.is_one_pass`) needs no other rules: its requests are prefills that are never split,
-end
-with their first step, and hold one block meanwhile.
+There are no phases: each step lets requests catch up with their tokens within a budget. `schedule` asks the gate, extends
+running requests (decodes, then prefills), admits waiting ones and builds the plan. `commit` takes over what was computed,
+publishes full blocks and ends requests. Its rules are in docs/architecture.md, "Scheduler".
 """
 
 from __future__ import annotations
@@ -56,10 +15,9 @@ from penstock.kv.manager import KVManager
 from penstock.kv.tiers import Tier
 from penstock.sched import progress
 from penstock.sched.adapters import DEFAULT_MAX_ADAPTERS, Adapters
-from penstock.sched.choosing.beams import Beams
-from penstock.sched.choosing.chooser import Answer, Chooser, Speculation
+from penstock.sched.choosing.beams import Answer, Beams
 from penstock.sched.choosing.groups import Groups
-from penstock.sched.draft import StepDraft, TokenBudget
+from penstock.sched.draft import StepDraft
 from penstock.sched.extending import Extending
 from penstock.sched.flights import Ahead, Flights
 from penstock.sched.joining import Joining
@@ -77,10 +35,9 @@ from penstock.types.result import StepResult
 from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
-"""Most forced tokens appended between two steps, while all rows wait; a grammar's constant may have tens of thousands. With
-the token before them they take 16 steps (`extending.py`)."""
+"""Most forced tokens appended between two steps, while all rows wait: 16 steps compute them (`extending.py`)."""
 MAX_BIASES_RETOLD = 1024
-"""Most biases sent again with forced tokens. A request may have one per token of the vocabulary."""
+"""Requests with more biases (one per token is possible) get no forced tokens, since the biases are sent again with them."""
 
 
 class Scheduler:
@@ -91,17 +48,14 @@ class Scheduler:
         *,
         enable_prefix_caching: bool = True,
         tier: Tier | None = None,
-        speculation: Speculation | None = None,
         most_step_ns: Callable[[], int] = lambda: 0,
         adapters: AdapterSource | None = None,
         max_adapters: int = DEFAULT_MAX_ADAPTERS,
     ) -> None:
-        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit. Requests with at
-        most `max_adapters` different adapters run at once."""
-        if speculation is not None and capacity.has_state:
-            raise ValueError("a model with recurrent state can't speculate, because a wrong guess can't be undone")
-        if capacity.is_one_pass and (speculation is not None or enable_prefix_caching or tier is not None):
-            raise ValueError("a model that only reads texts can't have a prefix cache, a tier or speculation")
+        """`most_step_ns` returns how long a step should take, since others want the machine; 0: no limit. Requests with at most
+        `max_adapters` different adapters run at once."""
+        if capacity.is_one_pass and (enable_prefix_caching or tier is not None):
+            raise ValueError("a model that only reads texts can't have a prefix cache or a tier")
         self.capacity = capacity
         self.max_rows = policies.gate.max_running(capacity)
         self.kv = KVManager(
@@ -114,7 +68,6 @@ class Scheduler:
             tier=tier,
         )
         self.news = PlanNews(0, WaitReason.NOTHING, (), ())
-        """The effect of the last call of `schedule` on requests."""
         self._policies = policies
         self._waiting = WaitingQueue(policies.order, policies.gate.bucket_of)
         self._groups = Groups(capacity.block_size)
@@ -133,10 +86,10 @@ class Scheduler:
         )
         if capacity.is_one_pass:
             self.tell_no_stops()
-        self._extending = Extending(self.kv, self._running, speculation)
+        self._extending = Extending(self.kv, self._running)
         self._flights = Flights(self.kv)
-        self._ahead = Ahead(self.kv, policies, self._running, self._groups, is_possible=speculation is None)
-        self._chooser: Chooser = Beams(self.kv, self._running, self._groups)
+        self._ahead = Ahead(self.kv, policies, self._running, self._groups)
+        self._beams = Beams(self.kv, self._running, self._groups)
         self._is_continuous = policies.gate.is_continuous
         self._puts_off_pause = False
         """The last plan, made ahead, found a request to pause, so the next one is not made ahead."""
@@ -178,14 +131,14 @@ class Scheduler:
     # requests come and go
 
     def add(self, request: Request, now_ns: int) -> Rejected | None:
-        """Queue a request, or return why it can never be served."""
         rejected = refusal(request, self.capacity) or self._refuse_beams(request)
         if rejected is None:
             progress.limit(request, max_total_tokens(request, self.capacity))
             if request.adapter is not None:
                 rejected = self._adapters.refusal(request) or self._adapters.want(request.adapter)
         if rejected is None:
-            self._predict(request)
+            if request.predicted_new_tokens is None:
+                request.predicted_new_tokens = self._policies.predictor.predict(request)
             first = self._groups.add(request)
             if first is not None:
                 self._waiting.push(first, now_ns)
@@ -208,14 +161,8 @@ class Scheduler:
             return Rejected(RejectReason.INVALID, "Another request of this beam search ended before this one arrived.")
         return None
 
-    def _predict(self, request: Request) -> None:
-        """Predict the length of the answer, unless the request has a prediction."""
-        if request.predicted_new_tokens is None:
-            prediction = self._policies.predictor.predict(request)
-            request.predicted_new_tokens = None if prediction is None else prediction.num_tokens
-
     def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Remove a waiting or running request in any state, and take back its blocks."""
+        """End a waiting or running request, and take back its blocks."""
         if request.status is RequestStatus.RUNNING:
             # A failed row's KV may be NaN, and a beam already has its hypothesis' tokens.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
@@ -235,7 +182,7 @@ class Scheduler:
         self._adapters.listen(wake)
 
     def refused(self, now_ns: int) -> Sequence[tuple[Request, Rejected]]:
-        """Return waiting requests to refuse after all: their adapters can't be loaded or don't fit beside them."""
+        """Return waiting requests to refuse: their adapters can't be loaded or don't fit beside them."""
         return self._adapters.refused(now_ns) if self._waiting.aside else ()
 
     # schedule
@@ -243,10 +190,10 @@ class Scheduler:
     def schedule(
         self, now_ns: int, sitting_out: Collection[str] = (), sitting_out_alone: Collection[str] = ()
     ) -> StepPlan | None:
-        """The next step; None if there is nothing to compute, or if the step in flight has to be committed first.
+        """Return the next step, or None if there is nothing to compute, or if the step in flight has to be committed first.
 
-        `sitting_out`: ids of running requests that get no row if others do. `sitting_out_alone`: those that get none either if
-        the others do not. In a batch that a gate calls, all get one.
+        `sitting_out`: running requests that get no row if others do. `sitting_out_alone`: those of them that get none either if
+        no others do. In a batch that a gate calls, all get one.
         """
         plan = self._schedule(now_ns, sitting_out, sitting_out_alone) if self._is_continuous else self._schedule(now_ns, (), ())
         if self._adapters.seen:
@@ -271,15 +218,21 @@ class Scheduler:
             self._padding.stop()
         self.kv.pool.now_ns = now_ns
         capacity = self.capacity
-        budget = TokenBudget(StepLimits(capacity.max_step_tokens), StepCounts(), capacity.is_one_pass)
-        draft = StepDraft(now_ns, budget, self._joining.ask_gate(now_ns), bool(self._flights), capacity.max_scored)
+        draft = StepDraft(
+            now_ns,
+            StepLimits(capacity.max_step_tokens),
+            self._joining.ask_gate(now_ns),
+            bool(self._flights),
+            capacity.max_scored,
+            capacity.is_one_pass,
+        )
         if self._padding.is_active:
             self._padding.begin(draft)
         prefills = self._extending.decodes(draft, sitting_out)
         if len(prefills) > 1:
             prefills = self._joining.rank(prefills, now_ns)
         draft.counts.most_ns = self._most_step_ns()
-        draft.budget.limits = self._ask_budget(draft.counts, prefills)
+        draft.limits = self._ask_budget(draft.counts, prefills)
         if prefills or len(self._waiting):  # else there is nothing to share out, as in most steps
             self._share_out(draft, prefills)
         for fewer in (sitting_out_alone, ()):
@@ -306,23 +259,22 @@ class Scheduler:
     def _share_out(self, draft: StepDraft, prefills: list[Request]) -> None:
         """Give the tokens that decodes left to running prefills and waiting requests.
 
-        Requests that join leave running prefills the blocks for all their tokens, so that no step both admits and preempts.
+        Requests that join leave running prefills the blocks for all their tokens, so no step both admits and preempts.
         """
         has_waiting = len(self._waiting) > 0
         if has_waiting:
             self._joining.call_back(draft)
         if prefills:
-            budget = draft.budget
             self._extending.note_long(draft, prefills)
             draft.num_promised_blocks += sum(map(self._running.missing_blocks, prefills))
-            for request in self._joining.rank(prefills, draft.now_ns, tuple(budget.late)):
+            for request in self._joining.rank(prefills, draft.now_ns, tuple(draft.late)):
                 if has_waiting:
                     self._joining.admit(draft, before=request)
                 self._joining.keep_tokens(draft, request)
                 self._extending.prefill(draft, request)
-                if request in budget.late:
-                    budget.late.remove(request)
-            budget.num_kept_tokens = 0
+                if request in draft.late:
+                    draft.late.remove(request)
+            draft.num_kept_tokens = 0
         if has_waiting:
             admit = self._joining.admit_texts if self.capacity.is_one_pass else self._joining.admit
             admit(draft)
@@ -336,7 +288,7 @@ class Scheduler:
         rows = tuple(draft.rows)
         counts.num_rows = len(rows)
         counts.num_blocks_held = self.kv.num_total_blocks - self.kv.pool.num_available
-        counts.max_prefill_tokens = max(0, draft.budget.limits.max_tokens - counts.num_decodes)
+        counts.max_prefill_tokens = max(0, draft.limits.max_tokens - counts.num_decodes)
         self._policies.order.served(rows, self._running.requests, self._last_step, draft.num_decode_rows)
         if self._padding.is_active:
             self._padding.add_tails(draft)
@@ -352,7 +304,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now_ns: int) -> StepOutcome:
         """Take over what a step computed. Rows of ended requests are void.
 
-        Raises KeyError or ValueError if a sampling row lacks its tokens, ValueError if the step is not the oldest in flight.
+        Raises KeyError or ValueError if a sampling row lacks its tokens, or if the step is not the oldest in flight.
         """
         flight = self._flights.arrive(plan.step_id)
         self._record(plan, flight.counts, now_ns, result.timing.waited_ns)
@@ -381,19 +333,19 @@ class Scheduler:
                 self._fail(request, failures[request.request_id], outcome, now_ns)
             else:
                 self.kv.publish(request)
-                self._chooser.take(request, result)
+                self._beams.take(request, result)
         if failures and self._padding.is_active:
             self._padding.fail(failures)
         if grouped:
-            for answer in self._chooser.choose(now_ns):
+            for answer in self._beams.choose(now_ns):
                 self._tell(answer, outcome, now_ns)
         return outcome
 
     def max_forced(self, request_id: str) -> int:
-        """Return how many tokens a grammar may force at once after the last sampled one; 0: they are sampled one by one.
+        """Return how many tokens a grammar may force after the last sampled one; 0: they are sampled one by one.
 
         It is 0 where each token needs log-probabilities, where the step in flight already samples the next one, and where
-        sending the request again costs more than the step. The masks then give the same answer.
+        sending the request again costs more than the step.
         """
         request = self._running.requests[request_id]
         sampling = request.sampling
@@ -402,8 +354,7 @@ class Scheduler:
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 
     def force(self, event: TokenEvent, token_ids: Sequence[int], outcome: StepOutcome) -> TokenEvent:
-        """Append up to `max_forced` tokens as if the last committed step had sampled them after those of `event`. Return the
-        event with them."""
+        """Append up to `max_forced` tokens as if they had been sampled with those of `event`. Return the event with them."""
         request = self._running.requests[event.request_id]
         forced = progress.append_forced(request, token_ids)
         outcome.counts.forced[request.request_id] = len(forced.token_ids)
@@ -422,7 +373,6 @@ class Scheduler:
                 progress.score(self._running.requests[row.request_id], row, result.prompt_logprobs[row.request_id])
 
     def _settle(self, advance: Advance, outcome: StepOutcome) -> None:
-        """Publish the blocks of a computed row, and end its request if it is done."""
         request = advance.request
         if not self.capacity.is_one_pass:  # nothing is kept of a text
             self._publish(request, advance.row)
@@ -431,9 +381,9 @@ class Scheduler:
             outcome.ended.append(request)
 
     def _publish(self, request: Request, row: RowPlan) -> None:
-        """Let others find the blocks that a row filled, and give back those that its request no longer reads."""
+        """Publish the blocks that a row filled, and release those that its request no longer reads."""
         is_prefill = row.query_len > 1 or not row.samples
-        may_fill_block = not request.num_computed_tokens % self.capacity.block_size or row.samples > 1
+        may_fill_block = not request.num_computed_tokens % self.capacity.block_size
         if is_prefill or may_fill_block:
             self.kv.publish(request)
             if is_prefill and request.num_behind == 1:  # its prompt is computed: others may start alike
@@ -442,7 +392,6 @@ class Scheduler:
                 self.kv.release_unread(request)
 
     def _fail(self, request: Request, detail: str, outcome: StepOutcome, now_ns: int) -> None:
-        """End a request, and its group, because a row got no token."""
         for member in self._groups.members(request):
             self.end(member, FinishReason.ERROR)
             outcome.ended.append(member)
@@ -450,7 +399,6 @@ class Scheduler:
             outcome.events.append(event)
 
     def _tell(self, answer: Answer, outcome: StepOutcome, now_ns: int) -> None:
-        """End a grouped request with its whole answer."""
         request, token_ids = answer.request, answer.token_ids
         progress.replace_output(request, token_ids)
         num_cached = request.num_cached_tokens
@@ -463,7 +411,6 @@ class Scheduler:
         outcome.events.append(event)
 
     def _record(self, plan: StepPlan, counts: StepCounts, now_ns: int, waited_ns: int) -> None:
-        """Record the step's work and duration, without its wait for other models."""
         began_ns = self._last_commit_ns if counts.num_decodes else max(plan.now_ns, self._last_commit_ns)
         duration_ns = now_ns - began_ns - waited_ns
         num_prefill_tokens = counts.num_tokens - counts.num_decodes
@@ -473,11 +420,11 @@ class Scheduler:
             self._running.learn_pace(num_prefill_tokens, duration_ns)
 
     def abandon_flights(self) -> None:
-        """Drop the steps in flight: none will be committed, and nothing is scheduled any more."""
+        """Drop the steps in flight: nothing is committed or scheduled any more."""
         self._flights.abandon()
 
     def check(self) -> None:
-        """Verify all invariants. Raises AssertionError. O(blocks + requests)."""
+        """Raise AssertionError if an invariant is broken. O(blocks + requests)."""
         check_kv(self.kv)
         self._flights.check(self._running)
         self._running.check()
@@ -539,7 +486,6 @@ def _refuse_text(request: Request, capacity: Capacity) -> Rejected | None:
 
 
 def _refuse_wide_search(request: Request, num_blocks: int, capacity: Capacity) -> Rejected | None:
-    """Beams share the prompt's full blocks. `num_blocks` are those of one beam."""
     assert request.sampling.beams is not None, "asked for a beam search"
     width, num_shared = request.sampling.beams.width, request.num_prompt_tokens // capacity.block_size
     num_needed = num_shared + width * (num_blocks - num_shared)

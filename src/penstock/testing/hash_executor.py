@@ -174,8 +174,6 @@ def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
 POISON = -1
 """The content of a slot before it is written; reading it is an error."""
 
-WRONG_GUESS = 1
-"""Content of a position whose token was guessed wrong."""
 NULL_BLOCK = 0
 """Only padding writes to it."""
 
@@ -232,9 +230,6 @@ class HashExecutor:
     (`seed`), so that later changes come sometimes before and sometimes after.
 
     With `Capacity.has_state` a block is readable only at its last computed position.
-
-    A row that may sample several tokens gets a random number of them, as if all but the last had been guessed right. Wrong
-    guesses are written behind them.
     """
 
     max_adapter_rank = 1
@@ -499,7 +494,7 @@ class HashExecutor:
         self._check_row(plan, row, end)
         row.num_computed_tokens = end
         row.num_tokens += plan.samples > 0 and not self.capacity.is_one_pass
-        self.num_computed_tokens += plan.num_positions
+        self.num_computed_tokens += plan.query_len
         self.num_padding_tokens += plan.query_len * isinstance(plan.request_id, PaddingId)
         return row
 
@@ -511,8 +506,7 @@ class HashExecutor:
         assert plan.query_len > 0, f"{name!r} has an empty row"
         assert end <= row.num_tokens, f"{name!r} has {row.num_tokens} tokens, and {end} are to be computed"
         assert (plan.samples > 0) == (end == row.num_tokens), f"{name!r} must sample exactly when it has caught up"
-        assert plan.samples < 2 or self.depth == 1, f"{name!r} may sample several tokens, and the next step is planned already"
-        end = plan.context_len + plan.num_positions
+        assert plan.samples < 2, f"{name!r} samples several tokens"
         if self.capacity.is_one_pass:
             assert plan.samples or isinstance(name, PaddingId), f"{name!r} is computed in part, or twice"
             assert plan.query_len == row.num_tokens or isinstance(name, PaddingId), f"{name!r} is not computed whole"
@@ -561,13 +555,12 @@ class HashExecutor:
             value = mix(value, row.token_ids[position])
             self._write(row, position, value)
         if plan.samples:
-            sampled = self._sample(row, end, 1 if plan.samples == 1 else self._random.randint(1, plan.samples), mask)
-            for position in range(end + len(sampled) - 1, plan.context_len + plan.num_positions):
-                self._write(row, position, WRONG_GUESS)
-            token_ids[plan.request_id] = sampled
+            # Read back through the table, so that later writes to the row show.
+            token_id = self.model.sample(self._read(row, end - 1), row.sampling, end - row.num_prompt_tokens, mask)
+            row.token_ids.append(token_id)
+            token_ids[plan.request_id] = (token_id,)
             if row.sampling.logprobs is not None:
-                num_top = row.sampling.logprobs
-                logprobs[plan.request_id] = tuple([self.model.logprobs(token_id, num_top) for token_id in sampled])
+                logprobs[plan.request_id] = (self.model.logprobs(token_id, row.sampling.logprobs),)
 
     def _score(self, row: HashRow, positions: range) -> tuple[TokenLogprobs, ...]:
         num_top, token_ids = row.sampling.prompt_logprobs or 0, row.token_ids
@@ -582,18 +575,6 @@ class HashExecutor:
             content = self._slots[block_id * size : (block_id + 1) * size]
             assert content == page, f"block {block_id} of adapter {row.adapter} is another's"
         return row.placed.root
-
-    def _sample(self, row: HashRow, end: int, num_tokens: int, mask: bytes | None) -> tuple[int, ...]:
-        """Sample the row's next tokens after `end` computed ones; all but the last are computed too."""
-        for position in range(end, end + num_tokens):
-            if position > end:
-                self._write(row, position - 1, mix(self._read(row, position - 2), row.token_ids[-1]))
-            # Read back through the table, so that later writes to the row show.
-            value = self._read(row, position - 1)
-            row.token_ids.append(self.model.sample(value, row.sampling, position - row.num_prompt_tokens, mask))
-        row.num_tokens += num_tokens - 1
-        row.num_computed_tokens += num_tokens - 1
-        return tuple(row.token_ids[-num_tokens:])
 
     def _slot(self, row: HashRow, position: int) -> int:
         size = self.capacity.block_size

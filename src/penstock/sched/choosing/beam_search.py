@@ -1,13 +1,8 @@
 """Beam search: the scores of one search's beams, and its hypotheses. It knows no blocks and no rows.
 
-The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same:
-
-    candidates   the best (1 + stop tokens) x width continuations of all beams, at least twice the width, by the sum of their
-                 log-probabilities; so that as many as there are beams can go on
-    finished     those of the first `width` candidates that end in a stop token or reach the limit. Their score is divided by
-                 their length to the power of the length penalty, and the best `width` are kept
-    beams        the best `width` of the other candidates
-    the end      no candidate goes on; or there are `width` hypotheses, and `early_stopping` says that this is enough
+The rules are those of transformers 5 (`GenerationMixin._beam_search`), so both find the same. Of the best (1 + stop tokens) x
+width continuations, those of the first `width` that end are finished, with their score divided by a power of their length. The
+best `width` of the others go on, until `early_stopping` says that `width` hypotheses are enough.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ class Beam:
     score: float = 0.0
     """Sum of the log-probabilities; for a hypothesis, after the length penalty."""
     entries: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of each token, if requested."""
     parent_idx: int = 0
     """Index of the beam that it continues, in the previous step."""
     is_stopped: bool = False
@@ -79,7 +73,6 @@ class BeamSearch:
         return Beam((*beam.token_ids, token_id), score, entries, idx, token_id in self.stop_token_ids)
 
     def _finish(self, ended: Sequence[Beam], num_tokens: int) -> None:
-        """Keep the best of the old and new hypotheses."""
         penalty = num_tokens**self.params.length_penalty
         ended = [Beam(beam.token_ids, beam.score / penalty, beam.entries, beam.parent_idx, beam.is_stopped) for beam in ended]
         self.finished = sorted([*self.finished, *ended], key=lambda beam: -beam.score)[: self.params.width]

@@ -1,31 +1,33 @@
-"""Beam search over running requests: gives each beam a request that carries it, and forks requests when several beams
-continue one.
+"""Beam search over running requests: gives each beam a request that carries it, and forks requests as beams branch.
 
-The choices of one call are a group of requests, one per beam (`groups.py`). The first is queued like any other request, and
-the
-others wait until its prompt is computed. Then each beam is a row:
-
-    prompt           r0 computes it, and finds the most likely next tokens
-    fork             r1, r2, ... share r0's blocks; a request gets a copy before it writes to a shared block
-    step             each computes one token. After the last one the search chooses, and forks replace beams that end
-    preemption       hits the whole group. One request comes back as usual, and the others are forked from it
-    end              each request gets one hypothesis, all at once
-
-A request whose token is computed while others of its group must catch up keeps its row and waits.
+The choices of one call are a group of requests, one per beam (`groups.py`). The first is queued and computes the prompt; the
+others are then forked from it and share its blocks. When each has computed a token, the search chooses, and forks replace beams
+that end. A preemption hits the whole group. Each request ends with one hypothesis, all at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from penstock.kv.manager import KVManager
 from penstock.sched import progress
 from penstock.sched.choosing.beam_search import Beam
-from penstock.sched.choosing.chooser import Answer
 from penstock.sched.choosing.groups import BeamGroup, Groups
 from penstock.sched.running import Running
 from penstock.types.request import Request, RequestStatus
 from penstock.types.result import StepResult, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole answer of a request, which ends with it."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    is_stopped: bool
+    """True if the last token is a stop token, False if the answer reached its limit."""
 
 
 class Beams:
@@ -37,7 +39,7 @@ class Beams:
         """Groups whose carriers have all computed their last token in this step, in that order."""
 
     def take(self, request: Request, result: StepResult) -> None:
-        """Note that a request has computed all its tokens."""
+        """Note that a request of a group has computed all its tokens, and its blocks are published."""
         group = self._groups.by_id[request.request_id]
         (group.tops[request.request_id],) = result.logprobs[request.request_id]
         self._kv.look_again(request.request_id)
@@ -47,7 +49,10 @@ class Beams:
             self._ready.append(group)
 
     def choose(self, now_ns: int) -> Iterator[Answer]:
-        """Advance each search that has all it needs by one token. Yields the answers of requests that end."""
+        """Advance each search that has all it needs by one token. Yields the answers of requests that end.
+
+        The caller must end each request before it asks for the next answer.
+        """
         ready, self._ready = self._ready, []
         for group in ready:
             for member in group.members:
@@ -64,7 +69,6 @@ class Beams:
                 self._go_on(group, tops)
 
     def _go_on(self, group: BeamGroup, tops: Sequence[TokenLogprobs]) -> None:
-        """Give each beam of a search a request."""
         beams, carriers = group.search.beams, group.carriers
         placed = self._place(beams, carriers, tops)
         spare = [member for member in group.members if member not in placed]
@@ -88,8 +92,7 @@ class Beams:
     def _place(self, beams: Sequence[Beam], carriers: Sequence[Request], tops: Sequence[TokenLogprobs]) -> list[Request | None]:
         """Return the carrier that continues each beam, or None where one must be forked.
 
-        A carrier continues one of its own beams, preferably the one whose token the executor has already appended to its
-        row.
+        A carrier continues one of its own beams, preferably the one whose token the executor has already appended to its row.
         """
         placed: list[Request | None] = [None] * len(beams)
         for idx, (carrier, top) in enumerate(zip(carriers, tops, strict=True)):
@@ -112,14 +115,13 @@ class Beams:
         progress.fork(child, num_tokens)
 
     def _fold(self, member: Request) -> None:
-        """Let the request carry no beam for now."""
         if member.status is RequestStatus.RUNNING:
             self._running.leave(member)
             self._kv.free(member.request_id)
             progress.fold(member)
 
     def _unfold(self, group: BeamGroup) -> None:
-        """One of a preempted group is back: fork the others from it, sharing the whole blocks before they differ."""
+        """Fork the others of a preempted group from the one that is back, sharing the whole blocks before they differ."""
         first = group.carriers[0]
         for other, num_shared_blocks in group.forks:
             self._fork(first, other, num_shared_blocks * self._kv.block_size)

@@ -1,7 +1,4 @@
-"""Requests served as one: the groups of beam searches.
-
-Usually there are no groups, and each question here costs a look at an empty dict.
-"""
+"""Requests served as one: the groups of beam searches. Without groups, each question here costs a look at an empty dict."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class BeamGroup:
     carriers: list[Request] = field(default_factory=list)
     """The request that carries each beam, in the search's order; empty until all requests have arrived."""
     tops: dict[str, TokenLogprobs] = field(default_factory=dict)
-    """By request id: the most likely next tokens of carriers that have computed their last token."""
+    """Request id -> most likely next tokens, of carriers that have computed their last token."""
     forks: Sequence[tuple[Request, int]] = ()
     """After a preemption: the carriers that follow when the first is back, and the whole blocks that they share with it."""
 
@@ -125,8 +122,7 @@ class Groups:
         return group.members[0]
 
     def is_broken(self, request: Request) -> bool:
-        """Return whether another request of its group has already ended, so that it would wait for ever. Ask once, on
-        arrival."""
+        """Return whether another request of its group has already ended, so that it would wait for ever. Ask only once."""
         num_missing = self._broken.pop(request.parent_id, 0)
         if num_missing > 1:
             self._broken[request.parent_id] = num_missing - 1

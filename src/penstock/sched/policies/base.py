@@ -1,8 +1,7 @@
 """The seams of the scheduler: what a policy sees and what it answers, in the order in which the scheduler asks.
 
-A policy sees values and returns a value. It never touches a queue, a block or a request's progress. A new policy inherits
-from
-its seam's class and overrides what it wants to decide; everything else has a safe default. See docs/how-to/policy.md.
+A policy sees values and returns a value. A new policy inherits from its seam's class and overrides what it wants to decide;
+everything else has a safe default. See docs/how-to/policy.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.types.plan import Capacity, RowPlan
 from penstock.types.request import Request
 
 OrderKey = tuple[int, ...]
-"""Compared as a tuple; the smallest is served first."""
+"""The smallest is served first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,8 @@ class GateDecision:
     max_admissions: int
     """Requests that may join in this step; 0 keeps the gate closed."""
     wakeup_ns: int | None = None
-    """When to ask again if nothing happens before (a window ends); None: only when something happens."""
+    """When to ask again if nothing happens before; None: only when something happens."""
     bucket: int = 0
-    """The bucket that they come from."""
     is_batch: bool = False
     """Call them now as a batch: prompts are padded, and rows run until the last request has finished. Only while no request
     runs or joins, and never for a continuous gate."""
@@ -61,21 +59,20 @@ class GateDecision:
 class Gate(Protocol):
     """Decides when a batch may start or grow. Asked in each step while an uncalled request waits.
 
-    Only `decide` is required. A gate that stays closed while nothing runs must set `wakeup_ns`, or its requests wait until
-    something else happens.
+    Only `decide` is required. A gate that stays closed while nothing runs must set `wakeup_ns`.
     """
 
     is_continuous: ClassVar[bool] = False
-    """True if it never calls a batch. Required for beam search, whose rows come and go, and for pausing running requests."""
+    """True if it never calls a batch. Required for beam search and for pausing running requests."""
     may_plan_ahead: ClassVar[bool] = False
-    """True if a step may be planned while the one before is in flight (executors of depth 2). The view then counts requests
-    as running that end with that step."""
+    """True if a step may be planned while the one before is in flight. The view then counts requests as running that end with
+    that step."""
 
     def max_running(self, capacity: Capacity) -> int:
-        """Return how many requests may run at once within the capacity. Each decode needs a row and a token per step, and a
-        batch as many rows again for padding.
+        """Return how many requests may run at once. Each decode needs a row and a token per step, and a batch as many rows
+        again for padding.
 
-        Asked once. Raises ConfigError, with a remedy, if the gate's settings ask for more.
+        Asked once. Raises ConfigError, with a remedy, if the gate's settings ask for more than the capacity.
         """
         max_rows = capacity.max_rows if self.is_continuous else max(1, capacity.max_rows // 2)
         return min(max_rows, capacity.max_step_tokens)
@@ -103,16 +100,14 @@ class Order(Protocol):
     """True if `outranks` may return True; otherwise it is never asked."""
 
     suits: ClassVar[Mapping[str, str]] = {}
-    """Seam (`victim`, `eviction`) -> default policy with this order, so that a request favoured in the queue is favoured in
-    memory."""
+    """Seam (`victim`, `eviction`) -> default policy with this order."""
 
     is_preemptive: bool = False
     """True if a waiting request may pause a running one; otherwise `pauses` is never asked."""
 
     @abstractmethod
     def key(self, request: Request, now_ns: int) -> OrderKey:
-        """Return the place within the lane. It may only grow while the request waits, and is asked again right before
-        service.
+        """Return the place within the lane. It may only grow while the request waits, and is asked again right before service.
 
         Ageing at the same rate for all needs no growth: put the arrival time into the key.
         """
@@ -124,23 +119,21 @@ class Order(Protocol):
         return ""
 
     def lane_key(self, lane: str) -> OrderKey:
-        """Return the place among lanes with waiting requests. It may only grow while the lane is open."""
+        """Return the place among lanes with waiting requests. It may only grow while the lane has some."""
         del lane
         return ()
 
     def queued(self, request: Request) -> None:
         """Note that a new request begins to wait. Called before its lane and keys are asked for."""
-        del request
 
     def unqueued(self, request: Request) -> None:
         """Note that a request stops waiting: it is admitted next, or has ended."""
-        del request
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
         """Return whether `request` goes before `other`, which was let in already.
 
-        `other` was preempted, held back or called to a batch, or it runs and has tokens left to compute. In the last case
-        this is about the step's tokens: a request that has a row keeps it. Must be antisymmetric and free of circles.
+        `other` was preempted, held back or called to a batch, or it runs and has tokens left to compute. In the last case this
+        is about the step's tokens: a request that has a row keeps it. Must be antisymmetric and free of circles.
         """
         del request, other, now_ns
         return False
@@ -154,28 +147,20 @@ class Order(Protocol):
         return False
 
     def admitted(self, request: Request) -> None:
-        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). `num_computed_tokens` is its
-        cached prefix; the step will first compute `num_inflight_tokens`."""
-        del request
+        """Note that a request left the queue to run, or to resume (`num_preemptions` > 0). `num_computed_tokens` is its cached
+        prefix; the step will first compute `num_inflight_tokens`."""
 
     def left(self, request: Request) -> None:
         """Note that a request stopped running: preempted or ended. Also called early if it certainly ends with the step in
         flight."""
-        del request
 
     def served(
-        self,
-        rows: Sequence[RowPlan],
-        requests: Mapping[str, Request],
-        last_step: StepRecord | None,
-        num_decodes: int = 0,
+        self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
-        """Account for a planned step.
+        """Account for a planned step. `last_step` is the last committed one.
 
-        `last_step` is the last committed one, or None. The first `num_decodes` rows are all decodes, so an order that counts
-        decoding requests can skip them.
+        The first `num_decodes` rows are all decodes, so an order that counts decoding requests can skip them.
         """
-        del rows, requests, last_step, num_decodes
 
 
 @dataclass(slots=True)
@@ -186,8 +171,7 @@ class StepRecord:
     """Tokens of decodes: one each, and forced ones."""
     num_prefill_tokens: int
     duration_ns: int
-    """From the previous commit to its own: the latency between tokens of decodes. Without decodes, from its plan if that was
-    later. Without `waited_ns`."""
+    """From the previous commit to its own. Without decodes, from its plan if that was later. Without `waited_ns`."""
     num_prefill_pairs: int = 0
     """(prefill token, earlier token of its request) pairs: the work of attention."""
     waited_ns: int = 0
@@ -203,7 +187,7 @@ class BudgetView:
     prefill_context_len: int
     """Computed tokens of the first running prefill; 0 without one."""
     last_step: StepRecord | None
-    """The last committed step; the same object until there is another. None before the first."""
+    """The same object until another step is committed. None before the first."""
     most_ns: int = 0
     """The step should not take longer, since others want the machine; 0: no limit."""
 
@@ -241,16 +225,14 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class AdmissionView:
-    """A request that is next. Blocks are counted from the free list: a prefix hit in use costs none. Treat as frozen (see
-    `RowPlan`)."""
+    """A request that is next. Blocks are counted from the free list: a prefix hit in use costs none. Treat as frozen."""
 
     request: Request
     running: Collection[Request]
     """Not empty: a request that would run alone is admitted without asking."""
     num_chunk_blocks: int
     num_prompt_blocks: int
-    """Blocks for all tokens that it has, generated ones included. For a beam search that resumes, the blocks of all its
-    beams."""
+    """Blocks for all its tokens, generated ones included. For a beam search that resumes, the blocks of all its beams."""
     num_final_blocks: int
     """Blocks to reach its limit. With a window in every layer, at most what it holds at one time."""
     num_running: int
@@ -260,8 +242,8 @@ class AdmissionView:
     num_total_blocks: int
     block_size: int
     num_peak_blocks: int = UNLIMITED
-    """Most blocks that the request and the running ones take at one time if all advance at the same pace, since those that
-    end make room. Computed only where memory is short."""
+    """Most blocks that the request and the running ones take at one time if all advance at the same pace. Computed only where
+    memory is short."""
     swaps: bool = False
     """A tier below the pool brings a preempted request back faster than computing it."""
 
@@ -283,7 +265,7 @@ class PreemptMethod(StrEnum):
 
 
 def cheaper_method(prefill_ns_per_token: float, load_ns_per_token: float | None) -> PreemptMethod:
-    """Return the cheaper method. 0.0 is not measured yet; a `load_ns_per_token` of None is no tier."""
+    """Return the cheaper method. 0.0 means not measured yet, and a `load_ns_per_token` of None that there is no tier."""
     if load_ns_per_token is None or 0 < prefill_ns_per_token < load_ns_per_token:
         return PreemptMethod.RECOMPUTE
     return PreemptMethod.SWAP
@@ -297,7 +279,7 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
-    """The requests that may be preempted: all but the most senior for a running one, or those that a waiting one may pause."""
+    """The requests that may be preempted: for a running one all but the most senior, or those that a waiting one pauses."""
 
     candidates: Sequence[Request]
     """Not empty; in the order of admission."""
@@ -307,7 +289,7 @@ class VictimView:
     num_lost_tokens: Callable[[Request], int]
     """Return the tokens that it would compute again. O(its blocks)."""
     prefill_ns_per_token: float
-    """From the last step without decodes that was large enough to tell; 0.0 before the first."""
+    """From steps without decodes; 0.0 before the first."""
     load_ns_per_token: float | None = None
     """Time to load a token of a full block from the tier below the pool (0.0: not measured yet); None: no tier."""
     block_size: int = 1
@@ -326,29 +308,14 @@ class Victim(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """How many tokens a request will generate, within its limit, and how certain that is."""
-
-    num_tokens: int
-    """Expected, >= 1."""
-    low_tokens: int
-    """One in ten generates no more."""
-    high_tokens: int
-    """Nine in ten generate no more."""
-    num_observations: int
-    """Outputs from which this was learned."""
-
-
 class Predictor(Protocol):
     @abstractmethod
-    def predict(self, request: Request) -> Prediction | None:
-        """Return a prediction for a request that is being queued, or None. Its `max_total_tokens` is known."""
+    def predict(self, request: Request) -> int | None:
+        """Return how many tokens a request that is being queued will generate, >= 1, or None. `max_total_tokens` is known."""
         ...
 
     def ended(self, request: Request) -> None:
         """Learn from a queued request that ended. Only an output with reason STOP is whole; others were cut short."""
-        del request
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,48 +7,25 @@ from operator import mul
 
 from penstock.sched.policies.base import UNLIMITED, Budget, BudgetView, StepLimits, StepRecord
 
-DECODES_TO_LEARN = 8
-"""Learn from one in this many expected steps without prefills: the others tell nothing new."""
-HELD_PROBE_PERIOD = 16
-"""One in this many similar held steps is made smaller: after a stall they may all be too long."""
-HELD_PROBE_SHARE = 8
-"""The smaller step has one in this many tokens, so most of its time is the fixed part."""
-HELD_PROBE_GROWTH = 2
-"""Where a step can't be smaller, as it has one text, the next one has this many times its tokens."""
-STEPS_TO_LEARN = 4
-"""The same for held steps without decodes, whose shapes differ, so each tells something."""
-PAIRS_SMOOTHING = 8
-"""A step counts for one part in this many in the mean of pairs."""
-QUANTILE_STEP = 0.02
-"""Step size of the excess."""
-FIRST_EXCESS = 1.1
-MAX_EXCESS = 1.5
-"""Beyond this it is not the chunks that make steps slow."""
 PROBE_PERIOD = 64
 """One in this many equal chunks is made smaller: equal steps do not tell what a smaller chunk would save."""
 STRAINED_PROBE_PERIOD = 4
 """The same while the target can't be met: either smaller chunks save little, or the machine is too slow."""
 PROBE_SHARE = 4
 """The smaller chunk has one in this many tokens."""
+HELD_PROBE_PERIOD = 16
+"""One in this many similar steps of `HoldStep` is made smaller: after a stall they may all be too long."""
 
 NOISE = 0.1
 """Standard deviation of a step's duration, as a share of it, so that a stall teaches little."""
 DRIFT = 0.03
 """Standard deviation of a coefficient's change per step, as a share of it."""
-MIN_DRIFT = 0.1
-"""Least drift, as a share of the first uncertainty, so that a coefficient of 0 can change too."""
 MAX_DOUBT = 0.5
 """Limit of a coefficient's uncertainty through drift, as a share of it (or the first uncertainty if larger)."""
-FIXED_SHARE = 0.25
-"""Standard deviation of the fixed part, as a share of the first step's duration."""
 FIRST_TOKENS = 32
 """A first step with fewer tokens counts as this many: most of its time is the fixed part."""
-FAR_CONTEXT = 1000
-"""Before anything is known: tokens of context that may double the cost of a prefill token."""
 MIN_PREFILL_NS = 1.0
 """Least cost of a prefill token, to divide by. It would shrink to 0 where steps with prefills are the shorter ones."""
-MAX_ERRORS = 3.0
-"""The most that a step teaches, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +63,15 @@ class StepCost:
 
     where pairs are (prefill token, earlier token of its request). A Kalman filter fits the five coefficients. They drift
     (contexts grow, others use the machine), so each step adds some uncertainty, and a step's error is divided among them by
-    their uncertainty. So a run of equal steps keeps the sum right without spoiling a single coefficient, as a plain fit over
-    the last steps would.
+    their uncertainty. So a run of equal steps keeps the sum right without spoiling a single coefficient.
     """
 
     fixed_ns: float = 0.0
     decode_ns: float = 0.0
     any_prefill_ns: float = 0.0
-    """Paid once if a step has prefill tokens. Large where other programs use the cores: each operation on more than one row
-    then waits for a thread that does not run."""
+    """Large where other programs use the cores: each operation on more than one row then waits for a thread."""
     prefill_ns: float = 0.0
-    """Per prefill token; at least `MIN_PREFILL_NS` after the first step."""
+    """At least `MIN_PREFILL_NS` after the first step."""
     attention_ns: float = 0.0
     _doubt: list[list[float]] = field(default_factory=list)
     """Covariance of the five. [5, 5]"""
@@ -107,16 +82,24 @@ class StepCost:
     def is_known(self) -> bool:
         return bool(self._doubt)
 
-    def estimate_ns(self, num_decodes: int, num_prefill_tokens: int = 0, num_prefill_pairs: int = 0) -> float:
-        if not num_prefill_tokens:
-            return self.fixed_ns + self.decode_ns * num_decodes
-        return self.least_ns(num_decodes) + self.prefill_ns * num_prefill_tokens + self.attention_ns * num_prefill_pairs
+    @property
+    def _values(self) -> list[float]:
+        return [self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns]
+
+    def estimate_ns(self, step: StepRecord) -> float:
+        if not step.num_prefill_tokens:
+            return self.fixed_ns + self.decode_ns * step.num_decodes
+        tokens_ns = self.prefill_ns * step.num_prefill_tokens
+        return self.least_ns(step.num_decodes) + tokens_ns + self.attention_ns * step.num_prefill_pairs
+
+    def is_as_expected(self, step: StepRecord) -> bool:
+        return abs(step.duration_ns - self.estimate_ns(step)) < NOISE * step.duration_ns
 
     def least_ns(self, num_decodes: int) -> float:
         """Return the time of a step with prefill tokens, without their own time."""
         return self.fixed_ns + self.decode_ns * num_decodes + self.any_prefill_ns
 
-    def token_ns(self, context_len: int) -> float:
+    def token_ns(self, context_len: float) -> float:
         """Return the time of another prefill token after `context_len` tokens."""
         return self.prefill_ns + self.attention_ns * context_len
 
@@ -130,13 +113,13 @@ class StepCost:
         num_tokens = step.num_prefill_tokens
         shape = [1, step.num_decodes, int(num_tokens > 0), num_tokens, step.num_prefill_pairs]
         least_ns = [0.0, 0.0, 0.0, max(MIN_PREFILL_NS, 0.1 * self.prefill_ns), 0.0]
-        values = [self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns]
-        error = step.duration_ns - self.estimate_ns(step.num_decodes, num_tokens, step.num_prefill_pairs)
+        values = self._values
+        error = step.duration_ns - self.estimate_ns(step)
         is_learnt = False
         while not is_learnt:
             spread = [sum(map(mul, row, shape)) for row in self._doubt]
             variance = sum(map(mul, spread, shape)) + (NOISE * step.duration_ns) ** 2
-            limit = MAX_ERRORS * variance**0.5
+            limit = 3.0 * variance**0.5  # a step teaches at most so much
             gain = min(max(error, -limit), limit) / variance
             is_learnt = True
             for idx, least in enumerate(least_ns):
@@ -156,15 +139,15 @@ class StepCost:
         duration_ns = float(step.duration_ns)
         token_ns = duration_ns / max(FIRST_TOKENS, step.num_decodes + step.num_prefill_tokens)
         self.decode_ns = self.prefill_ns = token_ns
-        fixed_ns = FIXED_SHARE * duration_ns
-        self._first_doubts_ns = (fixed_ns, token_ns, fixed_ns, token_ns, token_ns / FAR_CONTEXT)
+        fixed_ns = 0.25 * duration_ns
+        # A context of 1,000 tokens may double the cost of a prefill token.
+        self._first_doubts_ns = (fixed_ns, token_ns, fixed_ns, token_ns, token_ns / 1000)
         self._doubt = [[doubt**2 if row == col else 0.0 for col in range(5)] for row, doubt in enumerate(self._first_doubts_ns)]
 
     def _drift(self) -> None:
-        values = (self.fixed_ns, self.decode_ns, self.any_prefill_ns, self.prefill_ns, self.attention_ns)
-        for idx, (value, first) in enumerate(zip(values, self._first_doubts_ns, strict=True)):
+        for idx, (value, first) in enumerate(zip(self._values, self._first_doubts_ns, strict=True)):
             doubt = self._doubt[idx]
-            doubt[idx] += (DRIFT * max(value, MIN_DRIFT * first)) ** 2
+            doubt[idx] += (DRIFT * max(value, 0.1 * first)) ** 2  # so that a coefficient of 0 can change too
             limit = max(MAX_DOUBT * value, first)
             if doubt[idx] > limit**2:
                 share = limit / doubt[idx] ** 0.5
@@ -179,9 +162,8 @@ class HoldLatency(Budget):
 
     While requests decode, the latency between their tokens is a step's duration. `StepCost` predicts its mean, and prefills
     get as many tokens as keep the step within the target. `excess` tracks how far the slowest 1 % exceed the prediction, and
-    lowers the target accordingly. Without decodes prefills get the whole step.
-
-    If other models want the machine, no step takes longer than `BudgetView.most_ns`.
+    lowers the target accordingly. Without decodes prefills get the whole step. If other models want the machine, no step
+    takes longer than `BudgetView.most_ns`.
 
     Where other programs keep the cores busy, a few tokens may take as long as a hundred. Equal chunks would hide that, so
     now and then one is smaller (`PROBE_PERIOD`). If even the smallest chunk misses the target, prefills get
@@ -204,8 +186,9 @@ class HoldLatency(Budget):
     max_long_partial_prefills: int = 1
     """Long prefills at the same time; 0: no limit."""
     cost: StepCost = field(default_factory=StepCost)
-    excess: float = FIRST_EXCESS
-    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills."""
+    excess: float = 1.1
+    """Duration / prediction exceeded by 1 % of the steps with decodes and prefills, up to 1.5: beyond, it is not the chunks
+    that make steps slow."""
     _seen: StepRecord | None = None
     _num_seen: int = 0
     _num_equal_chunks: int = 0
@@ -221,7 +204,8 @@ class HoldLatency(Budget):
         num_prefill_tokens = view.max_step_tokens - view.num_decodes
         if (view.num_decodes or view.most_ns) and self.cost.is_known:
             num_prefill_tokens = self._chunk_tokens = min(num_prefill_tokens, self._affordable_tokens(view))
-            if view.num_decodes and self._is_probe_due:
+            period = STRAINED_PROBE_PERIOD if self._is_strained else PROBE_PERIOD
+            if view.num_decodes and self._num_equal_chunks >= period - 1:
                 num_prefill_tokens = max(1, num_prefill_tokens // PROBE_SHARE)
         max_tokens = view.num_decodes + num_prefill_tokens
         if not self.long_prefill_token_threshold:
@@ -240,17 +224,11 @@ class HoldLatency(Budget):
         if view.most_ns:
             target_ns = min(target_ns, view.most_ns) if view.num_decodes else view.most_ns
         token_ns = self.cost.token_ns(view.prefill_context_len)
-        smallest_ns = self.min_chunk_tokens * token_ns
-        self._is_strained = target_ns - least_ns < smallest_ns
+        self._is_strained = target_ns - least_ns < self.min_chunk_tokens * token_ns
         if not self._is_strained:
             return int((target_ns - least_ns) / token_ns)
         share_ns = least_ns * self.min_prefill_share / (1 - self.min_prefill_share)
         return max(self.min_chunk_tokens, int(share_ns / token_ns))
-
-    @property
-    def _is_probe_due(self) -> bool:
-        period = STRAINED_PROBE_PERIOD if self._is_strained else PROBE_PERIOD
-        return self._num_equal_chunks >= period - 1
 
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
@@ -258,14 +236,12 @@ class HoldLatency(Budget):
         if step.num_decodes and step.num_prefill_tokens:
             is_full = 2 * step.num_prefill_tokens > self._chunk_tokens
             self._num_equal_chunks = self._num_equal_chunks + 1 if is_full else 0
-        expected_ns = self.cost.estimate_ns(step.num_decodes, step.num_prefill_tokens, step.num_prefill_pairs)
-        is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
-        if not step.num_prefill_tokens and is_as_expected and self._num_seen % DECODES_TO_LEARN:
-            return
+        if not step.num_prefill_tokens and self.cost.is_as_expected(step) and self._num_seen % 8:
+            return  # it tells nothing new
         if self.cost.is_known and step.num_decodes and step.num_prefill_tokens:
             # Stochastic approximation of a quantile (Robbins and Monro, 1951): in equilibrium 1 % is above.
-            change = QUANTILE_STEP * (0.99 if step.duration_ns > self.excess * expected_ns else -0.01)
-            self.excess = min(max(self.excess + change, 1.0), MAX_EXCESS)
+            change = 0.02 * (0.99 if step.duration_ns > self.excess * self.cost.estimate_ns(step) else -0.01)
+            self.excess = min(max(self.excess + change, 1.0), 1.5)
         self.cost.learn(step)
 
 
@@ -302,14 +278,14 @@ class HoldStep(Budget):
         num_prefill_tokens = self.first_step_tokens
         if self.cost.is_known:
             least_ns = self.cost.least_ns(view.num_decodes)
-            token_ns = self.cost.prefill_ns + self.cost.attention_ns * self.pairs_per_token
-            num_prefill_tokens = max(1, int((max(self.step_ns, least_ns / self.max_fixed_share) - least_ns) / token_ns))
+            rest_ns = max(self.step_ns, least_ns / self.max_fixed_share) - least_ns
+            num_prefill_tokens = max(1, int(rest_ns / self.cost.token_ns(self.pairs_per_token)))
         self._held_tokens = num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
         if self._num_equal == HELD_PROBE_PERIOD - 1:
-            num_prefill_tokens = max(1, num_prefill_tokens // HELD_PROBE_SHARE)
+            num_prefill_tokens = max(1, num_prefill_tokens // 8)  # most of its time is the fixed part
         elif self._num_equal >= HELD_PROBE_PERIOD and view.last_step is not None:
             # The smaller step did not happen, since texts are never split. Only a larger one tells what a token takes.
-            num_prefill_tokens = HELD_PROBE_GROWTH * max(num_prefill_tokens, view.last_step.num_prefill_tokens)
+            num_prefill_tokens = 2 * max(num_prefill_tokens, view.last_step.num_prefill_tokens)
             num_prefill_tokens = min(num_prefill_tokens, view.max_step_tokens - view.num_decodes)
             self._num_equal = 0
         return StepLimits(view.num_decodes + num_prefill_tokens)
@@ -317,13 +293,11 @@ class HoldStep(Budget):
     def _observe(self, step: StepRecord) -> None:
         self._seen = step
         self._num_seen += 1
-        num_tokens, num_pairs = step.num_prefill_tokens, step.num_prefill_pairs
+        num_tokens = step.num_prefill_tokens
         self._num_equal = self._num_equal + 1 if 2 * num_tokens > self._held_tokens else 0
         if num_tokens:
-            self.pairs_per_token += (num_pairs / num_tokens - self.pairs_per_token) / PAIRS_SMOOTHING
-        expected_ns = self.cost.estimate_ns(step.num_decodes, num_tokens, num_pairs)
-        is_as_expected = abs(step.duration_ns - expected_ns) < NOISE * step.duration_ns
-        if not is_as_expected or self._num_seen % STEPS_TO_LEARN == 0:
+            self.pairs_per_token += (step.num_prefill_pairs / num_tokens - self.pairs_per_token) / 8
+        if not self.cost.is_as_expected(step) or self._num_seen % 4 == 0:
             self.cost.learn(step)
 
 

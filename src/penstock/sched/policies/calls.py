@@ -1,18 +1,9 @@
 """Fairness between calls: a list of many texts does not hold up someone who asks for one.
 
-A call is what one client asks for at once: requests with the same `Request.parent_id`. The tenant that was given least is
-next,
-and of its requests the one due first. A new call's first request is due at once, and each later one after the tokens of
-those
-before it. Due times are virtual: a tenant's clock advances by the tokens it is given, divided by its waiting calls (weighted
-fair
-queueing: Demers, Keshav and Shenker, SIGCOMM 1989). So each of n waiting calls gets one token in n, and no stream of new
-calls
-starves an old one. Tenants are due in the same way.
-
-    tokens    0      24      48      72      96           all requests have 24 tokens
-    list      a0     a1      a2      a3      a4  ...
-    single           |b comes: due now, so it is next, before a1 .. a2047
+A call is what one client asks for at once: requests with the same `Request.parent_id`. A new call's first request is due at
+once, and each later one after the tokens of those before it. Due times are virtual: a tenant's clock advances by the tokens it
+is given, divided by its waiting calls (weighted fair queueing: Demers, Keshav and Shenker, SIGCOMM 1989). Tenants are due in
+the same way.
 """
 
 from __future__ import annotations
@@ -21,12 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.sched.policies.base import Order, OrderKey
+from penstock.sched.policies.fair import UNIT
+from penstock.sched.queue import MIN_TO_SWEEP
 from penstock.types.request import Request
-
-_UNIT = 1_000_000
-"""Units of virtual time per token, so that shares of a token are integers."""
-MIN_IDLE_TO_SWEEP = 64
-"""Idle calls or tenants kept before any is forgotten."""
 
 
 @dataclass(slots=True)
@@ -53,7 +41,7 @@ class Tenant:
         if call is None:
             call = self.calls[name] = Call(self.now)
         due = max(call.due, self.now)
-        call.due = due + num_tokens * _UNIT
+        call.due = due + num_tokens * UNIT
         self.num_calls += not call.num_waiting
         call.num_waiting += 1
         self.num_waiting += 1
@@ -68,7 +56,7 @@ class Tenant:
         self.num_calls -= 1
         if not self.num_waiting:  # none is ahead of another now
             self.calls.clear()
-        elif len(self.calls) > 2 * self.num_calls + MIN_IDLE_TO_SWEEP:
+        elif len(self.calls) > 2 * self.num_calls + MIN_TO_SWEEP:
             self.calls = {name: call for name, call in self.calls.items() if call.num_waiting or call.due > self.now}
 
 
@@ -84,7 +72,7 @@ class FairCalls(Order):
         self._tenants: dict[str, Tenant] = {}
         """Those with waiting requests, and those that got more than their share."""
         self._num_shares = 0
-        """Total shares of tenants with waiting requests, and below the number of those tenants."""
+        """Of tenants with waiting requests, as the next."""
         self._num_tenants = 0
         self._now = 0
         self._due: dict[str, OrderKey] = {}
@@ -118,7 +106,7 @@ class FairCalls(Order):
         if not tenant.num_waiting:
             self._num_shares -= tenant.share
             self._num_tenants -= 1
-            if len(self._tenants) > 2 * self._num_tenants + MIN_IDLE_TO_SWEEP:
+            if len(self._tenants) > 2 * self._num_tenants + MIN_TO_SWEEP:
                 tenants = self._tenants
                 self._tenants = {name: one for name, one in tenants.items() if one.num_waiting or one.due > self._now}
 
@@ -126,7 +114,7 @@ class FairCalls(Order):
         tenant = self._tenants.get(request.tenant)
         if request.num_preemptions or tenant is None:  # it was served before, or nobody of its tenant waits
             return
-        given = len(request.prompt_token_ids) * _UNIT
+        given = len(request.prompt_token_ids) * UNIT
         tenant.due += given // tenant.share
         tenant.now += given // (tenant.num_calls or 1)
         self._now += given // (self._num_shares or tenant.share)

@@ -1,19 +1,8 @@
 """Fair shares between tenants by virtual token counters (VTC: Sheng et al., OSDI 2024, arXiv 2401.00588).
 
-Each tenant has a counter: `input_weight` per prompt token computed for it, `output_weight` per output token. The waiting
-tenant
-with the smallest counter is next, and its oldest request. A step's prompt tokens are shared in the same way. A tenant that
-returns
-from idle is lifted to the smallest counter among waiting tenants (if none waits, to that of the last one that did), less a
-credit
-of about one prompt: idling earns no more than that. Endless new tenants would keep that minimum low, so the level also rises
-with
-every token given.
-
-    heavy  ####################|        light 3 was idle: it starts a little below light 1,
-    light1 #########|                   not at what it had when it went
-    light2 ###########|
-    light3 ##.....^
+Each tenant has a counter of the weighted tokens that it was given. The waiting tenant with the smallest counter is next, and
+its oldest request. A tenant that returns from idle is lifted to the smallest counter among waiting tenants, less a credit of
+about one prompt, so idling earns no more than that. docs/orders.md explains the rules.
 """
 
 from __future__ import annotations
@@ -26,7 +15,7 @@ from penstock.sched.policies.base import Order, OrderKey, StepRecord
 from penstock.types.plan import RowPlan
 from penstock.types.request import Request, RequestStatus
 
-_UNIT = 1_000_000
+UNIT = 1_000_000
 """Counter units per weighted token. Divided by the tenant's share, so counters stay integers."""
 
 
@@ -56,21 +45,16 @@ def _admitted_ns(request: Request) -> int:
 class FairShares(Order):
     """While two tenants both wait, what they are given differs by at most 2 (U + C), whatever they request.
 
-    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt
-    and M the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight; no work-conserving order
-    without preemption is better than half of it). C is `max_credit_tokens`, at most U, and 0 in the paper. So between two
-    admissions of a waiting tenant each other tenant is given at most U + C more.
+    Given is counted in weighted tokens per share. U = max(input_weight * L, output_weight * M), with L the longest prompt and M
+    the tokens in the KV cache (section 4 of the paper, for input_weight <= output_weight). C is `max_credit_tokens`, at most U,
+    and 0 in the paper.
 
-    Endless new tenants, each starting at the minimum, could still starve one. So a new tenant starts where all would stand
-    with equal shares, a level that rises with every token (the virtual time of weighted fair queueing: Demers, Keshav and
-    Shenker, SIGCOMM 1989), at most C above the minimum. And a tenant that arrives more than `max_wait_ns` after another's
-    last admission starts behind it. Within a tenant no request is overtaken.
+    Endless new tenants, each starting at the minimum, could still starve one. So a new tenant starts where all would stand with
+    equal shares, a level that rises with every token, at most C above the minimum. And a tenant that arrives more than
+    `max_wait_ns` after another's last admission starts behind it. Within a tenant no request is overtaken.
 
-    A step's prompt tokens go first to tenants that would stand lowest once the prompt is computed: short prompts do not wait
-    for long ones of others, and of two equal prompts one is computed first, instead of both at half the speed.
-
-    Recomputed and cached tokens are not charged. A void row (`sched/flights.py`) is: one token per answer that ends by a
-    stop token or stop string, with two steps in flight.
+    A step's prompt tokens go first to tenants that would stand lowest once the prompt is computed. Recomputed and cached tokens
+    are not charged. A void row (`sched/flights.py`) is.
     """
 
     has_ranks: ClassVar[bool] = True
@@ -97,7 +81,7 @@ class FairShares(Order):
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}
         self._max_wait_ns = max_wait_ns
-        self._max_credit = max_credit_tokens * _UNIT
+        self._max_credit = max_credit_tokens * UNIT
         self._now_ns = 0
         """The latest arrival: there is no other clock here."""
         self._decoding: dict[str, Account] = {}
@@ -190,11 +174,7 @@ class FairShares(Order):
                 del self._serving[request.tenant]
 
     def served(
-        self,
-        rows: Sequence[RowPlan],
-        requests: Mapping[str, Request],
-        last_step: StepRecord | None,
-        num_decodes: int = 0,
+        self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
         """Charge the step's tokens. Decodes are counted per tenant, so known ones cost no work per row."""
         del last_step
@@ -238,16 +218,15 @@ class FairShares(Order):
         self._level += charge // (1 + len(self._waiting) + len(self._serving))
 
     def counter(self, tenant: str) -> float:
-        """Return the tenant's weighted tokens per share; 0 if unknown."""
         account = self._accounts.get(tenant)
-        return 0.0 if account is None else account.counter / _UNIT
+        return 0.0 if account is None else account.counter / UNIT
 
     def _account(self, tenant: str) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
             if len(self._accounts) >= len(self._waiting) + len(self._serving) + self._max_tenants:
                 self._forget_idle()
-            input_charge, output_charge = (_UNIT * weight // self._shares.get(tenant, 1) for weight in self._weights)
+            input_charge, output_charge = (UNIT * weight // self._shares.get(tenant, 1) for weight in self._weights)
             account = self._accounts[tenant] = Account(0, input_charge, output_charge)
         return account
 

@@ -29,8 +29,7 @@ class Static(Gate):
     max_batch_size: int = 0
     """0: as many as the executor has rows for."""
     max_queue_delay_ns: int = 2_000_000_000
-    """An incomplete batch starts after this; 0 never waits. Long enough to fill a batch at any load worth batching, short
-    beside a batch's duration."""
+    """An incomplete batch starts after this; 0 never waits."""
 
     def max_running(self, capacity: Capacity) -> int:
         return _max_batch_size(self.max_batch_size, capacity)
@@ -47,8 +46,8 @@ class Static(Gate):
 
 @dataclass(frozen=True, slots=True)
 class Dynamic(Gate):
-    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`,
-    as in Triton Inference Server's dynamic batcher. Prompts of similar length go together, padded to the upper end of their
+    """A batch starts at `max_batch_size`, at a preferred size, or when the oldest request has waited `max_queue_delay_ns`, as
+    in Triton Inference Server's dynamic batcher. Prompts of similar length go together, padded to the upper end of their
     bucket. None joins until all have finished."""
 
     max_batch_size: int = 0
@@ -57,8 +56,8 @@ class Dynamic(Gate):
     """The largest that can be filled starts at once."""
     max_queue_delay_ns: int = 20_000_000
     length_buckets: tuple[int, ...] = (128, 512, 1024, 2048)
-    """Longest prompt of each bucket, ascending. Longer prompts share a last bucket and are padded to the longest of the
-    batch."""
+    """Longest prompt of each bucket, ascending. Longer prompts share a last bucket and are padded to the longest of the batch.
+    """
 
     def __post_init__(self) -> None:
         if list(self.length_buckets) != sorted(set(self.length_buckets)):
@@ -97,7 +96,7 @@ class Dynamic(Gate):
 
 
 def _max_batch_size(wanted: int, capacity: Capacity) -> int:
-    """At most half of the executor's rows: in its prompt's step each request may also have a padding row."""
+    """Return the batch size, at most half of the executor's rows: in its prompt's step a request may have a padding row."""
     possible = min(capacity.max_rows // 2, capacity.max_step_tokens)
     if max(wanted, 1) > possible:
         rows, tokens = counted(capacity.max_rows, "row"), counted(capacity.max_step_tokens, "token")

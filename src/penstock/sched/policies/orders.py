@@ -1,7 +1,7 @@
-"""Orders: which waiting request is next.
+"""Orders: which waiting request is next. Equal keys are served in order of arrival.
 
-Equal keys are served in order of arrival. Every order ages, so that no request starves: each states how much later a request
-may come and still overtake. See docs/orders.md. Fair shares between tenants and calls are in `fair` and `calls`.
+Every order ages, so that no request starves: each states how much later a request may come and still overtake. See
+docs/orders.md. Fair shares between tenants and calls are in `fair` and `calls`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FirstComeFirstServed(Order):
 def delay_ns(size_tokens: int, half_size_tokens: int, max_delay_ns: int) -> int:
     """Return the delay in [0, max_delay_ns) that stands for a size; half of the range lies below `half_size_tokens`.
 
-    Orders that prefer small requests treat a large one as if it had come later by this much. All requests age at the same
-    rate, so keys need not grow, and nothing that comes `max_delay_ns` after a request overtakes it.
+    Orders that prefer small requests treat a large one as if it had come later by this much. All requests age at the same rate,
+    so keys need not grow, and nothing that comes `max_delay_ns` after a request overtakes it.
     """
     return max_delay_ns * size_tokens // (size_tokens + half_size_tokens)
 
@@ -89,7 +89,7 @@ class PriorityClasses(Order):
         return (request.arrival_ns + rank * self.class_delay_ns,)
 
     def outranks(self, request: Request, other: Request, now_ns: int) -> bool:
-        """A higher class does not wait for a lower one, unless that has aged past it."""
+        """Let a higher class go before a lower one, unless that has aged past it."""
         return request.priority < other.priority and self.key(request, now_ns) < self.key(other, now_ns)
 
     def pauses(self, waiting: Request, running: Request, now_ns: int) -> bool:
@@ -99,10 +99,10 @@ class PriorityClasses(Order):
 class EarliestDeadlineFirst(Order):
     """By deadline. A request without one, or with one further off, counts as due `max_slack_ns` after its arrival.
 
-    A request that comes `max_slack_ns` after another does not overtake it, with one exception. A request that would miss its
+    A request that comes `max_slack_ns` after another does not overtake it, with one exception: a request that would miss its
     deadline even if it ran at once, judged by its prompt, predicted output and recent steps, goes after all that can meet
-    theirs. Otherwise an overloaded server works on lost requests and misses the next deadline too. Such a request ends at
-    its deadline, so it does not starve. It is judged when its turn comes, and not again while it waits.
+    theirs. Such a request ends at its deadline, so it does not starve. It is judged when its turn comes, and not again while it
+    waits.
     """
 
     def __init__(self, *, max_slack_ns: int = 60_000_000_000) -> None:
@@ -126,8 +126,8 @@ class EarliestDeadlineFirst(Order):
         return (int(is_lost), min(due_ns, deadline_ns))
 
     def _judge(self, request_id: str, *, looks_lost: bool) -> bool:
-        """A request judged lost stays lost, since keys may not shrink. The first call, on arrival, does not judge: the order
-        is asked again before service, and one slow step may be long past by then."""
+        """Return whether a request is lost; it then stays lost, since keys may not shrink. The first call, on arrival, does not
+        judge: one slow step may be long past when its turn comes."""
         if request_id not in self._verdicts:
             return looks_lost  # preempted: its key is taken once
         verdict = self._verdicts[request_id]
@@ -142,11 +142,7 @@ class EarliestDeadlineFirst(Order):
         self._verdicts.pop(request.request_id, None)
 
     def served(
-        self,
-        rows: Sequence[RowPlan],
-        requests: Mapping[str, Request],
-        last_step: StepRecord | None,
-        num_decodes: int = 0,
+        self, rows: Sequence[RowPlan], requests: Mapping[str, Request], last_step: StepRecord | None, num_decodes: int = 0
     ) -> None:
         del rows, requests, num_decodes
         if last_step is not None:

@@ -19,17 +19,7 @@ from types import ModuleType
 from typing import Any, get_type_hints
 from warnings import warn
 
-from penstock.sched.policies.base import (
-    BudgetView,
-    Eviction,
-    GateDecision,
-    GateView,
-    Order,
-    Policies,
-    Prediction,
-    StepLimits,
-    VictimView,
-)
+from penstock.sched.policies.base import BudgetView, Eviction, GateDecision, GateView, Order, Policies, StepLimits, VictimView
 from penstock.types.errors import ConfigError, PolicyError
 from penstock.types.plan import Capacity
 
@@ -264,7 +254,7 @@ class _Guard:
                 raise PolicyError(self._seam, self, f"failed in {key}: {_told(error)}") from error
             if wanted:
                 # Never a prompt, which a request would show in the log.
-                is_shown = isinstance(answer, int | float | str | GateDecision | StepLimits | Prediction | None)
+                is_shown = isinstance(answer, int | float | str | GateDecision | StepLimits | None)
                 shown = repr(answer)[:200] if is_shown else f"something of type {type(answer).__name__}"
                 raise PolicyError(self._seam, self, f"answered {shown} in {key}, and must answer {wanted}")
             return answer
@@ -319,8 +309,7 @@ def _check_key(answer: Any, *_: object) -> str:
 
 
 def _check_prediction(answer: Any, *_: object) -> str:
-    is_right = answer is None or (isinstance(answer, Prediction) and type(answer.num_tokens) is int and answer.num_tokens >= 1)
-    return "" if is_right else "a Prediction of at least one token, or None"
+    return "" if answer is None or (type(answer) is int and answer >= 1) else "a number of tokens, at least 1, or None"
 
 
 def _of_type(kind: type, words: str) -> Callable[..., str]:

@@ -13,26 +13,19 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.sched.policies.base import Prediction, Predictor
+from penstock.sched.policies.base import Predictor
 from penstock.types.request import FinishReason, Request
 
-MAX_TOKENS = 1 << 20
-_BINS_PER_OCTAVE = 4
-BOUNDS = tuple(sorted({round(2 ** (step / _BINS_PER_OCTAVE)) for step in range(20 * _BINS_PER_OCTAVE + 1)}))
-"""Bin k holds lengths in (BOUNDS[k - 1], BOUNDS[k]]; the first holds those up to 1."""
+BOUNDS = tuple(sorted({round(2 ** (step / 4)) for step in range(20 * 4 + 1)}))
+"""Bin k holds lengths in (BOUNDS[k - 1], BOUNDS[k]], four bins per octave; the first holds those up to 1."""
 MAX_WEIGHT = 1024.0
 """All counts are halved at this weight, so that about the last thousand outputs count."""
-ASSUMED_TOKENS = 256
+_ASSUMED_TOKENS = 256
 """Before any observation: one end per this many tokens in the tail."""
-_STALE_SHARE = 16
-"""The curve is recomputed when one in this many observations is new."""
-
-LOW_SHARE, HIGH_SHARE = 0.1, 0.9
-"""Quantiles of a prediction's spread."""
 
 
 class NoPredictions(Predictor):
-    def predict(self, request: Request) -> Prediction | None:
+    def predict(self, request: Request) -> int | None:
         del request
         return None
 
@@ -40,16 +33,13 @@ class NoPredictions(Predictor):
 class LengthCurve:
     """The share of outputs longer than a number of tokens, learned from those that ended.
 
-    An output cut short, by its limit or its client, tells only that it would have been at least that long. Ignoring such
-    outputs, or counting them as whole, makes the estimate too short. So this is a life table (the actuarial form of the
-    Kaplan-Meier estimator, 1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin
-    count as half of it.
+    An output cut short, by its limit or its client, would have been at least that long. Ignoring such outputs, or counting
+    them as whole, makes the estimate too short. So this is a life table (the actuarial form of the Kaplan-Meier estimator,
+    1958): per bin, the share of outputs that got this far and ended here. Those cut short in a bin count as half of it.
 
         up to          4    5    6    7    8   10   11   13   16   19 ...     tokens; bins, four per octave
         ended here     0    0    2    1    0    3    5    2    1    0
         cut short      0    0    0    1    0    0    0    0    9    0
-
-    Observing is O(1). Asking is O(log bins), and sometimes O(bins).
     """
 
     __slots__ = ("_cut", "_ended", "_means", "_num_tokens", "_num_unseen", "_shares", "_tail_rate", "weight")
@@ -70,8 +60,8 @@ class LengthCurve:
         """Ends per token beyond the longest observed."""
 
     def observe(self, num_tokens: int, *, is_whole: bool) -> None:
-        """Add an output of `num_tokens` >= 1 that ended by itself or was cut short."""
-        num_tokens = min(num_tokens, MAX_TOKENS)
+        """Add an output of `num_tokens` >= 1 that ended by itself or was cut short. O(1)."""
+        num_tokens = min(num_tokens, BOUNDS[-1])
         (self._ended if is_whole else self._cut)[bisect_left(BOUNDS, num_tokens)] += 1
         self._num_tokens += num_tokens
         self.weight += 1
@@ -83,9 +73,13 @@ class LengthCurve:
             self.weight /= 2
 
     def mean(self, max_tokens: int) -> float:
-        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations."""
-        self._refresh()
-        idx = bisect_left(BOUNDS, min(max_tokens, MAX_TOKENS))
+        """Return the expected length of an output cut at `max_tokens`. Raises IndexError without observations.
+
+        O(log bins), and O(bins) for one call in some.
+        """
+        if not self._shares or self._num_unseen * 16 >= self.weight:
+            self._compute()
+        idx = bisect_left(BOUNDS, min(max_tokens, BOUNDS[-1]))
         if idx >= len(self._means):
             room = max_tokens - BOUNDS[len(self._means) - 1]
             return self._means[-1] - self._shares[-1] * math.expm1(-self._tail_rate * room) / self._tail_rate
@@ -93,21 +87,7 @@ class LengthCurve:
         mean_before = self._means[idx - 1] if idx else 0.0
         return mean_before + (self._means[idx] - mean_before) * (max_tokens - before) / (bound - before)
 
-    def quantile(self, share: float, max_tokens: int) -> int:
-        """Return the upper bound of the bin below which this share of outputs ends, at most `max_tokens`.
-
-        Raises IndexError without observations.
-        """
-        self._refresh()
-        for idx, longer in enumerate(self._shares):
-            if longer <= 1 - share:
-                return min(BOUNDS[idx], max_tokens)
-        tail_tokens = math.log(self._shares[-1] / (1 - share)) / self._tail_rate
-        return min(BOUNDS[len(self._shares) - 1] + math.ceil(tail_tokens), max_tokens)
-
-    def _refresh(self) -> None:
-        if self._shares and self._num_unseen * _STALE_SHARE < self.weight:
-            return
+    def _compute(self) -> None:
         self._num_unseen = 0
         self._shares, self._means = [], []
         at_risk, longer, mean, before = self.weight, 1.0, 0.0, 0
@@ -120,7 +100,7 @@ class LengthCurve:
             longer, before = left, bound
             self._shares.append(longer)
             self._means.append(mean)
-        self._tail_rate = (sum(self._ended) + 1) / (self._num_tokens + ASSUMED_TOKENS)
+        self._tail_rate = (sum(self._ended) + 1) / (self._num_tokens + _ASSUMED_TOKENS)
 
 
 @dataclass(slots=True)
@@ -140,47 +120,38 @@ class OnlinePredictor(Predictor):
         self._everyone = Curves()
         self._tenants: OrderedDict[str, Curves] = OrderedDict()
 
-    def predict(self, request: Request) -> Prediction | None:
+    def predict(self, request: Request) -> int | None:
         limit = max(1, request.max_total_tokens - request.num_prompt_tokens)
-        bits = request.num_prompt_tokens.bit_length()
-        for curve in self._candidates(request.tenant, bits):
+        for curve in self._candidates(request):
             if curve.weight >= self._min_observations:
-                return Prediction(
-                    num_tokens=max(1, round(curve.mean(limit))),
-                    low_tokens=curve.quantile(LOW_SHARE, limit),
-                    high_tokens=curve.quantile(HIGH_SHARE, limit),
-                    num_observations=int(curve.weight),
-                )
+                return max(1, round(curve.mean(limit)))
         return None
 
-    def ended(self, request: Request) -> None:
-        num_tokens = len(request.output_token_ids)
-        if num_tokens == 0:
-            return  # refused, or gave up in the queue
-        is_whole = request.finish_reason is FinishReason.STOP
+    def _candidates(self, request: Request) -> Iterator[LengthCurve]:
         bits = request.num_prompt_tokens.bit_length()
-        for curves in (self._everyone, self._touch(request.tenant)):
-            curves.total.observe(num_tokens, is_whole=is_whole)
-            by_prompt = curves.by_prompt
-            if bits not in by_prompt:
-                by_prompt[bits] = LengthCurve()
-            by_prompt[bits].observe(num_tokens, is_whole=is_whole)
-
-    def _candidates(self, tenant: str, bits: int) -> Iterator[LengthCurve]:
-        for curves in (self._tenants.get(tenant), self._everyone):
+        for curves in (self._tenants.get(request.tenant), self._everyone):
             if curves is not None:
                 if bits in curves.by_prompt:
                     yield curves.by_prompt[bits]
                 yield curves.total
 
-    def _touch(self, tenant: str) -> Curves:
-        curves = self._tenants.get(tenant)
-        if curves is None:
-            curves = self._tenants[tenant] = Curves()
-            if len(self._tenants) > self._max_tenants:
-                self._tenants.popitem(last=False)
-        self._tenants.move_to_end(tenant)
-        return curves
+    def ended(self, request: Request) -> None:
+        num_tokens = len(request.output_token_ids)
+        if num_tokens == 0:
+            return  # refused, or gave up in the queue
+        tenants, tenant = self._tenants, request.tenant
+        if tenant not in tenants:
+            tenants[tenant] = Curves()
+            if len(tenants) > self._max_tenants:
+                tenants.popitem(last=False)
+        tenants.move_to_end(tenant)
+        is_whole = request.finish_reason is FinishReason.STOP
+        bits = request.num_prompt_tokens.bit_length()
+        for curves in (self._everyone, tenants[tenant]):
+            curves.total.observe(num_tokens, is_whole=is_whole)
+            if bits not in curves.by_prompt:
+                curves.by_prompt[bits] = LengthCurve()
+            curves.by_prompt[bits].observe(num_tokens, is_whole=is_whole)
 
 
 PREDICTORS = {

@@ -109,8 +109,8 @@ def make_policies(
     """Return a preset's policies, with replacements by name, class or value.
 
     A class is named `package.module:Class`, or `./file.py:Class` for a file (`own`). `settings`, by seam, are fields of a
-    policy chosen by name; None leaves a field as it is. `arguments`, by seam, are the same as written by a user, and
-    override settings.
+    policy chosen by name; None leaves a field as it is. `arguments`, by seam, are the same as written by a user, and override
+    settings.
 
     Raises ConfigError, listing the valid names, for an unknown preset, seam or policy; LacksSetting for a setting that the
     policy lacks; OwnPolicyError for a class that can't be loaded or made.

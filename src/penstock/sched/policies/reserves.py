@@ -24,8 +24,7 @@ class WholePrompt(Reserve):
 
 
 class NoEvict(Reserve):
-    """The blocks with which all requests reach their limits: nothing is ever preempted, and memory lies idle (Orca's
-    reservation of `max_tokens`)."""
+    """The blocks with which all requests reach their limits: nothing is ever preempted (Orca's reservation of `max_tokens`)."""
 
     def required_blocks(self, view: AdmissionView) -> int:
         return view.num_final_blocks + view.num_growth_blocks
@@ -36,8 +35,7 @@ class PredictedOutput(Reserve):
     """The blocks of the expected answers of this request and all running ones. O(running)."""
 
     unknown_share: float = 0.3
-    """Expected share of the remaining tokens for a request without a prediction. (SGLang's `new_token_ratio` starts at 0.7
-    and falls to a seventh of that while nothing is preempted.)"""
+    """Expected share of the remaining tokens for a request without a prediction (SGLang's `new_token_ratio`)."""
     growth_tokens: int = 32
     """Least expected growth: a reply longer than predicted is not about to end."""
 
@@ -62,9 +60,9 @@ class PredictedOutput(Reserve):
 class Watermark(Reserve):
     """The blocks of the request's tokens, room for running requests to grow, and a share of the pool.
 
-    Without room to grow, a full pool admits a request, preempts it a few steps later, and computes it again. With half of
-    the memory, 1.19 positions are computed per needed one without room and 1.02 with 32 tokens, in 3 % more steps
-    (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20; independent of the machine).
+    Without room to grow, a full pool admits a request, preempts it a few steps later, and computes it again: with half of the
+    memory, 1.19 positions per needed one instead of 1.02 (`benchmarks/memory_pressure.py` of commit f52e6e6, 2026-11-20;
+    independent of the machine).
     """
 
     share: float = 0.01

@@ -14,7 +14,7 @@ from penstock.types.request import Request
 
 class LatestArrived(Victim):
     def choose(self, view: VictimView) -> Eviction:
-        return _evict(view, _equal)
+        return _evict(view, lambda _: 0)
 
 
 class LowestPriority(Victim):
@@ -23,25 +23,23 @@ class LowestPriority(Victim):
 
 
 class LeastComputed(Victim):
-    """The one that has computed least, so that the least work is lost."""
+    """The request that has computed least, so that the least work is lost."""
 
     def choose(self, view: VictimView) -> Eviction:
         return _evict(view, lambda request: -request.num_computed_tokens)
 
 
 class Cheapest(Victim):
-    """The one that is fastest to restore, among those that free enough blocks; if none does, among all.
+    """The request that is fastest to restore, among those that free enough blocks; if none does, among all.
 
     Unlike `least-computed` it ignores blocks shared with others, which are neither lost nor freed, and full blocks that a
     tier keeps.
     """
 
     def choose(self, view: VictimView) -> Eviction:
-        def saved(request: Request) -> tuple[bool, float]:
-            num_freed = view.num_freed_blocks(request)
-            return num_freed >= view.num_needed_blocks, -_cost_ns(view, request)
-
-        return _evict(view, saved)
+        return _evict(
+            view, lambda request: (view.num_freed_blocks(request) >= view.num_needed_blocks, -_cost_ns(view, request))
+        )
 
 
 def _cost_ns(view: VictimView, request: Request) -> float:
@@ -51,11 +49,6 @@ def _cost_ns(view: VictimView, request: Request) -> float:
         return num_lost * compute_ns
     num_behind = num_lost % view.block_size
     return num_behind * compute_ns + (num_lost - num_behind) * (view.load_ns_per_token or 0.0)
-
-
-def _equal(request: Request) -> int:
-    del request
-    return 0
 
 
 def _evict(view: VictimView, key: Callable[[Request], Any]) -> Eviction:
