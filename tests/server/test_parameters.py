@@ -135,10 +135,10 @@ def bodies_of(body_type=Body):
 
 
 def test_the_docs_list_every_field_without_effect():
-    """Each row of the table stands for some bodies, and names exactly their fields with the mark."""
+    """Each item of the list stands for some bodies, and names exactly their fields with the mark."""
     text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
     section = text[text.index("## Fields without effect") : text.index("## Unknown and unsupported fields")]
-    rows = dict(re.findall(r"^\| (.+?) \| (`.+) \|$", section, re.MULTILINE))
+    rows = dict(re.findall(r"^- \*\*(.+?)\*\*: (`.+?)(?=\n- |\n\n)", section, re.MULTILINE | re.DOTALL))
     told = {place: set(re.findall(r"`([\w.]+)`", fields)) for place, fields in rows.items()}
     common = GenerationBody.no_effect
     assert told == {
