@@ -1,4 +1,4 @@
-"""The table of docs/models.md on how each architecture was checked, made of the cases: `make docs` writes it.
+"""The list of docs/models.md on how each architecture was checked, made of the cases: `make docs` writes it.
 
 It reads the cases and which of them `test_tiny.py` and `test_encoders.py` run through the core. Formats, never decides.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 
 from penstock.models import architectures
 
@@ -19,34 +20,36 @@ from .tiny_cases import CASES
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- written by `make docs` from tests/parity/tiny_cases.py -->\n", "<!-- until here -->\n"
 REAL_WEIGHTS: Mapping[str, str] = {
-    "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens. TinyLlama 1.1B in IQ2_XXS: "
+    "llama": "SmolLM2 135M: `make test`, and `make test-parity` over 20,460 tokens; TinyLlama 1.1B in IQ2_XXS: "
     "[20,460 tokens](#perplexity)",
     "gemma3": "Gemma 3 270M in Q4_K_M: [20,460 tokens](#perplexity)",
     "qwen2": "Qwen2.5-Coder 1.5B: [400 tokens](decisions/int8-activations.md)",
 }
 """Architectures of which released weights were compared, by our names, and where that stands. No others were at hand."""
+USUAL_CORE = "native, KV in bf16 and int8"
+"""What the page says of all architectures, so that an item names only what differs."""
 
 
 def render() -> str:
-    """The table, a row for each architecture."""
-    columns = ["architecture", "tiny models of a directory", "of a GGUF file", "through the core", "real weights"]
-    lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
+    """The list, an item for each architecture."""
+    items = []
     for name in sorted(architectures.ARCHITECTURES):
         cases = {key: case for key, case in (CASES | ENCODERS).items() if case.architecture == name}
         directories = [case.hf_class for case in cases.values() if case.gguf is None]
         files = [case.gguf for case in cases.values() if case.gguf is not None]
         kinds = [file.matrix_type for file in files] + ["MXFP4" for case in cases.values() if case.has_mxfp4_experts]
-        types = f", in {', '.join(dict.fromkeys(kinds))}" if files else ""
+        types = f" in {', '.join(dict.fromkeys(kinds))}" if files else ""
         of_files = _counted([file.architecture for file in files]) + types
-        cells = [name, _counted(directories), of_files, _core_words(cases), REAL_WEIGHTS.get(name, "none")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        parts = [_counted(directories), f"GGUF: {of_files}", _core_words(cases), REAL_WEIGHTS.get(name, "")]
+        item = f"- **{name}**: {'; '.join(part for part in parts if part)}"
+        items.append(fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(items) + "\n"
 
 
 def _counted(names: list[str]) -> str:
     """Each name once, with the number of cases that have it if there are several."""
     counts = {name: names.count(name) for name in names}
-    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items()) or "no such files"
+    return ", ".join(f"`{name}`" if count == 1 else f"`{name}` ({count})" for name, count in counts.items()) or "none"
 
 
 def _core_words(cases: Mapping[str, TinyCase]) -> str:
@@ -59,7 +62,7 @@ def _core_words(cases: Mapping[str, TinyCase]) -> str:
         kinds.setdefault(backend, []).append(kv_dtype.value)
     assert {run[0] for run in ran} >= cases.keys()
     words = [f"{backend}, KV in {' and '.join(dict.fromkeys(found))}" for backend, found in kinds.items()]
-    return "; ".join(words + of_texts)
+    return "; ".join(word for word in words + of_texts if word != USUAL_CORE)
 
 
 def written_into(page: str) -> str:
