@@ -1,6 +1,6 @@
-"""The content of an answer of OpenAI's API: tokens, their times and counts, taken from the body while it comes.
+"""The content of a streamed or whole answer of OpenAI's API: tokens, their times and counts.
 
-The client feeds it and reads the outcome at the end. Bytes without sense become the answer's `error`; nothing here raises.
+The client feeds bytes while they come and reads the outcome at the end. Malformed bytes set `error`; nothing here raises.
 """
 
 from __future__ import annotations
@@ -17,47 +17,43 @@ _QUEUE = re.compile(rb"\bqueue;dur=([0-9]{1,9}(?:\.[0-9]{1,20})?)(?![0-9.])")
 _SECONDS = re.compile(rb"[0-9]{1,9}(?:\.[0-9]+)?")
 _QUEUE_COMMENT = b": server-timing "
 _MAX_COUNT = 1 << 40
-"""No answer has more tokens."""
 _SENSELESS = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
-"""Errors that bytes without sense cause in whoever reads them."""
+"""Errors that malformed bytes cause in the code that reads them."""
 
 
 class Answer:
-    """One answer, as far as it has come."""
-
     def __init__(self) -> None:
         self.status = 0
-        """The status of HTTP, or 0 before it has come."""
+        """0 before it has come."""
         self.queue_ns: int | None = None
-        """Time in the server's queue, if the server reports it."""
+        """Time in the server's queue, if reported."""
         self.wait_ns: int | None = None
-        """How long the server asks the client to wait, by `Retry-After-Ms` or `Retry-After`."""
+        """The wait that the server asks for, by `Retry-After-Ms` or `Retry-After`."""
         self.first_ns: int | None = None
-        """The first event with text; if none has any, the first with a choice. None for an answer that is not a stream."""
+        """The first event with text, else the first with a choice. None for an answer that is not a stream."""
         self.gaps_ns = array("q")
-        """Between one event with text and the next."""
+        """Times between events with text."""
         self.texts: list[str] = []
         self.num_events = 0
-        """Events with text."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens: int | None = None
-        """The server's own count, or None if it reported none."""
+        """The server's own count, or None."""
         self.is_whole = False
-        """Whether the server said that it is the end."""
+        """Whether the server said that this is the end."""
         self.error = ""
-        """The server's own words, or which bytes make no sense."""
+        """The server's message, or what is malformed."""
         self._is_stream: bool | None = None
         self._first_choice_ns: int | None = None
         self._last_ns = 0
-        """The last event with text."""
+        """When the last event with text came."""
         self._body: list[bytes] = []
-        """The pieces of an answer that is not a stream."""
+        """Pieces of an answer that is not a stream."""
         self._rest = b""
-        """An event that has not ended."""
+        """The beginning of an unfinished event."""
 
     def header(self, name: bytes, value: bytes) -> None:
-        """Take a header. `name` is in lower case."""
+        """`name` is in lower case."""
         if name == b"content-type":
             self._is_stream = b"text/event-stream" in value.lower() or None
         elif name == b"server-timing":
@@ -68,7 +64,6 @@ class Answer:
             self.wait_ns = round(float(value) * 1e9)
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Take a piece of the body."""
         if self._is_stream is None:
             self._is_stream = data.startswith((b"data:", b":"))
         if not self._is_stream or self.status != 200:
@@ -82,7 +77,7 @@ class Answer:
             self._take(event, now_ns)
 
     def end(self) -> None:
-        """Read what only makes sense as a whole."""
+        """Read what can only be read as a whole."""
         if self._is_stream and self.status == 200:
             if _data_of(self._rest) == _DONE:  # some servers leave out the blank line
                 self.is_whole = True
@@ -162,7 +157,7 @@ class Answer:
 
 
 def error_of(body: bytes) -> str:
-    """Return the error message in the body of an answer with another status than 200, or the body's beginning."""
+    """Return the error message of an answer that is not 200, or the beginning of its body."""
     try:
         return _error_message(orjson.loads(body)) or _beginning(body)
     except _SENSELESS:
@@ -174,7 +169,7 @@ def _beginning(body: bytes) -> str:
 
 
 def _error_message(body: Any) -> str:
-    """Return the message of an error object, in OpenAI's shape or another that servers have; "" if it is none."""
+    """Return the message of an error object in OpenAI's shape or a similar one, else ""."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or str(error)
@@ -182,19 +177,19 @@ def _error_message(body: Any) -> str:
 
 
 def _delta_text(delta: dict[str, Any]) -> Any:
-    """A reasoning model's thoughts are tokens as well; servers name them in two ways."""
+    """Return the text of a delta. Thoughts of reasoning models count; servers name them in two ways."""
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
 
 
 def _text(found: Any) -> str:
-    """Return the text, empty for None. Raises TypeError for another type."""
+    """Return the text, empty for None. Raises TypeError."""
     if found is not None and not isinstance(found, str):
         raise TypeError(f"a {type(found).__name__} where the text should be")
     return found or ""
 
 
 def _count(found: Any) -> int:
-    """Return a value that must be a number of tokens. Raises ValueError otherwise."""
+    """Return a number of tokens. Raises ValueError."""
     if type(found) is not int or not 0 <= found <= _MAX_COUNT:
         raise ValueError(f"{str(found)[:40]!r} is no number of tokens")
     return found

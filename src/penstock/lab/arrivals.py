@@ -1,7 +1,7 @@
-"""When requests come: instants of an open loop, which do not depend on how fast they are served, and workloads with them.
+"""When requests come: the instants of an open loop, and workloads with them.
 
-Called by `workload_choice` and by benchmarks; randomness is passed in. Instants are nanoseconds from the begin of the run, and
-rates are requests per second. A turn that continues a conversation has no instant: it comes when the turn before it has ended.
+Instants are nanoseconds from the begin of the run, rates are requests per second, and randomness is passed in. A turn that
+continues a conversation has no instant: it comes after the turn before it has ended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NS_PER_S = 1_000_000_000
 
 
 def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Workload:
-    """The workload with other instants: one for each job that is due by itself, in their order. `words` say which.
+    """Return the workload with other instants, one for each job without `after`, in their order.
 
-    A deadline, and the instant at which a client goes away, keep their distance from the arrival.
+    Deadlines and cancellations keep their distance from the arrival. `words` are added to the workload's name.
     """
     instants = iter(instants_ns)
     jobs = []
@@ -40,35 +40,35 @@ def arrive(workload: Workload, instants_ns: Sequence[int], words: str) -> Worklo
 
 
 def num_arrivals(workload: Workload) -> int:
-    """Jobs that are due by themselves."""
+    """Return the number of jobs that arrive by themselves, not after another one."""
     return sum(job.after is None for job in workload.jobs)
 
 
 def mean_rate(workload: Workload) -> float | None:
-    """Arrivals per second, from the first to the last; None if all come at once."""
+    """Return the arrivals per second from the first to the last, or None if all come at once."""
     instants = [job.arrival_ns for job in workload.jobs if job.after is None]
     span_ns = max(instants) - min(instants) if instants else 0
     return (len(instants) - 1) * NS_PER_S / span_ns if span_ns else None
 
 
 def closed(count: int) -> list[int]:
-    """All at once: whoever sends them keeps only so many in flight."""
+    """Return instants of a closed loop: all at once, as the client limits how many are in flight."""
     return [0] * count
 
 
 def constant(count: int, rate: float) -> list[int]:
-    """One every 1 / `rate` seconds, the first at 0."""
+    """Return one instant every 1 / `rate` seconds, the first at 0."""
     _check_rate(rate)
     return [round(idx * NS_PER_S / rate) for idx in range(count)]
 
 
 def poisson(rng: Random, count: int, rate: float) -> list[int]:
-    """`count` instants in nanoseconds, `rate` per second, independent of each other."""
+    """Return `count` independent instants, `rate` per second."""
     return gamma(rng, count, rate, cv=1.0)
 
 
 def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
-    """As `poisson`, with gaps whose standard deviation is `cv` times their mean: above 1 they come in bursts."""
+    """Return instants whose gaps have a standard deviation of `cv` times their mean. Above 1 they come in bursts."""
     _check_rate(rate)
     if not (cv > 0 and math.isfinite(cv)):
         raise ConfigError(f"The coefficient of variation of the gaps is {cv}.", remedy="Set it above 0; 1 is Poisson.")
@@ -78,10 +78,7 @@ def gamma(rng: Random, count: int, rate: float, cv: float) -> list[int]:
 
 
 def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[int]:
-    """Independent arrivals whose rate grows, or falls, evenly from the first to the last over the run.
-
-    Such a run takes 2 * `count` / (`first_rate` + `last_rate`) seconds on average.
-    """
+    """Return independent arrivals whose rate changes evenly from the first to the last over the run."""
     _check_rate(first_rate)
     _check_rate(last_rate)
     growth = (last_rate**2 - first_rate**2) / (2 * count) if count else 0.0
@@ -96,7 +93,7 @@ def ramp(rng: Random, count: int, first_rate: float, last_rate: float) -> list[i
 
 
 def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> list[int]:
-    """Independent arrivals at rates that follow each other: (requests per second, seconds) each; then from the start again."""
+    """Return independent arrivals at successive rates, (requests per second, seconds) each, then from the start again."""
     for rate, seconds in rates:
         if not (rate >= 0 and seconds > 0 and math.isfinite(rate) and math.isfinite(seconds)):
             raise ConfigError(f"A stage has rate {rate} for {seconds} s.", remedy="Rates are at least 0, and times above 0.")
@@ -116,7 +113,8 @@ def stages(rng: Random, count: int, rates: Sequence[tuple[float, float]]) -> lis
 
 
 def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> list[int]:
-    """`on_s` seconds of independent arrivals, then `off_s` seconds without any, and so on; `rate` on average over both."""
+    """Return `on_s` seconds of independent arrivals, then `off_s` seconds without any, and so on; `rate` is the mean over
+    both."""
     _check_rate(rate)
     if not (on_s > 0 and off_s >= 0):
         raise ConfigError(
@@ -126,7 +124,7 @@ def bursts(rng: Random, count: int, rate: float, on_s: float, off_s: float) -> l
 
 
 def _unit_instants(rng: Random, count: int) -> Iterator[float]:
-    """Arrivals of rate 1."""
+    """Yield arrivals of rate 1."""
     return islice(accumulate(iter(lambda: rng.expovariate(1.0), None)), count)
 
 

@@ -1,8 +1,7 @@
-"""The HTTP load generator: sends a workload to an OpenAI-compatible server, and records what became of each request.
+"""The HTTP load generator: sends a workload to an OpenAI-compatible server and records what became of each request.
 
-Runs on an event loop of its own, with one connection for each request under way; connections are kept open. Latencies count
-from the instant at which a request was due, so neither client nor server can hide that it fell behind. A request is sent again
-only on a kept connection that ends within 0.1 s, without a byte: the server was closing it as idle. Computes no figures.
+It runs an event loop with one connection for each request under way; connections are kept open. Latencies count from the
+instant at which a request was due, so a client or a server that falls behind shows.
 """
 
 from __future__ import annotations
@@ -28,35 +27,32 @@ from penstock.lab.workload import Job, Workload
 from penstock.types.errors import PenstockError, counted
 
 _STALE_NS = 100_000_000
-"""A kept connection that ends so soon after a request was on its way to be closed before."""
+"""A kept connection that ends this soon after a request, without a byte, was being closed as idle. The request is sent
+again."""
 SILENCE_S = 600.0
-"""An answer of which no byte comes for this long has failed."""
 MAX_ANSWER_BYTES = 256 << 20
-"""An answer with more bytes, headers included, has failed."""
+"""An answer with more bytes, headers included, fails."""
 MIN_WAIT_NS = 1_000_000_000
-"""A refused client does not come back sooner, even if the server says so: it would do nothing else."""
+"""A refused client does not come back sooner, even if the server says so."""
 MAX_WAIT_NS = 3600 * 1_000_000_000
-"""A client that is told to wait for longer does not come back: a run would last as long as a server likes."""
+"""A refused client that should wait longer does not come back, or a server could make a run last forever."""
 _NS_PER_S = 1_000_000_000
 _NOT_NOW = (429, 503)
 _ROLES = ("user", "assistant")
 _TENANT_CHARS = "._:@/-"
-"""Beside letters and digits, what a tenant's name has in a header; other characters are percent-encoded."""
+"""Characters of a tenant's name that are not percent-encoded in a header, beside letters and digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
-    """How the client behaves, whatever it sends."""
-
     silence_s: float = SILENCE_S
-    """An answer of which no byte comes for this long has failed."""
+    """An answer fails if no byte comes for this long."""
     max_s: float | None = None
-    """The run ends after so many seconds, with what there is; None: when all is answered."""
+    """The run ends after this many seconds with what there is; None waits for every answer."""
     max_returns: int = 0
-    """How often a client that is refused with `Retry-After` comes back then, but not sooner than after `MIN_WAIT_NS`; its
-    latency includes those waits. After that, or if it should wait longer than `MAX_WAIT_NS`, it is refused."""
+    """How often a client that is refused with `Retry-After` comes back. Its latency includes those waits."""
     keeps_text: bool = False
-    """The records have the answers' texts."""
+    """Whether records keep the answers' texts."""
 
 
 def send(
@@ -68,10 +64,10 @@ def send(
     on_end: Callable[[], object] | None = None,
     options: SendOptions | None = None,
 ) -> Sent:
-    """Send every job to the server, and wait until the last has ended.
+    """Send every job to the server and wait until the last has ended.
 
-    `on_end` is called after each. A request that fails is a record, and the run goes on; Ctrl-C ends it with what there is.
-    Raises PenstockError if the URL is none, or a job has no prompt that can be sent to this endpoint.
+    `on_end` is called after each. A failed request is a record, and the run goes on; Ctrl-C ends it with what there is. Raises
+    PenstockError for a bad URL, or a job whose prompt this endpoint does not take.
     """
     options = options or SendOptions()
     client = _Client(target, options)
@@ -105,7 +101,7 @@ def send(
 
 
 class _PreciseSelector(selectors.EpollSelector):
-    """`epoll` that wakes when it should: alone, it wakes up to a millisecond late."""
+    """`epoll` without its rounding, which wakes up to a millisecond late."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout > 0 and self.fileno() < 1024:
@@ -115,12 +111,10 @@ class _PreciseSelector(selectors.EpollSelector):
 
 
 class _BrokenAnswer(Exception):
-    """The answer is not whole. The message says why."""
+    """The answer is incomplete. The message says why."""
 
 
 class _Connection(asyncio.Protocol):
-    """A connection, with one request at a time."""
-
     def __init__(self, now_ns: Callable[[], int], open_connections: set[_Connection]) -> None:
         self._now_ns = now_ns
         self._open = open_connections
@@ -146,10 +140,7 @@ class _Connection(asyncio.Protocol):
         self._open.add(self)
 
     async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_events: int | None) -> None:
-        """Send a request and fill its answer, until it has ended or has `max_events` events with text.
-
-        Raises _BrokenAnswer if it is not whole. A cancelled call closes the connection.
-        """
+        """Send a request and fill its answer, until it has ended or has `max_events` events with text. Raises _BrokenAnswer."""
         self._answer, self._num_bytes, self._ends_with_connection = answer, 0, True
         self._max_events, self._silence_s = max_events, silence_s
         self._done = asyncio.get_running_loop().create_future()
@@ -169,7 +160,6 @@ class _Connection(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether a byte of the answer has come."""
         return self._num_bytes > 0
 
     def close(self) -> None:
@@ -233,10 +223,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Client:
-    """Asks a server for one job after another."""
-
     def __init__(self, target: Target, options: SendOptions) -> None:
-        """Raises PenstockError if the URL is none."""
         self._address = address = Address.of(target.url)
         self._tls = (target.tls or True) if address.scheme == "https" else None
         self._target = target
@@ -251,7 +238,7 @@ class _Client:
         self._num_uncounted = 0
 
     def check(self, job: Job) -> None:
-        """Raises PenstockError if a job has no prompt that can be sent to this endpoint."""
+        """Raise PenstockError if this endpoint does not take the job's prompt."""
         endpoint = self._target.endpoint
         if job.texts and endpoint is not Endpoint.EMBEDDINGS:
             raise PenstockError("A job has a list of texts.", remedy="Send it to the endpoint of embeddings.")
@@ -265,7 +252,7 @@ class _Client:
             raise PenstockError("A prompt of token ids is no message of a chat.", remedy="Use the endpoint of completions.")
 
     async def close(self) -> None:
-        """Close all connections. The loop can end then: every socket is closed."""
+        """Close all connections and wait until their sockets are closed."""
         for connection in tuple(self._open):
             connection.close()
             await connection.lost.wait()
@@ -345,7 +332,7 @@ class _Client:
             return
 
     def _request(self, job: Job, body: bytes, late_ns: int) -> bytes:
-        """Return head and body. `late_ns`: less than 0 by as much as the job was due before now."""
+        """Return head and body. `late_ns` is negative: the job was due that long before now."""
         head = self._head
         if job.tenant:
             head += f"X-Tenant: {quote(job.tenant, safe=_TENANT_CHARS)}\r\n"
@@ -363,7 +350,7 @@ class _Client:
         record.num_output_tokens = answer.num_events if answer.num_output_tokens is None else answer.num_output_tokens
 
     def _judged(self, answer: Answer, job: Job, error: str) -> tuple[End, str]:
-        """Return how a request ended, and why if that was not well. `error`: what went wrong with the connection."""
+        """Return how a request ended, and the reason if it failed. `error` is that of the connection."""
         if answer.status not in (0, 200):
             error = answer.error or error or f"The status is {answer.status}."
             return (End.REFUSED if answer.status in _NOT_NOW else End.FAILED), error

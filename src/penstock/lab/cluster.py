@@ -1,13 +1,8 @@
-"""Several replicas on one virtual clock: a router before them, or replicas that compute prompts and others that go on. Called
-by commands and benchmarks; moves no clock itself.
+"""Several replicas on one virtual clock, behind a router, or split into replicas that prefill and replicas that decode.
 
-    replicas     router --> replica 0, 1, ...                       each with its own door
-    split        router --> prefill 0, 1, ... --KV--> decode 0, 1, ...
-
-In a split, a prefill replica computes the prompt and the first token. Then the prompt's KV goes over the replica's link, one
-request after another: (tokens x bytes per token) / bandwidth + latency. It arrives in the prefix cache of the decode replica
-with the fewest requests, where an ordinary request for the other tokens finds it. KV that finds no room there, or is evicted
-while its request waits, is computed again. So the scheduler of both kinds is the one that serves.
+A prefill replica computes the prompt and the first token. The prompt's KV then takes the replica's link, one request after
+another, into the prefix cache of the least loaded decode replica. An ordinary request for the other tokens finds it there. KV
+that finds no room, or is evicted while its request waits, is computed again.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ FIRST_CONVERSATION = 1 << 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How KV leaves a prefill replica."""
+    """The way of KV out of a prefill replica."""
 
     bytes_per_token: int
     """Keys and values of all layers."""
@@ -50,25 +45,25 @@ class Link:
             raise ConfigError("A link moves at least a byte for each token, at a bandwidth above 0 and a latency from 0 on.")
 
     def busy_ns(self, num_tokens: int) -> int:
-        """For how long a transfer keeps the link from others."""
+        """Return how long a transfer occupies the link."""
         return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Replicas that are all alike, as values; each run starts them anew."""
+    """Settings of equal replicas. Each run starts them anew."""
 
     settings: ServerSettings
     num_replicas: int = 1
-    """In a split those that decode."""
+    """In a split, those that decode."""
     num_prefill_replicas: int = 0
-    """0: there is no split."""
+    """0 means no split."""
     link: Link | None = None
-    """Each prefill replica has one, if there are some."""
+    """Of each prefill replica, if there are any."""
     make_router: Callable[[], Router] = RoundRobin
-    """Chooses where a request goes first."""
+    """The router of new requests."""
     max_tokens: int | None = None
-    """As of `Simulation`, as the next two."""
+    """As of `Simulation`, like the next two."""
     max_returns: int = 0
     seed: int = 0
 
@@ -95,10 +90,9 @@ class Cluster:
         return outcome_of(traffic, clock, fleet.servers, fleet.ended)
 
     def capacity_per_s(self, workload: Workload) -> float:
-        """Requests per second when all of a workload are there at once, and none is refused, late or given up.
+        """Return the requests per second if all come at once and none is refused, late or cancelled.
 
-        The begin and the last rows of that run have their part, so it is what the workload as it is can have, and less than
-        `plan.saturated_rate`, which is of a server that always has enough; `sizing.fullest_batch` estimates that by a formula.
+        The first prompts and the last few rows have their part, so this is less than `plan.saturated_rate`.
         """
         jobs = [
             replace(
@@ -122,7 +116,7 @@ class _Fleet:
 
     def __init__(self, cluster: Cluster, workload: Workload, clock: VirtualClock, traffic: Traffic) -> None:
         self.ended: dict[str, RequestStats] = {}
-        """The account of each call that has ended."""
+        """Stats of ended calls."""
         self._traffic, self._clock, self._link = traffic, clock, cluster.link
         kinds = {"prefill": cluster.num_prefill_replicas, "decode": cluster.num_replicas}
         if not cluster.num_prefill_replicas:
@@ -140,11 +134,11 @@ class _Fleet:
         self._free_ns = dict.fromkeys(self._names, 0)
         """Prefill replica -> when its link is free."""
         self._places: dict[str, str] = {}
-        """Call under way -> its replica; of a call whose KV is on its way the one that it comes from."""
+        """Call under way -> its replica; while its KV is moved, the one it comes from."""
         self._prefilled: dict[str, RequestStats] = {}
-        """Calls that have left their prefill replica -> its account of them."""
+        """Calls that have left their prefill replica -> its stats of them."""
         self._moving: set[str] = set()
-        """Calls whose KV is on its way."""
+        """Calls whose KV is being moved."""
         self._roots: dict[int, int] = {}
         """Job of a conversation -> its first job."""
         for index, job in enumerate(workload.jobs):
@@ -154,7 +148,7 @@ class _Fleet:
     # A call comes, and goes on.
 
     def submit(self, call: Call) -> None:
-        """Raises `Rejected` if the door of the replica that was chosen refuses it."""
+        """Raises `Rejected` if the chosen replica refuses the call."""
         name = self._names[self._choose(self._router, call, self._names)]
         request = call.request
         if self._decode_names:  # the first token, and its KV goes on
@@ -251,7 +245,7 @@ class _Fleet:
 
 
 def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of all tokens of a request but the last into a server's prefix cache. False: there is no room for it."""
+    """Put the KV of all tokens of a request but the last into a server's prefix cache. Return whether there was room."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
     bearer = _anew(request, request_id=f"{request.request_id} KV")
     hit = kv.lookup_prefix(bearer)
@@ -267,12 +261,12 @@ def place_kv(server: VirtualServer, request: Request) -> bool:
 
 
 def _anew(request: Request, **changes: Any) -> Request:
-    """A request that has generated nothing yet."""
+    """Return a request that has generated nothing yet."""
     return replace(request, output_token_ids=[], **changes)
 
 
 def _joined(first: RequestStats, last: RequestStats) -> RequestStats:
-    """The life of a request that was served by two replicas."""
+    """Return the stats of a request that two replicas served."""
     return replace(
         first,
         ended_ns=last.ended_ns,

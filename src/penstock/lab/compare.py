@@ -1,15 +1,8 @@
-"""Comparison of two results of `penstock bench`: which figures differ by more than noise. Called by `penstock bench compare`.
+"""Comparison of results of `penstock bench`: which figures differ by more than noise. Called by `penstock bench compare`.
 
-Figures are compared as ratios, at each load that both results have. The standard error of a ratio's logarithm comes from one of
-three sources:
-
-- Three runs or more on both sides: the spread between runs (Welch's test).
-- Fewer runs: the intervals of the two figures (Zou and Donner, Statistics in Medicine 27, 2008).
-- Fewer runs, but of the same jobs: a block bootstrap of the latencies that draws the same jobs on both sides (Carlstein,
-  Annals of Statistics 14, 1986), so variation between jobs cancels.
-
-Holm's correction (Scandinavian Journal of Statistics 6, 1979) keeps the chance of any false difference among all figures below
-5 %. docs/bench-results.md describes the method for users.
+Figures are compared as ratios. The standard error of a ratio's logarithm comes from the spread between runs (Welch), from the
+figures' own intervals (Zou and Donner, 2008) or, for the same jobs, from a paired block bootstrap (Carlstein, 1986). Holm's
+correction (1979) keeps the chance of any false difference below 5 %. docs/bench-results.md describes the method.
 """
 
 from __future__ import annotations
@@ -52,17 +45,16 @@ class Difference:
     figure: str
     """`ttft p99`, `output_tokens_per_s`"""
     is_rate: bool
-    """A rate is better when it is higher, a latency when it is lower."""
     before: float
     after: float
     change: Estimate | None
-    """after / before - 1, with the interval of this figure alone; None if the runs are too small to compare it."""
+    """after / before - 1, with the interval of this figure alone, or None if the runs are too small."""
     chance: float = 1.0
-    """The chance of a difference at least this large if there is none in truth; for this figure alone."""
+    """Chance of a difference this large if there is none in truth, for this figure alone."""
     smallest: float = math.inf
     """The smallest change that these runs would show four times in five, after the correction."""
     is_more_than_noise: bool = False
-    """After the correction for all figures that were tested."""
+    """After the correction for all tested figures."""
 
     @property
     def is_worse(self) -> bool:
@@ -70,7 +62,7 @@ class Difference:
 
     @property
     def words(self) -> str:
-        """The numbers in words: `faster by 12 % [9, 15]`."""
+        """`faster by 12 % [9, 15]`"""
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
         verbs = ("higher", "lower") if self.is_rate else ("slower", "faster")
@@ -100,7 +92,7 @@ class Compared:
 
     comparisons: Sequence[Comparison]
     notes: Sequence[str]
-    """Facts to know before believing the figures."""
+    """What to know before believing the figures."""
 
     @property
     def has_tested(self) -> bool:
@@ -108,7 +100,7 @@ class Compared:
         return any(difference.change is not None for one in self.comparisons for difference in one.differences)
 
     def worse(self, by: float) -> list[tuple[Load | None, Difference]]:
-        """Return the figures that are worse by more than this share, where that is more than noise."""
+        """Return the figures that are worse by more than the share `by`, and by more than noise."""
         return [
             (one.load, difference)
             for one in self.comparisons
@@ -118,7 +110,7 @@ class Compared:
 
 
 def compare_results(before: Result, afters: Sequence[Result], *, any_workload: bool = False) -> list[Compared]:
-    """Compare each of `afters` with `before` at each load that both have. One correction covers all of them.
+    """Compare each of `afters` with `before` at each common load. One correction covers all of them.
 
     Raises ConfigError if no load is common, or if the workloads differ and `any_workload` is false.
     """
@@ -229,7 +221,7 @@ def _spread_of_repeats(logs: Sequence[Sequence[float]]) -> Spread:
 
 
 def _spread_of_intervals(values: Sequence[Sequence[Estimate]]) -> Spread | None:
-    """Return the spread that follows from the figures' own intervals, or None if one is unknown or reaches 0."""
+    """Return the spread from the figures' own intervals, or None if one is unknown or reaches 0."""
     variance = 0.0
     for side in values:
         for one in side:
@@ -293,7 +285,7 @@ def _mean_spread(spreads: Sequence[Spread]) -> Spread:
 
 
 def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
-    """Fill in the change and its chance. `ratio` is a logarithm. `smallest` still lacks the correction."""
+    """Fill in the change and its chance. `ratio` is a logarithm; `smallest` still lacks the correction."""
     half = student_quantile((1 + LEVEL) / 2, spread.degrees) * spread.error
     change = Estimate(*(math.expm1(value) for value in (ratio, ratio - half, ratio + half)))
     chance = student_tail(ratio / spread.error, spread.degrees) if spread.error else float(ratio == 0)
@@ -301,7 +293,7 @@ def _judged(shell: Difference, ratio: float, spread: Spread) -> Difference:
 
 
 def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Decide which differences are more than noise, over all that was tested."""
+    """Decide which of all tested differences are more than noise."""
     tested = sorted(
         (difference.chance, i, j)
         for i, one in enumerate(comparisons)
@@ -329,7 +321,6 @@ def _after_holm(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def _worsening(difference: Difference) -> float:
-    """Return how much worse, as a share: 0.05 for a latency that rose by 5 %, or a rate that fell by 5 %."""
     assert difference.change is not None
     return -difference.change.value if difference.is_rate else difference.change.value
 

@@ -1,22 +1,8 @@
-"""Cost models on disk: what `penstock profile --fit` writes, and tables of other hardware (docs/profile.md). Called by
-commands.
+"""Cost models on disk: fitted ones in JSON, as `penstock profile --fit` writes them, and CSV tables of other hardware.
 
-A fitted model is a JSON file with a version, and says what it was fitted to and by how much it misses. A table is a CSV file:
-of steps that somebody measured or computed,
-
-    rows,tokens,context,ms
-    1,1,128,6.2
-    32,1,128,11.5
-    1,512,0,24.0
-
-where each of `rows` rows computes `tokens` tokens after `context` others; or of costs by name,
-
-    cost,ns
-    step_ns,6100000
-    decode_row_ns,41000
-
-Lines that begin with # are comments; those of the form `# key: value` say where a table comes from, and `# estimated: yes` that
-nobody measured it.
+A table has steps (`rows,tokens,context,ms`: each of `rows` rows computes `tokens` tokens after `context` others) or costs by
+name (`cost,ns`). Its comments `# key: value` give its origin; `# estimated: yes` says that nobody measured it. See
+docs/profile.md.
 """
 
 from __future__ import annotations
@@ -47,7 +33,7 @@ _PLAIN_COSTS = tuple(part.name for part in fields(CostModel) if part.name.endswi
 
 
 class CostFileError(PenstockError):
-    """A file is no cost model, or is damaged."""
+    """A file is not a cost model, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +44,7 @@ class SavedCost:
     source: str
     """`profile`, `recording` or `table`."""
     is_estimated: bool = False
-    """Nobody measured these steps: they are computed from published figures."""
+    """The steps were not measured but computed from published figures."""
     model: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     date: str = ""
@@ -66,12 +52,12 @@ class SavedCost:
     penstock: str = ""
     num_steps: int = 0
     errors: Mapping[str, Errors] = field(default_factory=dict)
-    """By part of the step, of steps that the model had not seen when it told their time."""
+    """By part of the step, for steps that the fit had not seen."""
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
-        """Where it comes from, in a line."""
+        """The origin in one line."""
         kind = "estimated, not measured" if self.is_estimated else f"from a {self.source}"
         missed = self.errors.get("execute")
         parts = [self.model, str(self.machine.get("cpu", "")), kind, self.date]
@@ -81,7 +67,7 @@ class SavedCost:
 
 
 def save_cost(path: Path, saved: SavedCost) -> None:
-    """Write a cost model. Raises CostFileError if the file can't be written."""
+    """Raises CostFileError if the file can't be written."""
     written = {"format": FORMAT, "version": VERSION, **asdict(saved)}
     try:
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
@@ -90,9 +76,9 @@ def save_cost(path: Path, saved: SavedCost) -> None:
 
 
 def load_cost(path: Path) -> SavedCost:
-    """The cost model in a file, or in a table that comes with Penstock (`h100-llama-8b`).
+    """Read a cost model from a file, or from a table that comes with Penstock (`h100-llama-8b`).
 
-    Raises CostFileError, with the line of a table, for what is none.
+    Raises CostFileError, with the line of a table.
     """
     own = files("penstock.lab").joinpath(f"{path}.csv")
     if str(path) == path.name and not path.exists() and own.is_file():
@@ -105,7 +91,7 @@ def load_cost(path: Path) -> SavedCost:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a file. Raises OSError, or ValueError if it is longer or no UTF-8."""
+    """Read a text. Raises OSError, or ValueError for a longer one or wrong UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

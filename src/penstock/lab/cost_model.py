@@ -1,8 +1,7 @@
-"""How long a step takes, from its shape alone. Called by the simulated executor and by the simulation; measures nothing.
+"""The time of a step as a function of its shape: a sum of named parts, each a count times its cost.
 
-A step's time is a sum of named parts, each a number of something times its cost. The noise of the machine, which such a sum
-leaves over, is kept as ratios of measured to modelled time, from which seeded draws are made. A model knows the range of
-the steps that it was fitted to, and says so when it is asked about a step outside of it.
+The noise that such a sum leaves over is kept as ratios of measured to modelled time, from which seeded draws are made. A model
+knows the range of the steps that it was fitted to.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from penstock.types.plan import RowPlan, StepShape
 
 
 class Counts(NamedTuple):
-    """The work in a step, as the parts of a cost model are paid for it."""
+    """The work in a step, as a cost model counts it."""
 
     num_tokens: int
-    """Positions that are computed, of all rows."""
+    """Positions computed, of all rows."""
     num_decodes: int
     """Rows of one token."""
     num_prefill_tokens: int
@@ -33,7 +32,7 @@ class Counts(NamedTuple):
     num_prefill_context: int
     """KV positions before longer rows."""
     num_samples: int
-    """Tokens that are sampled."""
+    """Sampled tokens."""
     num_rows: int
     max_context_len: int
     """Positions before and in the longest row."""
@@ -41,7 +40,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The largest steps that a cost model was fitted to. Within it lies each step that exceeds none of them."""
+    """The largest steps that a cost model was fitted to."""
 
     max_rows: int
     max_decodes: int
@@ -49,7 +48,7 @@ class Fitted:
     max_context_len: int
 
     def exceeded_by(self, counts: Counts) -> tuple[str, ...]:
-        """Each limit that a step exceeds, in words: `80 rows > 64`."""
+        """Return the limits that a step exceeds, in words: `80 rows > 64`."""
         pairs = (
             ("rows", counts.num_rows, self.max_rows),
             ("decodes", counts.num_decodes, self.max_decodes),
@@ -60,42 +59,42 @@ class Fitted:
 
 
 COLD_AFTER_NS = 35e6
-"""Steps that last so long leave no weights in the caches for the next one. Measured, as the next two: docs/profile.md."""
+"""A step this long leaves no weights in the caches. Measured, as are the next two: docs/profile.md."""
 COLD_DECAY = 0.75
-"""Each further step brings back a quarter of what caches lost."""
+"""Each further step brings back a quarter of what the caches lost."""
 COLD_TOKENS = 16
-"""Products of more tokens wait for arithmetic, and hide some of the time that weights take to come."""
+"""Products of more tokens wait for arithmetic, which hides part of the time to fetch weights."""
 
 
 def coldness_after(coldness: float, duration_ns: float) -> float:
-    """The share of `CostModel.cold_ns` that the next step pays, after one that paid `coldness` and took so long."""
+    """Return the share of `CostModel.cold_ns` that the next step pays, after one that paid `coldness`."""
     return max(coldness * COLD_DECAY, min(1.0, duration_ns / COLD_AFTER_NS))
 
 
 def cold_share(coldness: float, num_tokens: int) -> float:
-    """The share of `CostModel.cold_ns` that a step of so many tokens pays."""
+    """Return the share of `CostModel.cold_ns` that a step of `num_tokens` pays."""
     return coldness * min(1.0, COLD_TOKENS / num_tokens)
 
 
 class Residuals(NamedTuple):
-    """Noise of steps of like length: a stall of a millisecond doubles a short step, and is nothing to a long one."""
+    """Noise of steps of similar length: a stall of a millisecond doubles a short step and does not matter to a long one."""
 
     up_to_ns: float
-    """Modelled time of the longest step that it was measured at."""
+    """Modelled time of the longest of them."""
     ratios: tuple[float, ...]
-    """Measured over modelled time: means of equally many steps, ascending. So the mean of all is the mean that was measured."""
+    """Measured over modelled time: ascending means of equally many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Costs in nanoseconds.
 
-    The defaults are SmolLM2-135M (Q4_1, keys and values of 8 bits) on one thread with AVX-512, fitted to 36 shapes with a
-    mean error of 5 % (2026-11-20); the host takes no time in them, and there is no noise.
+    The defaults are SmolLM2-135M (Q4_1, 8-bit KV) on one thread with AVX-512, fitted to 36 shapes with a mean error of 5 %
+    (2026-11-20), without host time and noise.
     """
 
     step_ns: float = 2_680_000.0
-    """Each step, of any shape: the weights are read, threads start and meet."""
+    """Each step: weights are read, threads start and meet."""
     decode_row_ns: float = 391_000.0
     """Each row of one token."""
     prefill_token_ns: float = 326_000.0
@@ -103,33 +102,32 @@ class CostModel:
     decode_read_ns: float = 610.0
     """Each KV position that a row of one token reads."""
     prefill_read_ns: float = 257.0
-    """Each KV position that each token of a longer row reads; several tokens share what they read."""
+    """Each KV position that each token of a longer row reads."""
     prefill_context_ns: float = 0.0
-    """Each KV position before a longer row, however many of its tokens read it."""
+    """Each KV position before a longer row, once for all of its tokens."""
     sample_ns: float = 0.0
-    """Each token that is sampled: its logits and the choice."""
+    """Each sampled token: its logits and the choice."""
     sample_step_ns: float = 0.0
-    """Each step that samples a token: the matrix of the logits is read."""
+    """Each step that samples: the matrix of the logits is read."""
     token_brackets: tuple[tuple[int, float], ...] = ()
-    """(up to so many tokens of a step, cost of each), ascending, as brackets of a tax: products with weights, whose price per
-    token falls or rises with their number. The last holds for all further ones."""
+    """(up to this many tokens of a step, cost of each), ascending like tax brackets, for products with weights. The last one
+    continues."""
     cold_ns: float = 0.0
-    """A step of few tokens after a long one, besides: caches hold the weights again only after several short steps
-    (`coldness_after`, `cold_share`)."""
+    """Added to a step of few tokens after a long one: the caches need several short steps to hold the weights again."""
     host_step_ns: float = 0.0
-    """The engine's own time for each step, outside of the executor: commands, plan, books, text."""
+    """The engine's own time for each step, outside of the executor."""
     host_row_ns: float = 0.0
     """The same for each row."""
     host_prefill_ns: float = 0.0
-    """The same for a step that computes prompts: they are looked up in the prefix cache, and their texts begin."""
+    """The same for a step that computes prompts."""
     residuals: tuple[Residuals, ...] = ()
-    """Noise of the executor's time by the length of the step, ascending; the last holds for all longer ones. None: no noise."""
+    """Noise by the length of the step, ascending; the last holds for all longer ones. Empty: no noise."""
     residual_correlation: float = 0.0
-    """Correlation of the ranks of two steps in a row among them: a machine is slow for a while, not for one step. [0, 1)"""
+    """Rank correlation of successive steps, [0, 1): a machine is slow for a while, not for one step."""
     host_residuals: tuple[float, ...] = ()
-    """`Residuals.ratios` of the host's time, which is taken to change from step to step."""
+    """`Residuals.ratios` of the host's time, which has no correlation."""
     fitted: Fitted | None = None
-    """None: nobody knows."""
+    """None if unknown."""
 
     def counts(self, shape: StepShape) -> Counts:
         num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
@@ -156,7 +154,7 @@ class CostModel:
         )
 
     def parts_ns(self, shape: StepShape) -> Mapping[str, int]:
-        """The executor's time by part."""
+        """Return the executor's time by part."""
         counts = self.counts(shape)
         parts = {
             "step": self.step_ns,
@@ -174,11 +172,11 @@ class CostModel:
         return {name: round(part_ns) for name, part_ns in parts.items()}
 
     def duration_ns(self, shape: StepShape) -> int:
-        """The executor's time for a step that finds the weights in the caches, without noise."""
+        """Return the executor's time for a step with warm caches, without noise."""
         return self.cost_of(self.counts(shape))
 
     def cost_of(self, counts: Counts) -> int:
-        """As `duration_ns`, of what was counted."""
+        """As `duration_ns`, for counts."""
         return round(
             self.step_ns
             + self.decode_row_ns * counts.num_decodes
@@ -191,21 +189,19 @@ class CostModel:
         )
 
     def host_ns(self, num_rows: int, *, has_prefill: bool) -> int:
-        """The engine's own time for a step of so many rows, without noise. From the end of one step in the executor to the
-        begin of the next passes, in the mean, the time of the step that ended.
-        """
+        """Return the engine's own time after a step, without noise."""
         return round(self.host_step_ns + self.host_row_ns * num_rows + (self.host_prefill_ns if has_prefill else 0.0))
 
     def noise(self, rng: Random) -> Noise:
-        """Draws factors for `duration_ns`."""
+        """Return factors for `duration_ns`."""
         return Noise(self.residuals, self.residual_correlation, rng)
 
     def host_noise(self, rng: Random) -> Noise:
-        """Draws factors for `host_ns`."""
+        """Return factors for `host_ns`."""
         return Noise((Residuals(math.inf, self.host_residuals),) if self.host_residuals else (), 0.0, rng)
 
     def outside(self, counts: Counts) -> tuple[str, ...]:
-        """The limits of the fitted range that a step exceeds, in words; none if it lies within, or nobody knows the range."""
+        """Return the limits of the fitted range that a step exceeds, in words."""
         return () if self.fitted is None else self.fitted.exceeded_by(counts)
 
     def _sample_ns(self, num_samples: int) -> float:
@@ -223,10 +219,10 @@ class CostModel:
 
 
 class Noise:
-    """Draws from residuals, one after the other: the same seed gives the same draws."""
+    """Seeded draws from residuals, one after the other."""
 
     def __init__(self, residuals: Sequence[Residuals], correlation: float, rng: Random) -> None:
-        """Without residuals each draw is 1. `correlation`: of the ranks of two draws in a row."""
+        """Without residuals each draw is 1."""
         self._edges = [one.up_to_ns for one in residuals[:-1]]
         self._ratios = [one.ratios for one in residuals]
         # Of the normal deviates behind ranks (Pearson, 1907).
@@ -236,7 +232,7 @@ class Noise:
         self._deviate = rng.gauss() if residuals else 0.0
 
     def draw(self, modelled_ns: float) -> float:
-        """The next factor, for a step that takes so long by the model."""
+        """Return the next factor, for a step of this modelled time."""
         if not self._ratios:
             return 1.0
         self._deviate = self._share * self._deviate + self._own_share * self._rng.gauss()
@@ -246,5 +242,4 @@ class Noise:
 
 
 def shape_of_rows(rows: Sequence[RowPlan]) -> StepShape:
-    """The shape of a step with these rows, which is all that a cost model sees of it."""
     return StepShape(tuple([(row.query_len, row.context_len) for row in rows]), sum([row.samples for row in rows]))

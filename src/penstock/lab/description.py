@@ -1,7 +1,4 @@
-"""A workload in figures: counts, lengths, pace, what its prompts share. As data, and as a few lines. Changes nothing.
-
-Called by the commands before they send or simulate, and by benchmarks.
-"""
+"""A workload in figures: counts, lengths, pace, shared prefixes. As data, and as a few lines for people."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MAX_TENANTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of numbers of tokens: the smallest number that so many of a hundred do not exceed."""
+    """Mean and quantiles of numbers of tokens."""
 
     mean: float
     p50: int
@@ -32,35 +29,31 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Facts of a workload alone: nothing here depends on a server."""
-
     name: str
     num_requests: int
     num_conversations: int
-    """Those of at least two turns."""
+    """With at least two turns."""
     num_follow_ups: int
     """Requests that continue a conversation, and so have no arrival of their own."""
     prompt_tokens: Spread
-    """Prompts with all that was said before."""
+    """With all that was said before."""
     output_tokens: Spread
     total_prompt_tokens: int
     total_output_tokens: int
     duration_s: float
     """From the begin of the run to the last arrival."""
     rate: float | None
-    """Arrivals per second from the first to the last; None: all at once. Follow-ups do not count."""
+    """Arrivals per second from the first to the last, or None if all come at once."""
     gap_cv: float | None
-    """Standard deviation of the gaps between arrivals, over their mean; None for fewer than two gaps, or all at once."""
+    """Standard deviation of the gaps between arrivals over their mean; None for fewer than two gaps, or all at once."""
     prefix_share: float
-    """Share of all prompts' tokens that a perfect cache would find: full blocks of prefixes that an earlier request had,
-    and, in a conversation, all that was said before."""
+    """Share of the prompt tokens that a perfect cache would find: full blocks of an earlier prefix, and all earlier turns."""
     num_cancelled: int
     requests_by_tenant: Mapping[str, int]
     tokens_by_tenant: Mapping[str, int]
     """Prompts and answers."""
 
     def text(self) -> str:
-        """A few lines for people."""
         lines = [
             self.name,
             f"  {counted(self.num_requests, 'request', spec=',')}, {self.total_prompt_tokens:,} prompt tokens, "
@@ -143,7 +136,7 @@ def _gap_cv(instants: Sequence[int]) -> float | None:
 
 
 def _num_found(workload: Workload) -> int:
-    """Tokens of prompts that came before: in full blocks, from the begin on, or earlier in the same conversation."""
+    """Return the prompt tokens that came before, in full blocks from the beginning, or earlier in the conversation."""
     block_tokens = workload.prefix_block_tokens
     seen: set[int] = set()
     num_found = 0

@@ -1,6 +1,6 @@
 """The loop that sends a workload: starts each job when it is due and keeps the record of its end.
 
-`send` (HTTP) and `in_process.drive` call it, each with its own way to ask for one job. Runs on an event loop.
+`client.send` (HTTP) and `in_process.drive` call it, each with its own way to ask for one job.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NS_PER_S = 1_000_000_000
 class Ask(Protocol):
     """Asks for one job and fills its record while the answer comes. A cancelled call ends the request.
 
-    `texts`: what the user and the model said in turn, with the job's own prompt last; empty for a prompt of token ids.
-    `now_ns`: the clock of the record's instants. PenstockError makes the job a failure with that message.
+    `texts`: what user and model said in turn, with the job's own prompt last; empty for a prompt of token ids. `now_ns`: the
+    clock of the record. A PenstockError makes the job a failure with that message.
     """
 
     async def __call__(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None: ...
@@ -38,9 +38,9 @@ async def drive(
     keeps_text: bool = False,
     max_s: float | None = None,
 ) -> Sent:
-    """Ask for every job and wait until the last has ended. A request that fails is a record, and the run goes on.
+    """Ask for every job and wait until the last has ended. A failed request is a record, and the run goes on.
 
-    The run ends early, with what there is, after `max_s` seconds or if its task is cancelled, as Ctrl-C does in `asyncio.run`.
+    The run ends early, with what there is, after `max_s` seconds or if its task is cancelled, as by Ctrl-C in `asyncio.run`.
     """
     driving = _Driving(workload, ask, pace, warm_up, on_end, keeps_text)
     try:
@@ -54,7 +54,7 @@ async def drive(
 
 
 class _Driving:
-    """A run while it goes on. Instants are nanoseconds from its begin."""
+    """A run under way. Instants are nanoseconds from its begin."""
 
     def __init__(
         self, workload: Workload, ask: Ask, pace: Pace, warm_up: WarmUp, on_end: Callable[[], object], keeps_text: bool
@@ -66,13 +66,13 @@ class _Driving:
         self._keeps_text = keeps_text
         self._pacer = Pacer(workload, pace)
         self._records: list[Record] = []
-        """Requests that have ended, in any order, without those of the warm-up."""
+        """Ended requests in any order, without the warm-up."""
         self._unfinished: list[Record] = []
         self._num_warm_up = 0
         self._last_ns = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        """A bug, ours or that of `ask`, which ends the run."""
+        """A bug, here or in `ask`, that ends the run."""
         self._has_changed = asyncio.Event()
         self._said: dict[int, tuple[list[str], int]] = {}
         """Job -> the texts up to its answer, and how many turns that continue it have not begun."""
@@ -100,7 +100,6 @@ class _Driving:
                 raise self._error
 
     async def stop(self) -> None:
-        """End the requests under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,30 +1,7 @@
-"""The figures of a run, made of its records alone: latencies, rates, goodput, cost, fairness, and how sure each is.
+"""The figures of a run, made of its records alone: latencies, rates, goodput, cost, fairness, and their intervals.
 
-Samples       the records as columns; the file of a result keeps these
-parse_slos    `ttft=500ms` -> Slo
-make_figures  samples -> Figures
-
-The records may come from an HTTP client, from a run in process or from a simulation; nothing here asks which. Called by
-`results` for every run; never prints, reads no clock, and draws no random numbers.
-
-- TTFT: from the intended arrival to the first token.
-- TPOT: from the first token to the end, over the output tokens but one; of requests with two tokens or more.
-- ITL: gaps between an event with text and the next, those of all requests together, in buckets of 0.5 %.
-- e2e: from the intended arrival to the end.
-- queue: time in the server's queue, where the server tells it.
-- requests/s: requests that ended well within the window, over its length.
-- output tokens/s: their output tokens within the window, over its length. Between first token and end they are spread evenly.
-- total tokens/s: the same with prompt tokens, which count at the first token.
-- attainment: requests that ended well and hold every SLO, over all but those that the client itself cancelled.
-- goodput: requests/s of those that hold every SLO.
-
-An SLO holds for a request as follows: `ttft`, `tpot` and `e2e` are at most the limit; `itl`: no gap of the request is longer
-than the limit. An answer of one token has no TPOT and no gap, and holds both. A request without the time that an SLO needs,
-such as one without a first token, does not hold it. Latencies are of requests that ended well.
-
-So it is in vLLM's `bench serve`, but for three things: it counts from the sending, so a client that falls behind hides its
-lag (ours is a figure, with a warning); its attainment is told as goodput alone; and it knows no SLO for ITL. In `aiperf`,
-"inter token latency" is what is TPOT here, and "inter chunk latency" is what is ITL here.
+The records may come from an HTTP client, a run in process or a simulation. docs/bench.md defines every figure, and what it
+means for a request to hold an SLO.
 """
 
 from __future__ import annotations
@@ -61,7 +38,7 @@ ENDS = tuple(End)
 UNKNOWN = -1
 """In a column of instants or times: there was none."""
 MAX_TENANTS = 50
-"""More tenants than that have no figures of their own; the ones with most requests do."""
+"""The largest tenants have figures of their own."""
 MAX_REASONS = 20
 MAX_REASON_CHARS = 160
 NUM_GAP_GROUPS = 32
@@ -111,10 +88,9 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GapHistogram:
-    """Gaps between tokens in fine buckets, apart for each of up to `NUM_GAP_GROUPS` groups of requests.
+    """Gaps between tokens in fine buckets, for each group of requests that were due one after another.
 
-    A group has requests that were due one after another. Bucket 0 is below a microsecond; bucket k is 0.5 % wide and begins
-    at 1.005 ** (k - 1) microseconds.
+    Bucket 0 is below a microsecond; bucket k is 0.5 % wide and begins at 1.005 ** (k - 1) microseconds.
     """
 
     buckets: Ints
@@ -158,15 +134,13 @@ class Samples:
     intended_ns: Ints
     sent_ns: Ints
     first_ns: Ints
-    """`UNKNOWN`: no token came."""
+    """`UNKNOWN` without a token, as are the next ones without a gap, or a report of the server."""
     ended_ns: Ints
     num_prompt_tokens: Ints
     num_cached_tokens: Ints
     num_output_tokens: Ints
     longest_gap_ns: Ints
-    """`UNKNOWN`: there was no gap."""
     queue_ns: Ints
-    """`UNKNOWN`: the server did not tell."""
     end: Ints
     """Position in `ENDS`."""
     reason: Ints
@@ -174,15 +148,15 @@ class Samples:
     tenant: Ints
     """Position in `tenants`."""
     reasons: tuple[str, ...]
-    """Why requests were refused or failed; the empty one is for those that were not."""
+    """Reasons of refusals and failures; the first one is empty."""
     tenants: tuple[str, ...]
     gaps: GapHistogram
     tenant_gaps: Mapping[int, GapHistogram] = field(default_factory=dict)
-    """Position in `tenants` -> its gaps, where there are several tenants."""
+    """Position in `tenants` -> its gaps, if there are several tenants."""
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Samples:
-        """The records in any order. Raises ConfigError without any."""
+        """`records` in any order. Raises ConfigError without any."""
         if not records:
             raise ConfigError("There is no record of any request.", remedy="Ask for at least one request.")
         records = sorted(records, key=lambda record: (record.intended_ns, record.index))
@@ -227,7 +201,7 @@ class Samples:
         return found
 
     def latency_ns(self, name: str) -> Ints:
-        """[n]: `ttft`, `tpot`, `e2e` or `queue` of each request; `UNKNOWN` where it has none, or did not end well."""
+        """Return [n]: `ttft`, `tpot`, `e2e` or `queue` of each request, `UNKNOWN` where it has none, or did not end well."""
         has_first = self.first_ns >= 0
         if name == "ttft":
             values, known = self.first_ns - self.intended_ns, has_first
@@ -241,7 +215,7 @@ class Samples:
         return np.where(known & self.is_ok, values, UNKNOWN)
 
     def holds(self, slo: Slo) -> Bools:
-        """[n]: whether each request ended well and holds the SLO."""
+        """Return [n]: whether each request ended well and holds the SLO."""
         if slo.metric == "itl":
             return self.is_ok & (self.longest_gap_ns <= slo.limit_ns)
         values = self.latency_ns(slo.metric)
@@ -249,12 +223,12 @@ class Samples:
         return self.is_ok & (has_none | ((values >= 0) & (values <= slo.limit_ns)))
 
     def holds_all(self, slos: Sequence[Slo]) -> Bools:
-        """[n]: whether each request ended well and holds every SLO."""
+        """Return [n]: whether each request ended well and holds every SLO."""
         found: Bools = np.logical_and.reduce([self.is_ok, *(self.holds(slo) for slo in slos)])
         return found
 
     def rows(self, chosen: Bools, gaps: GapHistogram) -> Samples:
-        """Some of the requests, whose gaps are `gaps`."""
+        """Return some of the requests, with other gaps."""
         columns = {name: getattr(self, name)[chosen] for name in COLUMNS}
         return Samples(**columns, reasons=self.reasons, tenants=self.tenants, gaps=gaps)
 
@@ -281,7 +255,7 @@ def _ints(values: Iterable[int]) -> Ints:
 
 
 def _gaps_of(records: Sequence[Record]) -> GapHistogram:
-    """`records` in the order in which they were due; cancelled and failed ones have no part."""
+    """`records` in the order in which they were due; only those that ended well count."""
     some = [record for record in records if record.end is End.OK and record.gaps_ns]
     num_groups = min(NUM_GAP_GROUPS, len(some))
     groups = [some[len(some) * i // num_groups : len(some) * (i + 1) // num_groups] for i in range(num_groups)]
@@ -297,9 +271,9 @@ def _reason(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that figures are of: requests due in it, and events in it. Nanoseconds from the begin of the run.
+    """The part of a run that figures are of. Nanoseconds from the begin of the run.
 
-    ITL alone is of the whole run always: its histogram knows no instants.
+    ITL alone is always of the whole run: its histogram has no instants.
     """
 
     begin_ns: int
@@ -312,16 +286,16 @@ class Window:
 
 
 def whole_window(samples: Samples) -> Window:
-    """From the first request that was due to the last end, warm-up and drain included, as vLLM's `bench serve` does."""
+    """Return the span from the first due request to the last end, as vLLM's `bench serve` takes it."""
     begin_ns = int(min(samples.intended_ns.min(), samples.sent_ns.min()))
     return Window(begin_ns, max(begin_ns, int(samples.ended_ns.max())), "the whole run, warm-up and drain included")
 
 
 def steady_window(samples: Samples) -> Window | None:
-    """The part between warm-up and drain; None if too little is left: under half of the run, or under 20 ends.
+    """Return the part between warm-up and drain, or None if under half of the run or 20 ends are left.
 
-    It begins when a request has ended well and as many are in flight as in the middle of the run (the median over time), and
-    ends when the last request is sent, since the load falls from there on.
+    It begins when a request has ended well and as many are in flight as in the median over time. It ends when the last request
+    is sent, as the load falls from there on.
     """
     if not samples.is_ok.any():
         return None
@@ -368,14 +342,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """How the SLOs held."""
-
     slos: tuple[Slo, ...]
     attainment: Estimate
     """Share of requests that hold all."""
     attainment_by_slo: Mapping[str, Estimate]
     requests_per_s: Estimate
-    """The rate of those that hold all."""
+    """Of those that hold all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,15 +361,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """Jain's index among tenants: 1 if all have the same, 1/n if one has everything.
-
-    Source: R. Jain, D. Chiu and W. Hawe, A Quantitative Measure of Fairness, DEC-TR-301, 1984.
-    """
+    """Jain's index among tenants (DEC-TR-301, 1984): 1 if all have the same, 1/n if one has everything."""
 
     of_speed: float
-    """Among the tenants' mean speeds: output tokens over e2e seconds of each request, 0 for one that was refused or failed."""
+    """Among mean speeds: output tokens over e2e seconds of each request, 0 for one that was refused or failed."""
     of_tokens: float
-    """Among prompt and output tokens served; it means something only where the tenants ask for the same."""
+    """Among prompt and output tokens served, which says something only if the tenants ask for the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,19 +380,19 @@ class Figures:
     reasons: Mapping[str, int]
     """Refusals and failures by what was said."""
     latencies: Mapping[str, Distribution]
-    """Names of `LATENCIES`; only those that some request has."""
+    """By the names of `LATENCIES`, if some request has it."""
     rates: Rates
     num_prompt_tokens: int
     num_output_tokens: int
     """Both of requests that ended well."""
     prefix_cache_share: float | None
-    """Prompt tokens that the server had in its cache, over all prompt tokens; None: no prompt token was counted."""
+    """Prompt tokens from the server's cache over all prompt tokens, or None without any."""
     goodput: Goodput | None
     cost: Cost | None
     lag: Distribution | None
-    """The client's own: from the intended arrival to the sending."""
+    """Of the client: from the intended arrival to the sending."""
     steady: tuple[Window, Rates] | None
-    """The rates without warm-up and drain, where enough is left."""
+    """The rates without warm-up and drain, if enough is left."""
     fairness: Fairness | None
     tenants: Mapping[str, Figures]
     """The largest `MAX_TENANTS`, if there are several."""
@@ -434,7 +403,7 @@ class Figures:
 def make_figures(
     samples: Samples, *, slos: Sequence[Slo] = (), price_per_hour: float | None = None, window: Window | None = None
 ) -> Figures:
-    """The figures of a run within a window, which is the whole run unless it is given."""
+    """Return the figures of a run, or of a window of it."""
     window = window or whole_window(samples)
     figures = _figures_of(samples, window, slos, price_per_hour)
     num_tenants = len(np.unique(samples.tenant))
@@ -508,7 +477,7 @@ def _gap_distribution(gaps: GapHistogram) -> Distribution | None:
 
 
 def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
-    """Requests and tokens per second of the requests that are `counted`, with intervals by batches of time."""
+    """Return the rates of the requests that are `counted`, with intervals by batches of time."""
     some = samples.rows(counted, samples.gaps)
     num_batches = min(MAX_BATCHES, num_independent_batches(some, window))
     num_batches = num_batches if num_batches >= MIN_DRAWS else 1
@@ -523,7 +492,7 @@ def make_rates(samples: Samples, window: Window, counted: Bools) -> Rates:
 
 
 def num_independent_batches(samples: Samples, window: Window) -> int:
-    """Parts of a window so long that one says little of the next: twice the mean e2e, and five ends."""
+    """Return how many parts the window has that say little of each other: each lasts twice the mean e2e, with five ends."""
     ends = samples.ended_ns[(samples.ended_ns >= window.begin_ns) & (samples.ended_ns <= window.end_ns)]
     if not len(ends):
         return 0
@@ -533,7 +502,7 @@ def num_independent_batches(samples: Samples, window: Window) -> int:
 
 
 def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, Floats]:
-    """Output tokens, prompt tokens and requests ended up to each instant: three arrays [instants].
+    """Return output tokens, prompt tokens and requests ended up to each instant: three arrays [instants].
 
     The first token of an answer came at `first_ns`; the others are spread evenly from there to the end.
     """
@@ -586,7 +555,7 @@ def _fairness(samples: Samples, window: Window) -> Fairness:
 
 
 def jain(shares: Sequence[float]) -> float:
-    """(sum x)^2 / (n sum x^2); 1 where nobody has anything."""
+    """(sum x)^2 / (n sum x^2); 1 if nobody has anything."""
     squares = sum(share * share for share in shares)
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 

@@ -1,9 +1,8 @@
-"""Fits a cost model to measured steps, and says by how much it misses steps that it has not seen. Called by `penstock profile
---fit`; measures nothing itself.
+"""Fits a cost model to measured steps, and measures its error on steps that it has not seen. Used by `penstock profile --fit`.
 
-Each of the executor's own parts (linear, attention, sampling, the rest) is fitted to the kind of work that it does, so that no
-part pays for another's. The costs are those that make the relative errors small, by least squares with weights that trust
-outliers less (Huber, 1964); none is below nothing (Lawson and Hanson, 1974, chapter 23).
+Each of the executor's own parts (linear, attention, sampling, the rest) is fitted to its own kind of work. The costs minimise
+relative errors by least squares that trust outliers less (Huber, 1964), and are not negative (Lawson and Hanson, 1974, chapter
+23).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from penstock.lab.steps import MeasuredStep
 Floats = NDArray[np.float64]
 
 BRACKETS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
-"""Numbers of tokens in a step from which on a further token may have another price."""
+"""Tokens of a step from which on a further token may cost another price."""
 NUM_RATIOS = 100
-"""Ratios that are kept of the noise of like steps, at most."""
+"""The most ratios of noise kept for similar steps."""
 MIN_RATIOS = 50
-"""Fewer steps of like length have no noise of their own."""
+"""Fewer steps of similar length share their noise with the next length."""
 LEAST_SHARE = 0.1
-"""Share of a step that a part must have for its error to count."""
+"""A part counts in the errors if it takes this share of the step."""
 HUBER = 1.5
-"""Errors beyond so many standard deviations count less."""
+"""Standard deviations beyond which errors count less."""
 TOTAL, HOST, OTHER = "execute", "host", "other"
 
 _UNITS: Mapping[str, Callable[[Counts], float]] = {
@@ -51,14 +50,14 @@ _COSTS_OF: Mapping[str, tuple[str, ...]] = {
     OTHER: ("step_ns", "decode_row_ns", "prefill_token_ns"),
     TOTAL: (*_UNITS, "brackets", "cold_ns"),
 }
-"""Part of a step as executors tell it -> costs that it may contain; of an executor that tells none, all of it is one part."""
+"""Part of a step -> costs that it may contain. An executor that reports no parts has one: all of it."""
 _OWN_PARTS = ("linear", "attention", "rows", "sampling")
 _HOST_COSTS = ("host_step_ns", "host_row_ns", "host_prefill_ns")
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """By how much a model misses: |model - measured| / measured, both in their medians over like steps of a group."""
+    """Errors of a model, |model - measured| / measured, by medians of similar steps of a group."""
 
     median: float
     p90: float
@@ -74,14 +73,14 @@ class Fit:
     errors: Mapping[str, Errors]
     """By part, of the model that has seen all steps."""
     left_out: Mapping[str, Errors]
-    """By part, of models that have not seen the group of the step whose time they tell."""
+    """By part, of models that have not seen the step's group."""
     num_steps: int
 
 
 def fit(steps: Sequence[MeasuredStep], *, are_in_order: bool = False) -> Fit:
-    """A cost model, with its noise, its range, and its errors. `are_in_order`: steps followed one another, as in a recording.
+    """Fit a cost model, with its noise, its range and its errors. `are_in_order`: the steps follow one another.
 
-    Raises ValueError for fewer steps or groups than can tell the parts apart, and for a step that took no time.
+    Raises ValueError for too few steps or groups to tell the parts apart, and for a step that took no time.
     """
     names = sorted({step.group for step in steps})
     if len(steps) < len(_UNITS) or len(names) < 2:
@@ -153,7 +152,7 @@ class _Table:
         self.measured[HOST] = np.array([np.nan if step.host_ns is None else float(step.host_ns) for step in steps])
 
     def fit(self, is_used: NDArray[np.bool_]) -> _Cost:
-        """Costs by part, of the steps that are used."""
+        """Return costs by part, from the steps in use."""
         # Errors count in shares of the whole step: a part that takes no time needs no good model.
         is_fitted = is_used & self.is_step
         whole = self.measured[TOTAL][is_fitted]
@@ -175,7 +174,7 @@ class _Table:
         return cost
 
     def predict(self, cost: _Cost) -> dict[str, Floats]:
-        """Nanoseconds of all steps, by part, and of the whole."""
+        """Return the nanoseconds of all steps, by part and in total."""
         predicted = {
             part: np.sum([self._units[name] * cost_ns for name, cost_ns in cost[part].items()], axis=0) for part in self.parts
         }
@@ -185,7 +184,7 @@ class _Table:
         return predicted
 
     def model(self, cost: _Cost) -> CostModel:
-        """The sum of the parts, without noise and range."""
+        """Return the sum of the parts, without noise and range."""
         totals: dict[str, float] = {}
         for part in cost.values():
             for name, cost_ns in part.items():
@@ -196,7 +195,7 @@ class _Table:
         return CostModel(**costs, token_brackets=brackets if any(slopes) else ())
 
     def errors(self, predicted: Mapping[str, Floats]) -> dict[str, Errors]:
-        """Errors of medians of like steps (rows, prompt tokens) in each group, where a part is a fair share of the step."""
+        """Return errors of medians of similar steps (rows, prompt tokens) in each group, where the part is large enough."""
         cells: dict[tuple[int, int, int], list[int]] = {}
         for idx, (group, counts) in enumerate(zip(self.groups.tolist(), self.counts, strict=True)):
             cells.setdefault((group, counts.num_rows, counts.num_prefill_tokens), []).append(idx)
@@ -219,7 +218,7 @@ class _Table:
 
 
 def _edges(num_tokens: Floats) -> tuple[float, ...]:
-    """Ends of brackets with some step each, or their prices could not be told apart; the last is the largest step."""
+    """Return ends of brackets that have some step each; the last is the largest step."""
     most, begin, edges = float(num_tokens.max()), 1.0, []
     for edge in BRACKETS:
         if edge < most and ((num_tokens > begin) & (num_tokens <= edge)).any():
@@ -240,7 +239,7 @@ def _errors(errors: Floats) -> Errors:
 
 
 def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
-    """Non-negative costs [num_costs] of units [num_steps, num_costs] for small errors in shares of `scale`."""
+    """Return non-negative costs [num_costs] of units [num_steps, num_costs] with small errors relative to `scale`."""
     rows, target = matrix / scale[:, None], measured / scale
     weights = np.ones(len(target))
     solution = np.zeros(matrix.shape[1])
@@ -254,7 +253,7 @@ def _robust(matrix: Floats, measured: Floats, scale: Floats) -> Floats:
 
 
 def nonnegative(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 for which |matrix x - target| is least: Lawson and Hanson's active sets."""
+    """Return the x >= 0 that minimises |matrix x - target|, by Lawson and Hanson's active sets."""
     norms = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(norms > 0, norms, 1.0)
     num = scaled.shape[1]
@@ -283,7 +282,7 @@ def nonnegative(matrix: Floats, target: Floats) -> Floats:
 
 
 def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
-    """Noise by octaves of the modelled time; those with few steps are one with the next longer, or with the last."""
+    """Return noise by octaves of the modelled time. Octaves with few steps join the next longer one."""
     octaves = np.floor(np.log2(np.maximum(modelled_ns, 1.0)))
     ends: list[float] = []
     begin = -np.inf
@@ -299,13 +298,12 @@ def _residuals(ratios: Floats, modelled_ns: Floats) -> tuple[Residuals, ...]:
 
 
 def _means(values: Floats) -> tuple[float, ...]:
-    """`Residuals.ratios`."""
     shares = np.array_split(np.sort(values), min(NUM_RATIOS, len(values)))
     return tuple([round(float(share.mean()), 5) for share in shares])
 
 
 def _correlation(values: Floats) -> float:
-    """Correlation of the ranks of neighbours; 0 where that is not known, and never below."""
+    """Return the rank correlation of neighbours, 0 if it is unknown or negative."""
     if len(values) < 100:
         return 0.0
     ranks = np.argsort(np.argsort(values)).astype(float)

@@ -1,6 +1,4 @@
-"""The part of a simulation's report that no record has: how full the servers were, how fast it ran, and whether it left the
-range that its cost model knows. Called by commands; the figures of the records are made by `figures.py`.
-"""
+"""What a simulation reports beside its records: how full the servers were, how fast it ran, whether it extrapolated."""
 
 from __future__ import annotations
 
@@ -19,22 +17,20 @@ NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
-    """One simulation."""
-
     name: str
-    """Empty if there is no other."""
+    """Empty if there is only one."""
     outcome: Outcome
     wall_s: float
     """CPU time that it took."""
 
     @property
     def speed(self) -> float:
-        """Simulated time over the time that it took."""
+        """Simulated time over CPU time."""
         return self.outcome.duration_ns / NS_PER_S / max(self.wall_s, 1e-9)
 
 
 def section_of(simulated: Sequence[Foretold]) -> Section:
-    """A table with a row for each server of each simulation, and a warning for each that extrapolates."""
+    """Return a table with a row for each server of each simulation, and a warning for each that extrapolates."""
     rows = [_row(one, server) for one in simulated for server in one.outcome.timelines]
     head = ("server", "running", "waiting", "KV held", "KV max", "preemptions")
     return Section("Simulation", [*_notes(simulated)], [Table(head, rows)], [*_warnings(simulated)])
@@ -91,7 +87,7 @@ def _warnings(simulated: Sequence[Foretold]) -> Iterator[str]:
 
 
 def plots_of(simulated: Sequence[Foretold]) -> Iterator[plots.Plot]:
-    """Requests and KV blocks of each server over time, of the first few. Raises ConfigError without matplotlib."""
+    """Yield requests and KV blocks of each server over time, for the first servers. Raises ConfigError without matplotlib."""
     timelines = [
         (", ".join(filter(None, [one.name, server])), timeline)
         for one in simulated

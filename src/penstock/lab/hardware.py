@@ -1,7 +1,6 @@
-"""Machines in numbers: memory, bandwidth, peak of multiply-adds, price. Those of the table that comes with Penstock
-(`hardware.csv`, which says what its columns mean), of a user's table with the same columns, or one that `cli` has probed.
+"""Machines in numbers: memory, bandwidth, peak of multiply-adds, price.
 
-Called by `cli.plan`. Measures nothing.
+They come from the table of Penstock (`hardware.csv`, which explains its columns), a user's table, or a probe of this machine.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from penstock.types.errors import ConfigError, counted
 TABLE = "hardware.csv"
 MAX_TABLE_BYTES = 1 << 20
 THIS_READ_SHARE, THIS_COMPUTE_SHARE = 0.8, 0.4
-"""Shares of the peaks that steps reached on two AVX-512 cores (docs/performance.md, "One step"): 86 and 81 % of the bandwidth
-for one row on an EPYC (2026-11-21), and 32 to 39 % of the multiply-adds for 32 rows and for prompts on a Xeon (2026-11-22). On
-the EPYC products alone reached 46 to 64 % of them."""
+"""Shares of the peaks that steps reached on two AVX-512 cores (docs/performance.md, "One step"): 81 to 86 % of the bandwidth
+for one row on an EPYC (2026-11-21), 32 to 39 % of the multiply-adds for 32 rows and prompts on a Xeon (2026-11-22)."""
 THIS_STEP_NS = 200_000
-"""Time of a step beside its products and reads: planning, sampling, the texts of some rows."""
+"""Time of a step beside products and reads: planning, sampling, texts."""
 _COLUMNS = (
     "name",
     "kind",
@@ -51,20 +49,20 @@ class Hardware:
     description: str
     is_gpu: bool
     memory_bytes: int
-    """Memory for weights and KV cache."""
+    """For weights and KV cache."""
     read_bytes_per_s: float
     """Peak of reads from that memory."""
     int8_ops_per_s: float
-    """Peak of multiply-adds of int8 numbers, each two operations; 0 if products of quantised weights run in bf16."""
+    """Peak of int8 multiply-adds, each two operations; 0 if products of quantised weights run in bf16."""
     bf16_ops_per_s: float
     read_share: float
-    """Share of `read_bytes_per_s` that a step reaches: an estimate, whose origin `basis` tells."""
+    """Estimated share of `read_bytes_per_s` that a step reaches; `basis` says where it comes from."""
     compute_share: float
     step_ns: int
     """Time of each step beside products and reads."""
     basis: str
     price_per_hour: float | None = None
-    """US dollars."""
+    """In US dollars."""
     price_source: str = ""
     price_date: str = ""
     spec_source: str = ""
@@ -81,14 +79,13 @@ class Hardware:
                 raise ValueError(f"{name} is {value:g}, and must be at least 0")
 
     def ops_per_s(self, *, is_quantised: bool) -> float:
-        """Peak for weights that are quantised, or floats."""
         return self.int8_ops_per_s if is_quantised and self.int8_ops_per_s else self.bf16_ops_per_s
 
 
 def this_machine(
     *, name: str, memory_bytes: int, read_bytes_per_s: float, int8_ops_per_s: float, bf16_ops_per_s: float
 ) -> Hardware:
-    """The machine on which Penstock runs, with peaks that were probed just now. `name` is its processor's."""
+    """Return this machine, with peaks that were just probed. `name` is its processor's."""
     return Hardware(
         name="this",
         description=name,
@@ -106,7 +103,7 @@ def this_machine(
 
 
 def find(name: str, table: Mapping[str, Hardware]) -> Hardware:
-    """The machine of that name, in upper or lower case. Raises ConfigError with the names that there are."""
+    """Return the machine of that name, in any case. Raises ConfigError with the known names."""
     for known, hardware in table.items():
         if known.lower() == name.lower():
             return hardware
@@ -117,13 +114,12 @@ def find(name: str, table: Mapping[str, Hardware]) -> Hardware:
 
 
 def known_hardware() -> dict[str, Hardware]:
-    """The table that comes with Penstock, by name."""
     text = files("penstock.lab").joinpath(TABLE).read_text(encoding="utf-8")
     return _parse(text.splitlines(), TABLE)
 
 
 def read_table(path: Path) -> dict[str, Hardware]:
-    """A user's table, by name. Raises ConfigError, with the line, for one that can't be read."""
+    """Read a user's table, by name. Raises ConfigError with the line."""
     try:
         text = read_text(path, MAX_TABLE_BYTES)
     except (OSError, ValueError) as error:
@@ -158,7 +154,6 @@ def _parse(lines: Iterable[str], name: str) -> dict[str, Hardware]:
 
 
 def _hardware(row: Mapping[str, str]) -> Hardware:
-    """Raises ValueError."""
 
     def number(column: str, factor: float = 1.0) -> float:
         try:

@@ -1,7 +1,7 @@
-"""A workload for a model in this process: the same paces and the same records as over HTTP.
+"""A workload for a model in this process: the same paces and records as over HTTP.
 
-`drive` takes anything that can `Ask`, since the lab knows no way to load a model; `penstock bench --in-process` gives it the
-Python API. Runs on an event loop, beside the model's own threads.
+`drive` takes anything that can `Ask`; `penstock bench --in-process` gives it the Python API. It runs an event loop beside the
+model's own threads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Progress:
     num_cached_tokens: int
     num_output_tokens: int
     new_text: str
-    """The part that came since the progress before."""
+    """Since the progress before."""
 
 
 class Ask(Protocol):
-    """Asks a model for exactly so many tokens, and yields whenever there is more. Closing it early ends the request.
+    """Asks a model for exactly this many tokens, and yields progress. Closing it early ends the request.
 
-    `prompt`: token ids, or the texts of the user and of the model in turn; the last is the user's. Raises PenstockError.
+    `prompt`: token ids, or texts of user and model in turn, with the user's last. Raises PenstockError.
     """
 
     def __call__(self, prompt: Sequence[str] | Sequence[int], num_output_tokens: int) -> AsyncGenerator[Progress, None]: ...
@@ -49,10 +49,7 @@ async def drive(
     on_end: Callable[[], object] | None = None,
     keeps_text: bool = False,
 ) -> Sent:
-    """Ask for every job, and wait until the last has ended. A request that fails is a record, and the run goes on.
-
-    If the task is cancelled, as Ctrl-C does to `asyncio.run`, it returns what there is.
-    """
+    """Ask for every job and wait until the last has ended; see `driving.drive`."""
     return await driving.drive(
         workload,
         partial(_ask, ask),

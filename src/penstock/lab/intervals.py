@@ -1,16 +1,8 @@
-"""Confidence intervals of means, quantiles, shares and rates, all at `LEVEL`. Called by `figures` and `compare`.
+"""Confidence intervals of means, quantiles, shares and rates, all at `LEVEL`. A sample that is too small has none.
 
-A sample that is too small for an interval gives a value alone. Successive requests share a queue, so their latencies are not
-independent: series are passed in the order of time, and count as their effective number of independent draws.
-
-- Effective number: n over the integrated autocorrelation time, windowed as by Sokal (Monte Carlo Methods in Statistical
-  Mechanics, 1997, section 3) with the bias correction and error of Wolff (Computer Physics Communications 156, 2004).
-- Mean: Student's t.
-- Quantile: two order statistics, by the binomial distribution (David and Nagaraja, Order Statistics, 3rd edition, 7.1).
-- Quantile of grouped values (gaps between tokens): the variation of the share below it between groups gives the effective
-  number (Korn and Graubard, Survey Methodology 24, 1998); then as above.
-- Rate: Student's t over batches of time (Schmeiser, Operations Research 30, 1982).
-- Share: the score interval of Wilson (Journal of the American Statistical Association 22, 1927).
+Successive requests share a queue, so their latencies are not independent. Series are passed in the order of time and count as
+their effective number of independent draws: n over the integrated autocorrelation time (Sokal 1997, section 3, with the
+corrections of Wolff, Computer Physics Communications 156, 2004). docs/bench-results.md names the method for each figure.
 """
 
 from __future__ import annotations
@@ -28,9 +20,9 @@ Bools = NDArray[np.bool_]
 
 LEVEL = 0.95
 MIN_DRAWS = 6.0
-"""Fewer independent values give no interval: the shape of the distribution would decide it."""
+"""Fewer independent values give no interval."""
 MAX_BATCHES = 20
-"""More batches gain little (Schmeiser), and neighbours would depend on each other more."""
+"""More batches gain little, and neighbours would depend on each other more."""
 _SOKAL_FACTOR = 5.0
 _MIN_DEGREES = 2.0
 _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
@@ -38,7 +30,7 @@ _ALMOST_NORMAL, _NUM_SLICES = 2000.0, 4096
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval at `LEVEL`, or None where the sample is too small for one."""
+    """A figure and its interval at `LEVEL`, or None where the sample is too small."""
 
     value: float
     low: float | None = None
@@ -64,7 +56,7 @@ class Estimate:
 
 
 def student_quantile(share: float, degrees: float) -> float:
-    """Return a quantile of Student's t, by the expansion in 1/degrees around the normal one (Abramowitz and Stegun, 26.7.5).
+    """Return a quantile of Student's t by the expansion around the normal one (Abramowitz and Stegun, 26.7.5).
 
     The error at 0.975 is below 1 % for 2 degrees and below 0.1 % from 5 on.
     """
@@ -79,7 +71,7 @@ def student_quantile(share: float, degrees: float) -> float:
 
 
 def student_tail(distance: float, degrees: float) -> float:
-    """Return the chance that Student's t is at least this far from 0 on either side. Integrates the density over an angle."""
+    """Return the chance that Student's t is at least this far from 0 on either side, by integration over an angle."""
     if degrees > _ALMOST_NORMAL:
         return 2 * NormalDist().cdf(-abs(distance))
     begin = math.atan(abs(distance) / math.sqrt(degrees))
@@ -92,7 +84,7 @@ def student_tail(distance: float, degrees: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The effective number of independent values in a series, and how well it is known."""
+    """The effective number of independent values in a series."""
 
     count: float
     degrees: float
@@ -104,7 +96,7 @@ class Draws:
 
 
 def effective_draws(series: Floats) -> Draws:
-    """Return the effective draws of a series, at most its length. It has at least one value, in the order of time."""
+    """Return the effective draws of a non-empty series in the order of time, at most its length."""
     length = len(series)
     centred = series - series.mean()
     if length < 2 or not centred.any():
@@ -121,7 +113,7 @@ def effective_draws(series: Floats) -> Draws:
 
 
 def mean_estimate(series: Floats) -> Estimate:
-    """`series` in the order of time, at least one value."""
+    """Return the mean of a non-empty series in the order of time, by Student's t."""
     mean, draws = float(series.mean()), effective_draws(series)
     if not draws.is_enough:
         return Estimate(mean)
@@ -130,7 +122,7 @@ def mean_estimate(series: Floats) -> Estimate:
 
 
 def quantile_estimate(series: Floats, share: float) -> Estimate:
-    """`series` in the order of time, at least one value; 0 < share < 1."""
+    """Return a quantile of a non-empty series in the order of time, by two order statistics (David and Nagaraja, 7.1)."""
     value = float(np.quantile(series, share))
     draws = effective_draws((series <= value).astype(np.float64))
     if not draws.is_enough:
@@ -144,7 +136,7 @@ def quantile_estimate(series: Floats, share: float) -> Estimate:
 
 
 def _shrink(degrees: float) -> float:
-    """Return the share of draws to count when the variance is only known to this many degrees of freedom."""
+    """Return the share of draws to count if the variance has this many degrees of freedom."""
     return (NormalDist().inv_cdf((1 + LEVEL) / 2) / student_quantile((1 + LEVEL) / 2, degrees)) ** 2
 
 
@@ -166,9 +158,10 @@ def binomial_ranks(count: int, share: float) -> tuple[int, int] | None:
 
 
 def grouped_quantile(values: Floats, counts: Ints, share: float) -> Estimate:
-    """Return a quantile of values in groups, such as one histogram for each stretch of time.
+    """Return a quantile of values in groups, such as a histogram for each stretch of time (Korn and Graubard, 1998).
 
-    `values`: [buckets], ascending. `counts`: [groups, buckets], how often each value is in each group; at least one is.
+    The variation of the share below it between groups gives the effective number of draws. `values`: [buckets], ascending;
+    `counts`: [groups, buckets].
     """
     totals = counts.sum(axis=0)
     value = float(values[_bucket_at(totals, share)])
@@ -199,7 +192,8 @@ def _bucket_at(totals: Ints, share: float) -> int:
 
 
 def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
-    """Return `total` per second of `duration_s`. `batches`: what each equal part of that time had."""
+    """Return `total` per second of `duration_s`, by batches of time (Schmeiser, 1982). `batches`: what equal parts of it
+    had."""
     rate = total / duration_s if duration_s > 0 else 0.0
     count = len(batches)
     if count < MIN_DRAWS or duration_s <= 0:
@@ -210,9 +204,9 @@ def rate_estimate(total: float, batches: Floats, duration_s: float) -> Estimate:
 
 
 def share_estimate(holds: Bools, values: Floats) -> Estimate:
-    """Return the share of requests for which `holds` is true. Both arrays have the same length and are in the order of time.
+    """Return the share of requests for which `holds` is true, with Wilson's interval. Both arrays are in the order of time.
 
-    `values` are latencies. They give the effective number of draws where `holds` is the same for all requests.
+    `values` are latencies, which give the effective number of draws where `holds` is the same for all requests.
     """
     share, z = float(holds.mean()), NormalDist().inv_cdf((1 + LEVEL) / 2)
     draws = effective_draws(values if share in (0, 1) else holds.astype(np.float64))

@@ -1,5 +1,4 @@
-"""A recording as a trace for https://ui.perfetto.dev or chrome://tracing, in Chrome's JSON trace format: steps, the host's work
-between them, the life of each request, and how full the server was. Called by `penstock profile`.
+"""A recording as a trace for https://ui.perfetto.dev or chrome://tracing: steps, host work, requests, load.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -20,7 +19,7 @@ EXECUTOR, HOST = 1, 2
 
 
 def write_trace(recording: Recording, path: Path) -> int:
-    """Write the trace of a recording. Returns the number of its events. Raises PenstockError if the file can't be written."""
+    """Write the trace and return its number of events. Raises PenstockError if the file can't be written."""
     num_events = 0
     try:
         with path.open("w", encoding="utf-8") as file:
@@ -90,7 +89,7 @@ def _step(step: StepDone) -> Iterator[dict[str, object]]:
 
 
 def _move(step: StepDone, phases: dict[int, str]) -> Iterator[dict[str, object]]:
-    """Phases that begin with a step: a prompt is computed, or one token after another."""
+    """Yield the phases that begin with a step: prefill, or decode."""
     for row in step.rows:
         before = phases.get(row.id)
         if row.id == NOBODY or before is None:
@@ -107,7 +106,7 @@ def _slice(thread: int, name: str, begin_ns: int, duration_ns: int) -> dict[str,
 
 
 def _phase(number: int, name: str, kind: str, at_ns: int) -> dict[str, object]:
-    """The begin (b) or the end (e) of something in the life of a request."""
+    """Return the begin (b) or the end (e) of something in the life of a request."""
     return {"ph": kind, "pid": PROCESS, "cat": "request", "id": number, "name": name, "ts": _us(at_ns)}
 
 

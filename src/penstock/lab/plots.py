@@ -1,13 +1,7 @@
-"""Plots, by matplotlib from the extra `penstock[lab]`. Called by the commands, by reports and by benchmarks; measures nothing.
+"""Plots by matplotlib, from the extra `penstock[lab]`. Panels, series and axes are plain values; `draw` makes a `Plot` of them.
 
-Panel, Series, Axis     what is to be drawn, as values; they need no matplotlib
-draw                    panels -> Plot, which writes PNG and SVG
-heatmap, bars           two other kinds of plot
-roofline                a panel of attainable and measured speed over arithmetic intensity
-plots_of                the plots of a result, each made by one of the functions below it
-
-The colours are those of Okabe and Ito (Color Universal Design, 2008), which differ for colour-blind people, too; each series
-has its own mark. No display is needed. The same values and the same matplotlib give the same bytes.
+The colours are those of Okabe and Ito (Color Universal Design, 2008), for colour-blind people too; each series has its own
+mark. No display is needed. The same values and the same matplotlib give the same bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ INSTALL = "pip install 'penstock[lab]'"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MAX_POINTS = 2000
-"""More points of one series are thinned out evenly."""
+"""Longer series are thinned out evenly."""
 MAX_LABEL_CHARS, MAX_TICK_CHARS = 60, 16
 PER_ROW = 3
 MAX_LEGEND_ENTRIES = 12
@@ -66,14 +60,14 @@ class Axis:
     """With the unit: `TTFT (ms)`."""
     is_log: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
-    """Where it has numbers, and which; matplotlib's choice if there are none."""
+    """Positions and labels; empty for matplotlib's choice."""
     low: float | None = None
     high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (x, y). Series of one name have one colour and one legend entry, also across panels."""
+    """Points (x, y). Series of one name share a colour and a legend entry, also across panels."""
 
     name: str
     """Empty: black, and not in the legend."""
@@ -83,9 +77,9 @@ class Series:
     intervals: Sequence[tuple[float, float]] = ()
     """(low, high) of each point, drawn as a band; NaN where unknown."""
     mark: str = ""
-    """One of `MARKS`, or a point `.`; empty: that of its name."""
+    """One of `MARKS`, or a point `.`; empty for that of its name."""
     kind: str = ""
-    """The kind of figure, which the legend has once for all series that look like it."""
+    """A kind of figure, which the legend shows once for all series that look like it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +95,6 @@ class Panel:
 
 
 class Plot:
-    """A drawing that can be written."""
-
     def __init__(self, figure: Figure, title: str) -> None:
         self._figure = figure
         self.title = title
@@ -134,12 +126,11 @@ class Plot:
 
 
 def is_installed() -> bool:
-    """Whether plots can be drawn here."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(title: str, panels: Sequence[Panel]) -> Plot:
-    """Panels side by side, three in a row. Raises ConfigError without matplotlib."""
+    """Draw panels side by side, three in a row. Raises ConfigError without matplotlib."""
     figure, axes = _begin(title, len(panels))
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     looks = {name: (COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]) for i, name in enumerate(names)}
@@ -153,7 +144,7 @@ def draw(title: str, panels: Sequence[Panel]) -> Plot:
 
 
 def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
-    """The panels with axes that reach around the points of all, so that they are compared by eye. The axes are logarithmic."""
+    """Give logarithmic panels axes that reach around the points of all, so that they are compared by eye."""
     points = [point for panel in panels for series in panel.series for point in series.points]
     if not points:
         return list(panels)
@@ -165,7 +156,6 @@ def on_the_same_axes(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def heatmap(title: str, x: Axis, y: Axis, cells: Sequence[Sequence[float]], *, unit: str) -> Plot:
-    """`cells`: a row for each of `y.ticks`, with a value for each of `x.ticks`; NaN is left white. The values are in `unit`."""
     figure, (ax,) = _begin(title, 1)
     with _drawing():
         image = ax.imshow(np.array(cells, np.float64), aspect="auto", origin="lower", cmap="cividis")
@@ -178,7 +168,6 @@ def heatmap(title: str, x: Axis, y: Axis, cells: Sequence[Sequence[float]], *, u
 
 
 def bars(title: str, y: Axis, groups: Mapping[str, Mapping[str, float]]) -> Plot:
-    """A group of bars for each key, a bar in it for each series; the value stands above its bar."""
     figure, (ax,) = _begin(title, 1, wide=max(1.0, len(groups) / 3))
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / max(1, len(names))
@@ -197,10 +186,9 @@ def bars(title: str, y: Axis, groups: Mapping[str, Mapping[str, float]]) -> Plot
 def roofline(
     title: str, *, peak_gops: float, read_gbs: float, measured: Mapping[str, Sequence[tuple[float, float]]], ops: str = "GOP/s"
 ) -> Panel:
-    """The roof min(peak, intensity x bandwidth), and what was measured.
+    """Return the roof min(peak, intensity x bandwidth), and what was measured (Williams, Waterman, Patterson, 2009).
 
-    `measured`: name -> (operations per byte, speed in `ops`). Source: S. Williams, A. Waterman and D. Patterson, Roofline,
-    Communications of the ACM 52, 2009.
+    `measured`: name -> (operations per byte, speed in `ops`).
     """
     knee = peak_gops / read_gbs
     intensities = [x for points in measured.values() for x, _ in points]
@@ -211,7 +199,7 @@ def roofline(
 
 
 def plots_of(result: Result) -> Iterator[Plot]:
-    """The plots of a result: latency and throughput against the load if it has several, else those of its run."""
+    """Yield the plots of a result: latency and throughput by load if it has several, and those of its runs."""
     loads = [run for run in result.runs if run.load is not None]
     kinds = dict.fromkeys(run.load.kind for run in loads if run.load is not None)
     for kind in kinds:
@@ -227,7 +215,7 @@ def plots_of(result: Result) -> Iterator[Plot]:
 
 
 def latency_distributions(runs: Sequence[Run]) -> Iterator[Panel]:
-    """The share of requests, or gaps, up to each latency; a line for each run, of eight at most."""
+    """Yield the share of requests, or gaps, up to each latency, with a line for each of up to eight runs."""
     for name in ("ttft", "tpot", "itl", "e2e"):
         series = []
         for position, run in enumerate(runs[: len(COLOURS)]):
@@ -242,7 +230,7 @@ def latency_distributions(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
-    """The median and p99 of TTFT, TPOT and e2e, with their intervals, and the SLO."""
+    """Yield the median and p99 of TTFT, TPOT and e2e, with their intervals and SLOs."""
     for name in ("ttft", "tpot", "e2e"):
         series = [
             _over_load(
@@ -259,7 +247,7 @@ def latency_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
-    """Output tokens per second; requests per second with goodput and, for a rate, the line on which all are served."""
+    """Yield output tokens and requests per second with goodput, and for a rate the line on which all are served."""
     tokens = _over_load(runs, "output tokens/s", [run.figures.rates.output_tokens_per_s for run in runs])
     yield Panel("Output tokens", _load_axis(runs), Axis("output tokens/s", low=0.0), [tokens])
     series = [_over_load(runs, "requests/s", [run.figures.rates.requests_per_s for run in runs])]
@@ -277,7 +265,7 @@ def throughput_by_load(runs: Sequence[Run]) -> Iterator[Panel]:
 
 
 def timeline(samples: Samples) -> Iterator[Panel]:
-    """Requests in flight, and the rates of arrivals, ends and output tokens, over the time of the run."""
+    """Yield requests in flight, and the rates of arrivals, ends and output tokens, over the time of the run."""
     window = whole_window(samples)
     at_ns = np.linspace(window.begin_ns, window.end_ns, NUM_TIMELINE_POINTS + 1)
     seconds = (at_ns - window.begin_ns) / NS_PER_S
@@ -299,7 +287,6 @@ def timeline(samples: Samples) -> Iterator[Panel]:
 
 
 def ttft_by_prompt(samples: Samples) -> Iterator[Panel]:
-    """TTFT of each request over the length of its prompt."""
     ttft_ns = samples.latency_ns("ttft")
     known = np.flatnonzero((ttft_ns > 0) & (samples.num_prompt_tokens > 0))
     if len(known):
@@ -331,7 +318,7 @@ def _gap_shares(samples: Samples) -> list[tuple[float, float]]:
 
 
 def _over_load(runs: Sequence[Run], name: str, values: Sequence[Estimate | None]) -> Series:
-    """A point for each run; repeats have several at one load."""
+    """Return a point for each run; repeats have several at one load."""
     found = sorted(
         (run.load.value, value.value, value.low, value.high)
         for run, value in zip(runs, values, strict=True)
@@ -347,7 +334,7 @@ def _load_axis(runs: Sequence[Run]) -> Axis:
 
 
 def _begin(title: str, num_panels: int, *, wide: float = 1.0) -> tuple[Figure, list[Axes]]:
-    """A figure with a title and empty axes, by parts of matplotlib that need no display and have no global state."""
+    """Return a figure with a title and empty axes, by parts of matplotlib that need no display and no global state."""
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -376,7 +363,7 @@ def _matplotlib() -> ModuleType:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Our settings instead of the user's. A letter that the font has not, or a long name, is no reason for a warning."""
+    """Use our settings, not the user's, and do not warn of missing letters or long names."""
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
@@ -385,7 +372,7 @@ def _drawing() -> Iterator[None]:
 
 
 def _strokes(series: Series, mark: str) -> dict[str, Any]:
-    """How matplotlib draws a style: arguments of its lines."""
+    """Return a style as arguments of matplotlib's lines."""
     if series.style not in STYLES:
         raise ValueError(f"there is no style {series.style!r}")
     return {
@@ -396,7 +383,7 @@ def _strokes(series: Series, mark: str) -> dict[str, Any]:
 
 
 def _draw_legend(figure: Figure, looks: Mapping[str, tuple[str, str]], kinds: Mapping[str, Series], num_columns: int) -> None:
-    """Below all panels: the colour of each name, then the look of each kind."""
+    """Draw the colour of each name, then the look of each kind, below all panels."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=colour, linewidth=5) for colour, _ in looks.values()]
@@ -458,7 +445,7 @@ def _draw_panel(ax: Axes, panel: Panel, looks: Mapping[str, tuple[str, str]], *,
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Three to some ten round numbers from `low` to `high`, if there are any; 0 < low < high."""
+    """Return three to about ten round numbers from `low` to `high`, if there are any; 0 < low < high."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
@@ -483,14 +470,14 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 
 
 def _fits(point: tuple[float, float], panel: Panel) -> bool:
-    """A logarithmic axis has no place for 0."""
+    """Return whether the axes have a place for a point: a logarithmic one has none for 0."""
     return all(
         math.isfinite(value) and (value > 0 or not axis.is_log) for value, axis in zip(point, (panel.x, panel.y), strict=True)
     )
 
 
 def _label(text: str, max_chars: int = MAX_LABEL_CHARS) -> str:
-    """One line, not too long, and not hidden from a legend."""
+    """Return a text as one short line that a legend does not hide."""
     shown = "".join(char if char.isprintable() else " " for char in text)
     shown = shown if len(shown) <= max_chars else f"{shown[: max_chars - 1]}…"
     return f" {shown}" if shown.startswith("_") else shown

@@ -1,6 +1,4 @@
-"""The words of `penstock profile` about a fit, and about where the time of a recording went. Called by the command; measures
-nothing.
-"""
+"""The words of `penstock profile` about a fit, and about where the time of a recording went."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ _PART_ORDER = (TOTAL, "linear", "attention", "sampling", "rows", "other", HOST)
 
 
 def fit_lines(fitted: Fit) -> Iterator[str]:
-    """By how much a fit misses, part by part, and what it found."""
     yield f"{fitted.num_steps} steps. Errors of steps that the fit had not seen:"
     yield f"  {'part':12}{'median':>9}{'p90':>9}{'largest':>9}{'mean':>9}   kinds of steps"
     for part in sorted(fitted.left_out, key=_order):
@@ -28,7 +25,6 @@ def fit_lines(fitted: Fit) -> Iterator[str]:
 
 
 def cost_lines(cost: CostModel) -> Iterator[str]:
-    """The costs of a model in words."""
     yield f"  each step                     {cost.step_ns / 1e6:10.3f} ms"
     begin = 0
     for up_to, token_ns in cost.token_brackets:
@@ -60,7 +56,6 @@ def cost_lines(cost: CostModel) -> Iterator[str]:
 
 
 def recording_lines(recording: Recording) -> Iterator[str]:
-    """How many requests and steps a recording has, and where its time went."""
     header = recording.header
     parts_ns: defaultdict[str, int] = defaultdict(int)
     num_steps = num_rows = num_tokens = num_padding = num_lost = num_arrivals = num_ended = 0

@@ -1,8 +1,8 @@
-"""The text of each prompt: that of the trace where there is one, else common words. Called by whoever sends a workload.
+"""The text of each prompt: that of the trace where there is one, else common words.
 
-With a tokenizer, a text has exactly as many tokens as its job says, or the job is changed to what it has; without one, lengths
-are estimated, and the workload's name says so. Jobs with the same blocks of a prefix get the same text for them. The words of
-two other prompts are drawn apart: they may begin with the same word by chance, but do not share a block.
+With a tokenizer, a text has exactly as many tokens as its job says, or the job is changed; without one, lengths are estimated,
+and the workload's name says so. Equal blocks of a prefix get equal texts. Other prompts may begin with the same word by chance,
+but share no block.
 """
 
 from __future__ import annotations
@@ -42,24 +42,21 @@ WORDS = (  # noqa: SIM905  # a list of 500 literals is no easier to read
     "why wide wife wild will wind window winter wish with woman wood word work world would write year yellow yes yet "
     "you young your"
 ).split()
-"""Common words, most of them one token of most vocabularies."""
+"""Most of them are one token of most vocabularies."""
 _ANCHOR = "the"
 _MAX_MENDS = 8
-"""Attempts to come to the wanted length by one word more or less."""
+"""Attempts to reach the wanted length by adding or dropping words."""
 
 
 class Tokenizer(Protocol):
-    """The model's tokenizer, as `penstock.text` has it."""
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def write_prompts(workload: Workload, tokenizer: Tokenizer | None, *, seed: int = 0) -> Workload:
-    """The workload with a text in each job, but for those that name token ids. The same arguments give the same texts.
+    """Return the workload with a text in each job that has no token ids. The same arguments give the same texts.
 
-    In a turn that continues a conversation it is the text of the user's new message. The tokens that a chat template adds are
-    not counted.
+    A turn gets the text of the user's new message. Tokens that a chat template adds do not count.
     """
     writer = _Writer(tokenizer, workload.prefix_block_tokens, seed=seed)
     jobs: list[Job] = []
@@ -88,7 +85,8 @@ class _Writer:
         self._words, self._tokens_per_word = _cheapest_words(tokenizer) if tokenizer else (WORDS, 1)
 
     def write(self, job: Job, idx: int, num_tokens: int) -> tuple[str, int]:
-        """The text of the job with this index, and its length in tokens: of its own text at most `num_tokens`, else as many."""
+        """Return the text of the job with this index and its tokens: at most `num_tokens` of its own text, else exactly as
+        many."""
         if job.prompt is not None:
             return self._shortened(job.prompt, num_tokens)
         # A turn that continues a conversation has the shared blocks in its history.
@@ -139,10 +137,9 @@ class _Writer:
 
 
 def cut(tokenizer: Tokenizer, token_ids: Sequence[int], max_tokens: int) -> tuple[str, int]:
-    """A text of at most `max_tokens` of these tokens, and how many it has.
+    """Return a text of at most `max_tokens` of these tokens, and how many it has. Raises ValueError if no text is possible.
 
-    A cut through a character or a word may be encoded differently again, so the text is what is counted. Raises ValueError if
-    no such text has any token.
+    A cut through a character or a word may be encoded differently, so the text is encoded again to count.
     """
     for num_tokens in range(min(max_tokens, len(token_ids)), 0, -1):
         text = tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=False).rstrip("\ufffd")
@@ -153,7 +150,7 @@ def cut(tokenizer: Tokenizer, token_ids: Sequence[int], max_tokens: int) -> tupl
 
 
 def _cheapest_words(tokenizer: Tokenizer) -> tuple[list[str], int]:
-    """The words that take the fewest tokens after another word, and at the begin of a text, and how many those are."""
+    """Return the words that take the fewest tokens, both after another word and at the beginning, and that number."""
 
     def num_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

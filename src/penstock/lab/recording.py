@@ -1,12 +1,7 @@
 """Reads what `serve --record` wrote (docs/recording.md), for workloads, fits and profiles. `obs/recording.py` writes it.
 
-Parts that belong together are read as one, the oldest first. Events come in the order in which they happened:
-
-    Arrival    a request was queued, or refused for good
-    StepDone   a step was planned, computed and taken over; its rows are whole again
-    Departure  a request ended; before the step with the same end, if that step's tokens came too late for it
-    Lost       the writer did not keep up: so many reports are missing here
-    Restart    the engine was made anew: no request is left, and steps are counted from 0
+The parts of a recording are read as one, the oldest first. Events come in the order in which they happened; a departure comes
+before the step with the same end if that step's tokens were too late for it.
 """
 
 from __future__ import annotations
@@ -34,20 +29,20 @@ _REASONS = {reason.name.lower(): reason for reason in FinishReason}
 
 
 _LARGEST = 1 << 62
-"""Larger numbers are damage: nanoseconds of a century are fewer."""
+"""Larger numbers are damage: a century has fewer nanoseconds."""
 
 
 class RecordingError(PenstockError):
-    """A file is no recording, or is damaged."""
+    """A file is not a recording, or is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockId:
-    """The content of one block, or of the piece of a prompt that fills none: equal ids are equal tokens after equal tokens."""
+    """The content of a block, or of the last incomplete piece of a prompt. Equal ids are equal tokens after equal tokens."""
 
     id: int
     like: int = 0
-    """Where an id is told for the first time: the block whose first `num_like` tokens it has, too; 0: none is known."""
+    """When an id appears first: a block whose first `num_like` tokens are the same, or 0."""
     num_like: int = 0
 
 
@@ -56,9 +51,9 @@ class Header:
     """Facts of the server that made a recording."""
 
     recording: str
-    """A random name, which all parts share."""
+    """A random name that all parts share."""
     part: int
-    """0 for the first part; more, if those before it are lost."""
+    """Above 0 if earlier parts are lost."""
     began: str
     """Date and time of instant 0, ISO 8601."""
     block_size: int
@@ -73,18 +68,18 @@ class Header:
     settings: Mapping[str, Any]
     """Settings of KV cache, scheduling and compute that were not the defaults."""
     about: Mapping[str, Any]
-    """All that the header says."""
+    """The whole header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """Instants are nanoseconds from the begin of the recording, here and below."""
+    """A request was queued, or refused for good. Instants are nanoseconds from the begin of the recording, here and below."""
 
     id: int
     arrival_ns: int
     """When the server had read it."""
     queued_ns: int | None
-    """When the engine took it; None: it was refused."""
+    """When the engine took it, or None if it was refused."""
     num_prompt_tokens: int
     max_tokens: int
     """The client's limit; 0 if it was refused."""
@@ -92,13 +87,13 @@ class Arrival:
     priority: int
     deadline_ns: int | None
     beam_width: int
-    """0: no beam search."""
+    """0 means no beam search."""
     blocks: tuple[BlockId, ...]
-    """The prompt, the last piece included that fills no block. Empty: not known."""
+    """The prompt, with its last incomplete piece. Empty if unknown."""
     is_repeated: bool
-    """It was told before, in a part that may be lost."""
+    """An earlier part, which may be lost, has it too."""
     adapter: int = BASE
-    """Number of its adapter: the same for requests of the same one."""
+    """Equal numbers are the same adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +102,7 @@ class Departure:
     at_ns: int
     reason: FinishReason
     is_by_text: bool
-    """STOP, and a stop string did it, not a token."""
+    """STOP by a stop string, not by a token."""
     reject_reason: str
     first_token_ns: int | None
     num_output_tokens: int
@@ -133,18 +128,18 @@ class StepDone:
     step_id: int
     planned_ns: int
     ended_ns: int
-    """When the engine had its tokens, before they were told."""
+    """When the engine had its tokens."""
     rows: tuple[Row, ...]
     parts_ns: Mapping[str, int]
-    """`execute`, of which the executor's own parts are shares, and the engine's `schedule`, `commit`, `output`."""
+    """`execute`, the executor's own shares of it, and the engine's `schedule`, `commit`, `output`."""
     num_running: int
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_held: int | None = None
-    """While it was computed; None: the recording was made before Penstock told it."""
+    """While it was computed; None in old recordings."""
     waited_ns: int = 0
-    """For how long the machine was another model's meanwhile."""
+    """Time that the machine belonged to another model meanwhile."""
 
     @property
     def shape(self) -> StepShape:
@@ -168,23 +163,21 @@ Event = Arrival | Departure | StepDone | Lost | Restart
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """A request from its arrival to its end."""
-
     arrival: Arrival
     departure: Departure | None = None
-    """None: it had not ended when the recording did."""
+    """None if it had not ended."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """A recording on disk. Nothing but the header is kept in memory; each call of `events` reads the files anew."""
+    """A recording on disk. Only the header is in memory; each call of `events` reads the files again."""
 
     paths: Sequence[Path]
-    """The parts, the oldest first."""
+    """The oldest first."""
     header: Header
 
     def events(self) -> Iterator[Event]:
-        """Raises RecordingError, which names the line, where a file is damaged; a last line that is cut off is passed over."""
+        """Yield all events. Raises RecordingError with the line of damage; an incomplete last line is ignored."""
         for path in self.paths:
             yield from _Part(path).events()
 
@@ -192,7 +185,7 @@ class Recording:
         return (event for event in self.events() if isinstance(event, StepDone))
 
     def requests(self) -> list[RecordedRequest]:
-        """All that arrived, in the order in which the engine took them."""
+        """Return all that arrived, in the order in which the engine took them."""
         requests: dict[int, RecordedRequest] = {}
         for event in self.events():
             if isinstance(event, Arrival):
@@ -211,7 +204,7 @@ def _is_number(value: object) -> bool:
 
 
 def _may_be_negative(name: str) -> bool:
-    """Instants count from the begin of the recording, and requests may have come before it."""
+    """Instants count from the begin of the recording, and a request may have come before it."""
     return name in ("id", "priority") or name.endswith("_ns")
 
 
@@ -225,17 +218,16 @@ _RULES: Mapping[str, Callable[[Any], bool]] = {
     "tuple[BlockId, ...]": lambda value: all(map(_checked, value)),
     "tuple[Row, ...]": lambda value: all(map(_checked, value)),
 }
-"""Whether a value has the type of its field, by the annotation."""
+"""Annotation of a field -> whether a value has that type."""
 
 
 @cache
 def _rules_of(kind: type[DataclassInstance]) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
-    """Return the names of a class's fields that have a rule, and the rules."""
     return tuple((one.name, _RULES[str(one.type)]) for one in fields(kind) if str(one.type) in _RULES)
 
 
 def _checked(told: _Told) -> _Told:
-    """Return what the file says if its fields have their types. Raises ValueError, which names one that has not."""
+    """Return what the file says. Raises ValueError, which names a field of the wrong type."""
     for name, is_right in _rules_of(type(told)):
         value = getattr(told, name)
         if not is_right(value) and not (_may_be_negative(name) and type(value) is int and abs(value) < _LARGEST):
@@ -244,15 +236,14 @@ def _checked(told: _Told) -> _Told:
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file begins as a recording does."""
     with path.open("rb") as file:
         return file.read(len(BEGINNING)) == BEGINNING
 
 
 def open_recording(path: Path) -> Recording:
-    """The recording whose newest part is this file, with the parts before it (FILE.1, FILE.2, ...) that are there.
+    """Open the recording whose newest part is this file, with the parts before it (FILE.1, FILE.2, ...) that exist.
 
-    Raises RecordingError for what is no recording, or of a version that this one can't read.
+    Raises RecordingError if it is not a recording, or of another version.
     """
     newest = _read_header(path)
     parts = [(newest, path)]
@@ -313,8 +304,6 @@ def _setting(value: Any) -> Any:
 
 
 class _Part:
-    """The events of one file."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._contexts: dict[int, int] = {}

@@ -1,12 +1,7 @@
-"""A result, or a comparison of two, as something that a person reads: text for a terminal, Markdown, or one page of HTML.
+"""A result, or a comparison of two, for people: text for a terminal, Markdown, or one page of HTML that opens offline.
 
-sections_of             Result -> sections of notes and tables, which all three renderers take
-sections_of_compared    Compared -> the same
-as_text                 at most 100 columns, without control characters that a server may have sent
-as_markdown             for docs
-as_html                 one file that opens offline: no script, nothing from elsewhere; plots are inline PNG where matplotlib is
-
-Called by the commands. Figures are made elsewhere; this file rounds them.
+`sections_of` and `sections_of_compared` make sections of notes and tables; `as_text`, `as_markdown` and `as_html` render them.
+Texts of servers and users are stripped of control characters and escaped.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ class Table:
     rows: Sequence[tuple[Cell, ...]]
     """The first column is words, the others are numbers."""
     words_last: bool = False
-    """The last column is words, too."""
+    """Whether the last column is words, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class Section:
 
 
 def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
-    """One section for the whole; one for each run, unless there are several and `every_run` is false."""
+    """Yield one section for the whole and one for each run; without `every_run` only for a single run."""
     first, several = result.runs[0], len(result.runs) > 1
     workloads = list(dict.fromkeys(run.workload for run in result.runs))
     notes = [f"Workload: {workload}." for workload in workloads[:MAX_WORKLOADS]]
@@ -103,7 +98,7 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
 
 
 def sections_of_compared(compared: Compared, before: str, after: str) -> Iterator[Section]:
-    """`before` and `after`: what the two results are called."""
+    """`before` and `after` are the names of the two results."""
     num_tested = sum(one.change is not None for each in compared.comparisons for one in each.differences)
     notes = [f"Before: {before}. After: {after}."]
     if num_tested:
@@ -122,7 +117,7 @@ def sections_of_compared(compared: Compared, before: str, after: str) -> Iterato
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Plain text of at most `MAX_COLUMNS` columns, with a newline at its end."""
+    """Return text of at most `MAX_COLUMNS` columns."""
     lines: list[str] = []
     for section in sections:
         lines += ["", *textwrap.wrap(_printable(section.title), MAX_COLUMNS), "-" * min(MAX_COLUMNS, len(section.title))]
@@ -136,7 +131,7 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_markdown(sections: Sequence[Section]) -> str:
-    """Headings of level 3, so that it fits into a page of the docs."""
+    """Return Markdown with headings of level 3, which fit into a page of the docs."""
     parts: list[str] = []
     for section in sections:
         parts.append(f"### {_markdown(section.title)}")
@@ -154,7 +149,7 @@ def as_markdown(sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section], drawn: Sequence[plots.Plot] | None) -> str:
-    """A page that loads nothing. `drawn`: None where plots can't be drawn, and the page says how to get them."""
+    """Return a page that loads nothing. `drawn` is None where plots can't be drawn; the page then says how to get them."""
     body = [f"<h1>{escape(_printable(title))}</h1>"]
     for section in sections:
         body.append(f"<h2>{escape(_printable(section.title))}</h2>")
@@ -178,7 +173,6 @@ def as_html(title: str, sections: Sequence[Section], drawn: Sequence[plots.Plot]
 
 
 def html_of(result: Result) -> str:
-    """The page of a result, with its plots where they can be drawn."""
     drawn = list(plots.plots_of(result)) if plots.is_installed() else None
     return as_html(f"Penstock bench: {result.runs[0].workload}", list(sections_of(result)), drawn)
 
@@ -253,7 +247,7 @@ def _latency_table(figures: Figures) -> Table:
 
 
 def _latency_row(name: str, found: Distribution) -> tuple[Cell, ...]:
-    """In seconds where the longest has ten or more."""
+    """Return a latency in ms, or in seconds if the longest has ten or more."""
     is_long = found.max_ms >= 10_000
     factor = 1e-3 if is_long else 1.0
     cells = [_estimate(one.scaled(factor)) for one in (found.mean, *found.quantiles.values())]
@@ -311,7 +305,7 @@ def _figure_name(figure: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that matter, and no exponent: 0.0123, 1.23, 12.3, 123, 12300."""
+    """Three digits that matter, without an exponent: 0.0123, 1.23, 12.3, 123, 12300."""
     if not math.isfinite(value):
         return "infinite"
     if value == 0:
@@ -325,7 +319,7 @@ def _share(share: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """On one line, without control characters, which a server's error or a tenant's name may have; not endlessly long."""
+    """Return one line of bounded length without control characters."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return shown if len(shown) <= 20 * MAX_CELL_CHARS else f"{shown[: 20 * MAX_CELL_CHARS - 1]}…"
 
@@ -335,7 +329,7 @@ def _clipped(text: str, width: int) -> str:
 
 
 def _text_table(table: Table) -> Iterator[str]:
-    """Columns two blanks apart; a row whose cells have intervals is two lines. The widest columns are clipped to fit."""
+    """Yield lines, two for rows with intervals. The widest columns are clipped to fit."""
     lines = [tuple(map(_printable, table.head))]
     for row in table.rows:
         lines.append(tuple(_printable(cell.text) for cell in row))
@@ -354,7 +348,7 @@ def _text_table(table: Table) -> Iterator[str]:
 
 
 def _markdown(text: str) -> str:
-    """Escaped, so that nothing in it is Markdown or HTML."""
+    """Escape Markdown and HTML."""
     shown = _clipped(_printable(text), 20 * MAX_CELL_CHARS)
     return "".join(f"\\{char}" if char in "\\`*_[]<>|#!&" else char for char in shown)
 

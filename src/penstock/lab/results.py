@@ -1,12 +1,7 @@
-"""The file of a result: one JSON object that says what was asked, of what, where and when, and what came of it.
+"""The file of a result: one JSON object with what was asked, of which server, where, when, and what came of it.
 
-write_result    Result -> file
-read_result     file -> Result; everything that it needs is checked, with the place of what is wrong
-
-`"penstock_bench": 1` is the version. A file has one run or several, as of a sweep over rates, or repeats. Each has its
-requests as columns of equal length, its gaps between tokens as a histogram, and its figures. The figures are there for people
-and for other programs: the reader makes them anew of the columns. Called by the commands; never measures, and knows no table
-and no plot.
+A file has one run or several. Each has its requests as columns, its gaps between tokens as a histogram, and its figures. The
+figures are for people and other programs; the reader makes them anew from the columns.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ VERSION = 1
 MAX_FILE_BYTES = 1 << 30
 MAX_RUNS = 1000
 LOAD_UNITS = {"concurrency": "requests in flight", "rate": "requests/s"}
-"""A kind of load -> its unit."""
+"""Kind of load -> its unit."""
 HOWS = ("http", "in process", "simulated")
 _MAX_NS = 1 << 62
 _CAN_BE_UNKNOWN = ("first_ns", "longest_gap_ns", "queue_ns")
@@ -67,18 +62,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The server that was asked, or the engine."""
+    """The server, or the engine."""
 
     url: str = ""
     """Empty without HTTP."""
     model: str = ""
     server: str = ""
-    """Name and version, as far as they are known."""
+    """Name and version, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of the client; in process and simulated, it is that of the server, too."""
+    """The machine of the client; in process and simulated, also of the server."""
 
     cpu: str = ""
     num_cpus: int = 0
@@ -97,22 +92,22 @@ class Run:
     """One load on one target."""
 
     name: str = ""
-    """The settings that set it apart from the other runs of its result, if they have names."""
+    """The settings that set it apart from the other runs of its result."""
     workload: str
-    """Its name, with how it was changed. Results with other workloads are not compared."""
+    """Its name, with how it was changed. Results of other workloads are not compared."""
     options: Mapping[str, Json] = field(default_factory=dict)
-    """All else that was asked for, by the name of the option."""
+    """All else that was asked for, by option."""
     seed: int | None = None
     load: Load | None = None
     how: str = "http"
-    """One of `HOWS`. A simulated run is an estimate, and is labelled as one."""
+    """One of `HOWS`. A simulated run is labelled as an estimate."""
     target: Target = field(default_factory=Target)
     begun_at: str = ""
     """ISO 8601 with a zone."""
     slos: tuple[Slo, ...] = ()
     price_per_hour: float | None = None
     notes: tuple[str, ...] = ()
-    """Sentences on how it was measured, such as what the server did not take."""
+    """Sentences on how it was measured."""
     samples: Samples
 
     @cached_property
@@ -122,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The runs of one call of a command. Runs with equal loads are repeats of each other."""
+    """The runs of one call of a command. Runs with equal loads are repeats."""
 
     runs: Sequence[Run]
     machine: Machine = field(default_factory=this_machine)
@@ -130,7 +125,7 @@ class Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write the file whole or not at all. Raises ConfigError if it can't be written."""
+    """Write the file whole or not at all. Raises ConfigError."""
     # A run may have taken hours: an option of a kind that JSON has not is written as text.
     content = orjson.dumps(_plain(result), default=str, option=orjson.OPT_APPEND_NEWLINE)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -145,7 +140,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """The result in a file. Raises ConfigError that names the place of what is wrong."""
+    """Read a result. Raises ConfigError with the place of what is wrong."""
     try:
         size_bytes = path.stat().st_size
         if size_bytes > MAX_FILE_BYTES:
@@ -229,7 +224,6 @@ def _plain_samples(samples: Samples) -> dict[str, object]:
 
 
 def _plain_gaps(gaps: GapHistogram) -> dict[str, object]:
-    """A group is its total, the positions in `buckets` that it has, and how often it has each."""
     groups = [
         {"sum_ns": int(total), "at": np.flatnonzero(row).tolist(), "counts": row[row > 0].tolist()}
         for row, total in zip(gaps.counts, gaps.sum_ns, strict=True)
@@ -238,7 +232,7 @@ def _plain_gaps(gaps: GapHistogram) -> dict[str, object]:
 
 
 def plain_figures(figures: Figures) -> dict[str, object]:
-    """The figures as JSON has them: times in milliseconds, rates per second, null where something is unknown."""
+    """Return the figures as in JSON: times in milliseconds, rates per second, null where unknown."""
     goodput, cost, fairness = figures.goodput, figures.cost, figures.fairness
     return {
         "window": {"begin_ns": figures.window.begin_ns, "end_ns": figures.window.end_ns, "is": figures.window.words},
@@ -298,7 +292,7 @@ def _plain_estimate(estimate: Estimate) -> dict[str, float | None]:
 
 
 def _short(value: float | None) -> float | None:
-    """Some digits are enough; an infinite cost is null, as JSON has no infinity."""
+    """Return six digits, and None for infinity, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_FIGURES_DIGITS}g}")
 
 
@@ -317,7 +311,7 @@ class _Place:
         return f"{self.path}.{key}" if self.path else key
 
     def get(self, key: str, kind: type[T]) -> T:
-        """The value below `key`; an integer may stand for a float."""
+        """Return the value below `key`; an integer may stand for a float."""
         found = self._found(key)
         if kind is float and isinstance(found, int) and not isinstance(found, bool):
             found = float(found)
@@ -349,7 +343,7 @@ class _Place:
         return tuple(found)
 
     def ints(self, key: str, *, below: int = _MAX_NS, can_be_unknown: bool = False) -> Ints:
-        """Whole numbers from 0 to below `below`; null where one may be unknown."""
+        """Return whole numbers from 0 to below `below`, with null as unknown if allowed."""
         found = self.get(key, list)
         for i, value in enumerate(found):
             if value is None and can_be_unknown:
@@ -359,7 +353,7 @@ class _Place:
         return np.array([UNKNOWN if value is None else value for value in found], np.int64)
 
     def checked(self, key: str, make: Callable[[], T]) -> T:
-        """The answer of `make`, which reads the value below `key`; its errors become ones of this place."""
+        """Return the result of `make`, which reads the value below `key`; its errors name this place."""
         try:
             return make()
         except (ConfigError, ValueError) as error:

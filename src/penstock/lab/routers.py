@@ -1,9 +1,4 @@
-"""Routers: which replica gets a request. Asked by the cluster once for each; a user's own is a class with one method.
-
-round-robin    each in turn
-least-loaded   the one with the fewest prompt tokens and requests in flight
-prefix         the one that has most of the prompt's beginning, unless it has much more to do than the others
-"""
+"""Routers, which choose the replica of each request. A user's own is a class with one method."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from penstock.types.errors import ConfigError
 from penstock.types.stats import EngineLoad
 
 MAX_REMEMBERED = 1 << 20
-"""Blocks of prompts of which the prefix router knows where they are."""
+"""Blocks of prompts whose place the prefix router remembers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +20,21 @@ class Arrival:
     """A request that is about to be sent to a replica, as a router sees it."""
 
     index: int
-    """Index of its job in the workload."""
+    """Of its job in the workload."""
     now_ns: int
     num_prompt_tokens: int
     tenant: str
     priority: int
     blocks: Sequence[int]
-    """Names of the beginning of its prompt, from the first block on: equal names in equal places are equal tokens. A
-    conversation without names of its own has one: its own."""
+    """Names of the blocks of its prompt: equal names in equal places are equal tokens. A conversation has at least its own
+    name."""
 
 
 class Router(Protocol):
     """One for each run. It may keep state; time is passed in."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
-        """The number of the replica that gets the request. `loads`: how busy each replica is now, in their order."""
+        """Return the number of the replica that gets the request. `loads` are the replicas' present loads."""
         ...
 
 
@@ -55,7 +50,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The fewest requests in flight; of equals the fewest prompt tokens, then the first."""
+    """The fewest requests in flight, then the fewest prompt tokens, then the first."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         del arrival
@@ -63,11 +58,10 @@ class LeastLoaded:
 
 
 class PrefixAffine:
-    """The replica that was sent most of the prompt's beginning before; else the least loaded.
+    """The replica that was sent most of the prompt's beginning before, else the least loaded.
 
-    A replica that would have more than `bound` times the mean of requests in flight is passed over, so that a popular prefix
-    does not overload the replica that has it. Source of the bound: Mirrokni, Thorup, Zadimoghaddam, Consistent Hashing with
-    Bounded Loads, SODA 2018.
+    A replica with more than `bound` times the mean of requests in flight is passed over, so that a popular prefix does not
+    overload it (Mirrokni, Thorup, Zadimoghaddam, Consistent Hashing with Bounded Loads, SODA 2018).
     """
 
     def __init__(self, *, bound: float = 1.25) -> None:
@@ -75,7 +69,7 @@ class PrefixAffine:
             raise ConfigError(f"bound {bound:g} is less than 1: no replica could take its share.", remedy="Raise it.")
         self._bound = bound
         self._places: OrderedDict[int, int] = OrderedDict()
-        """Hash of a prompt's beginning, one for each block -> the replica that it was sent to last."""
+        """Hash of a prompt's beginning up to each block -> the replica that it was last sent to."""
 
     def choose(self, arrival: Arrival, loads: Sequence[EngineLoad]) -> int:
         limit = self._bound * (sum(map(_num_requests, loads)) + 1) / len(loads)
@@ -107,7 +101,7 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {
 
 
 def find_router(name: str) -> Callable[[], Router]:
-    """The router of this name, or the class that `package.module:Class` or `./file.py:Class` names. Raises ConfigError."""
+    """Return the named router, or the class that `package.module:Class` or `./file.py:Class` names. Raises ConfigError."""
     if name in ROUTERS:
         return ROUTERS[name]
     if ":" not in name:

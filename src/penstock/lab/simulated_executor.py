@@ -1,5 +1,6 @@
-"""An executor that computes nothing: its steps take as long as a cost model says, its outputs end where an oracle says. Called
-through the `Executor` port, by the simulation's driver. Requests are the base's: it has no adapters.
+"""An executor that computes nothing: its steps take as long as a cost model says, its outputs have given lengths.
+
+It implements the `Executor` port for the simulation. It has no adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.types.plan import Capacity, PaddingId, StepPlan, Ticket
 from penstock.types.result import StepResult, StepTiming
 
 EOS_TOKEN_ID = 0
-"""Ends an output; requests must have it among their `stop_token_ids`."""
+"""Ends an output. Requests must have it among their `stop_token_ids`."""
 TOKEN_ID = 1
 """Any other token."""
 
@@ -24,26 +25,25 @@ _TOKEN, _EOS = (TOKEN_ID,), (EOS_TOKEN_ID,)
 
 
 class StepTimes(Protocol):
-    """How long steps take. Asked once for each, in the order in which they begin."""
+    """How long steps take. Called once for each, in the order in which they begin."""
 
     def step_ns(self, counts: Counts) -> int:
-        """The executor's time for the step."""
+        """Return the executor's time for the step."""
         ...
 
     def host_ns(self, counts: Counts) -> int:
-        """The engine's own time between this step and the next."""
+        """Return the engine's own time between this step and the next."""
         ...
 
 
 class ModelledTimes:
-    """The times of a cost model, with its noise; counts the steps that lie outside of the range to which it was fitted."""
+    """The times of a cost model, with its noise. Counts the steps outside of the range that it was fitted to."""
 
     def __init__(self, cost: CostModel, *, seed: int = 0) -> None:
         self.num_steps = 0
         self.num_outside = 0
-        """Steps whose time the cost model extrapolates."""
         self.outside: Counter[str] = Counter()
-        """The limit that is exceeded, as `rows > 64` -> steps that do."""
+        """An exceeded limit, as `rows > 64` -> steps that exceed it."""
         self._cost = cost
         self._fitted = cost.fitted
         rng = Random(seed)  # noqa: S311  # repeatable on purpose
@@ -71,22 +71,22 @@ class ModelledTimes:
 
 
 class SimulatedExecutor(NoAdapters):
-    """Virtual: `submit` returns at once, and its ticket says when the step is done."""
+    """`submit` returns at once, and its ticket says when the step is done."""
 
     def __init__(self, capacity: Capacity, times: StepTimes, output_lens: Mapping[str, int], *, depth: int = 1) -> None:
-        """`output_lens`: request_id -> tokens after which its output ends by itself, >= 1; read when a request is admitted."""
+        """`output_lens`: request_id -> tokens of its output, >= 1; read when a request is admitted."""
         self.depth = depth
         self._capacity = capacity
         self._times = times
         self._output_lens = output_lens
         self._last_positions: dict[str, int] = {}
-        """Position of the last token of each known request, prompt included; padding has none."""
+        """Position of the last token of each known request, prompt included."""
         self._results: dict[int, tuple[StepResult, int]] = {}
         """Results of the steps in flight, each with the host's time after it."""
         self._ready_ns = 0
         """When the last step is done."""
         self._host_until_ns = 0
-        """When the host has done with the last step that was collected."""
+        """When the host is done with the last step that was collected."""
 
     @property
     def capacity(self) -> Capacity:
@@ -97,7 +97,6 @@ class SimulatedExecutor(NoAdapters):
 
     @property
     def block_bytes(self) -> int:
-        """Nothing is stored."""
         return 1
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
@@ -152,7 +151,7 @@ class SimulatedExecutor(NoAdapters):
         return Ticket(plan.step_id, ready_ns)
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Costs nothing, and changes nothing: outputs end where the oracle says."""
+        """Changes nothing: outputs have given lengths."""
 
     def collect(self, ticket: Ticket) -> StepResult:
         result, host_ns = self._results.pop(ticket.step_id)

@@ -1,8 +1,7 @@
-"""The simulation: the clients of a workload before virtual servers, on one virtual clock. Called by commands and benchmarks;
-schedules nothing itself, and draws no figures.
+"""The simulation: the clients of a workload and virtual servers on one virtual clock.
 
-At each instant, in this order: a step ends, requests come, the next step is planned. So a plan sees everything that
-has happened by then, as in the engine, where what comes during a step is taken up after it, and aborts before its tokens.
+At each instant a step ends, then requests come, then the next step is planned. So a plan sees everything that has happened by
+then, as in the engine.
 """
 
 from __future__ import annotations
@@ -26,35 +25,33 @@ from penstock.types.stats import RequestStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a workload."""
-
     records: Sequence[Record]
     """One for each job, in the order of the jobs, as a client would have written them."""
     ended: Sequence[RequestStats]
-    """The engine's account of each request that came to it, in the order of the jobs; without a door that is each."""
+    """The engine's stats of each request that reached it, in the order of the jobs."""
     duration_ns: int
     """From instant 0 until the last job had ended."""
     num_steps: int
     settings: ServerSettings
-    """Those of the servers."""
+    """Of the servers."""
     timelines: Mapping[str, Timeline]
-    """How full each server was, by its name."""
+    """Name of a server -> how full it was."""
     num_outside: int = 0
-    """Steps outside of the range to which the cost model was fitted: their times are extrapolated."""
+    """Steps outside of the range that the cost model was fitted to."""
     outside: Mapping[str, int] = field(default_factory=dict)
-    """The limits that those steps exceed -> in how many of them."""
+    """An exceeded limit -> steps that exceed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation(ServerSettings):
-    """One server that can be run any number of times; each run starts anew."""
+    """One server that can be run any number of times."""
 
     max_tokens: int | None = 2048
-    """The limit that clients send, and outputs end by themselves. None: each asks for exactly the tokens of its output."""
+    """The limit that clients send; outputs end by themselves. None: each asks for exactly the tokens of its output."""
     max_returns: int = 0
-    """How often a client that is refused comes back, at the time that it is told."""
+    """How often a refused client comes back, as Retry-After says."""
     seed: int = 0
-    """The cost model's noise."""
+    """Of the cost model's noise."""
 
     def run(
         self,
@@ -66,7 +63,7 @@ class Simulation(ServerSettings):
     ) -> Outcome:
         """Serve the jobs until all have ended. A job's request id is its index.
 
-        `predictions`: index -> predicted output length; where it has none, the policies' predictor is asked.
+        `predictions`: index -> predicted output length; the policies' predictor handles the others.
         """
         clock = VirtualClock()
         traffic = Traffic(
@@ -79,7 +76,7 @@ class Simulation(ServerSettings):
 
 
 class _House:
-    """One server, to which every request goes."""
+    """One server that gets every request."""
 
     def __init__(self, settings: ServerSettings, clock: VirtualClock, traffic: Traffic, *, seed: int) -> None:
         self.server = VirtualServer(settings, clock, tell=self._tell, seed=seed)
@@ -102,9 +99,8 @@ class _House:
 def play(
     clock: VirtualClock, agenda: Agenda, servers: Sequence[VirtualServer], on_plan: Callable[[StepPlan], None] | None = None
 ) -> None:
-    """Let everything happen in the order of time, until nothing is left to do.
+    """Let everything happen in the order of time. Of servers whose turns are due at once the first goes first.
 
-    The first of several servers goes first where their turns are due at the same instant.
     Raises RuntimeError if requests are left and nothing will ever wake a server.
     """
     with _without_collector():
@@ -125,7 +121,7 @@ def play(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Without the search for cycles: requests, plans and events are part of none, and there are many of them."""
+    """Run without the search for cycles: requests, plans and events form none, and there are many."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +134,6 @@ def _without_collector() -> Iterator[None]:
 def outcome_of(
     traffic: Traffic, clock: VirtualClock, servers: Mapping[str, VirtualServer], ended: Mapping[str, RequestStats]
 ) -> Outcome:
-    """`servers` by their names; `ended`: the account of each request that is told, by its id."""
     outside: Counter[str] = Counter()
     for server in servers.values():
         outside.update(server.times.outside)

@@ -1,8 +1,7 @@
-"""Times of steps by part, beside the work that is in them: arithmetic intensity, and the share of the machine's peaks. Called
-by `penstock profile`; measures nothing.
+"""Times of steps by part, with their arithmetic intensity and their share of the machine's peaks, for `penstock profile`.
 
-The roofline (Williams, Waterman and Patterson, CACM 52(4), 2009): a step takes at least as long as its operations at the peak
-of multiply-adds, and as its reads at the speed of memory. The resource that takes longer bounds it.
+By the roofline (Williams, Waterman and Patterson, CACM 52(4), 2009) a step takes at least as long as its operations and its
+reads at their peaks. The longer of them bounds it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TABLE_TOKENS = (32, 128, 512)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """The most that a machine does, as it was probed just now."""
+    """The peaks of a machine, as just probed."""
 
     ops_per_s: float
     """Multiply-adds of the kind that the model's products are, each two operations."""
@@ -34,19 +33,19 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """Steps of one shape, in their median. Times are nanoseconds."""
+    """Medians of steps of one shape. Times are nanoseconds."""
 
     shape: StepShape
     duration_ns: float
     parts_ns: Mapping[str, float]
     num_ops: float
-    """Operations of products with weights and of attention; a multiply-add is two."""
+    """Products with weights and attention; a multiply-add is two."""
     num_bytes: float
-    """Bytes of weights and of keys and values that have to be read."""
+    """Weights and KV that have to be read."""
     compute_share: float | None
-    """Time of the operations at the peak over the step's time; None: the peak is not known."""
+    """Time of the operations at the peak over the step's time, or None if the peak is unknown."""
     read_share: float | None
-    """Time of the reads at the peak over the step's time."""
+    """The same for the reads."""
 
     @property
     def intensity(self) -> float:
@@ -55,14 +54,13 @@ class StepFigures:
 
     @property
     def bound(self) -> str:
-        """The resource whose peak leaves the step the least room."""
         if self.compute_share is None or self.read_share is None:
             return ""
         return "compute" if self.compute_share > self.read_share else "memory"
 
 
 def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | None) -> list[StepFigures]:
-    """The figures of each shape, in the order of the groups."""
+    """Return the figures of each shape, in the order of the groups."""
     groups: dict[int, list[MeasuredStep]] = {}
     for step in steps:
         groups.setdefault(step.group, []).append(step)
@@ -86,7 +84,7 @@ def figures_of(steps: Sequence[MeasuredStep], size: ModelSize, peaks: Peaks | No
 
 
 def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
-    """(operations, bytes read) of a step: the least that it has to do."""
+    """Return the (operations, bytes read) that a step needs at least."""
     counts = CostModel().counts(shape)
     products = (
         counts.num_tokens * size.num_token_products
@@ -98,7 +96,7 @@ def work_of(size: ModelSize, shape: StepShape) -> tuple[float, float]:
 
 
 def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[str]:
-    """A table of steps: time by part, arithmetic intensity, and what bounds them."""
+    """Yield a table of steps: time by part, arithmetic intensity, and what bounds them."""
     parts = [part for part in ("linear", "attention", "sampling", "rows") if all(part in one.parts_ns for one in figures)]
     if peaks is not None:
         words = f"{peaks.ops_per_s / 1e9:.0f} GOP/s, {peaks.read_bytes_per_s / 1e9:.1f} GB/s"
@@ -115,7 +113,6 @@ def step_lines(figures: Sequence[StepFigures], peaks: Peaks | None) -> Iterator[
 
 
 def roofline_panel(figures: Sequence[StepFigures], peaks: Peaks, title: str) -> Panel:
-    """The steps under the roof, decodes apart from prompts."""
     measured: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
         name = "decodes" if one.shape.rows[0][0] == 1 else "prompts"
@@ -124,7 +121,7 @@ def roofline_panel(figures: Sequence[StepFigures], peaks: Peaks, title: str) -> 
 
 
 def shapes_of(capacity: Capacity) -> list[StepShape]:
-    """A few shapes for a table: decodes of more and more rows over two contexts, and chunks of prompts."""
+    """Return shapes for a table: decodes of more and more rows over two contexts, and chunks of prompts."""
     shapes = [StepShape(((1, context_len),) * num_rows, num_rows) for context_len in (128, 1024) for num_rows in TABLE_ROWS]
     shapes += [StepShape(((num_tokens, context_len),), 1) for context_len in (0, 1024) for num_tokens in TABLE_TOKENS]
     return [shape for shape in shapes if fits(shape, capacity)]

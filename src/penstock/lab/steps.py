@@ -1,8 +1,7 @@
-"""Steps that were measured: a designed set of them straight through an executor, or those of a recording. The fit and `penstock
-profile` call it; it fits nothing itself.
+"""Measured steps: a designed set of them on an executor, or those of a recording. The fit and `penstock profile` use them.
 
 The designed steps decode with 1 to 64 rows over contexts of several lengths, compute chunks of prompts, and do both at once.
-They run in rounds, each in another order, so that a machine that is slow for a while is slow for all of them.
+Each round has another order, so that a slow phase of the machine hits all shapes alike.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ DECODE_CONTEXTS = (32, 500, 1800)
 CHUNK_TOKENS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 CHUNK_CONTEXTS = (0, 1000)
 NUM_MIXES = 24
-"""Steps of decodes and chunks, with contexts drawn at random."""
+"""Steps of decodes and chunks with random contexts."""
 REFERENCE = StepShape(((1, 128),), 1)
-"""The step that runs between those that are measured. Where it takes longer than usual, others use the machine."""
+"""The step between measured ones. It shows how much of the machine others use."""
 NUM_TO_WARM = 10
-"""Reference steps in a row, besides the one right after a shape, of which the last tells how fast the machine is."""
+"""Reference steps in a row; the last tells how fast the machine is."""
 STRETCH = 100
 """Steps in a row that are taken of a long recording."""
 
@@ -50,23 +49,22 @@ class MeasuredStep:
 
     shape: StepShape
     execute_ns: int
-    """The executor's time."""
     parts_ns: Mapping[str, int] = field(default_factory=dict)
-    """Shares of it by the executor's own names, where it tells them."""
+    """Shares of it by the executor's own names, if reported."""
     host_ns: int | None = None
-    """The engine's own time between this step and the next; None: it had nothing to do then, or nobody knows."""
+    """The engine's own time between this step and the next, or None if unknown."""
     is_for_host: bool = False
-    """Its host's time is of use, and its executor's is not: it was not measured beside a reference."""
+    """Only its host time is used: it was not measured beside a reference."""
     coldness: float = 0.0
-    """How much of the weights the steps before it left to fetch: 0 to 1, see `cost_model.coldness_after`."""
+    """Share of the weights that the steps before it left to fetch; see `cost_model.coldness_after`."""
     slowness: float = 1.0
-    """Time of a reference step beside it over that step's median: how slow the machine was just then."""
+    """Time of the reference steps beside it over their median."""
     group: int = 0
-    """Steps of one group are left out together, where a fit is judged by what it has not seen."""
+    """Steps of one group are left out together when a fit is judged."""
 
 
 def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
-    """Shapes that an executor of this capacity can compute, each once."""
+    """Return the shapes that an executor of this capacity can compute, each once."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     shapes = [
         StepShape(((1, context_len),) * num_rows, num_rows) for num_rows in DECODE_ROWS for context_len in DECODE_CONTEXTS
@@ -80,7 +78,7 @@ def design(capacity: Capacity, *, seed: int = 1) -> list[StepShape]:
 
 
 def _mix(capacity: Capacity, rng: Random) -> StepShape:
-    """Decodes and chunks of prompts in one step; it may need more blocks than there are."""
+    """Return decodes and chunks of prompts in one step, which may need more blocks than there are."""
     num_chunks = rng.choice((1, 1, 2, 4))
     num_decodes = min(rng.choice((1, 2, 4, 8, 16, 24, 32, 48)), capacity.max_rows - num_chunks)
     most_tokens = max(2, min(256, (capacity.max_step_tokens - num_decodes) // num_chunks))
@@ -91,7 +89,7 @@ def _mix(capacity: Capacity, rng: Random) -> StepShape:
 
 
 def fits(shape: StepShape, capacity: Capacity) -> bool:
-    """Whether the executor can compute a step of this shape, all rows with blocks of their own."""
+    """Return whether the executor can compute a step of this shape, with blocks of its own for each row."""
     num_blocks = sum(_num_blocks(row, capacity.block_size) for row in shape.rows)
     return (
         len(shape.rows) <= capacity.max_rows
@@ -110,7 +108,7 @@ class StepRunner:
         self._ids = count()
 
     def fill(self) -> None:
-        """Give every block keys and values: memory never written is one page of zeros, which is read from the cache."""
+        """Write KV into every block: memory that was never written is one cached page of zeros."""
         capacity = self._executor.capacity
         size = capacity.block_size
         # A row has a place for its next token, too.
@@ -122,7 +120,7 @@ class StepRunner:
         self._executor.copy_blocks(pairs)
 
     def run(self, shape: StepShape) -> tuple[int, Mapping[str, int]]:
-        """Compute one step. Returns the executor's nanoseconds, and its parts."""
+        """Compute one step. Return the executor's nanoseconds, and its parts."""
         step_id, executor = next(self._ids), self._executor
         names = [f"{step_id}-{row}" for row in range(len(shape.rows))]
         samples = [1] * shape.num_samples + [0] * (len(shape.rows) - shape.num_samples)
@@ -153,9 +151,9 @@ class StepRunner:
 
 class Measured(NamedTuple):
     of_shapes: list[MeasuredStep]
-    """Each shape's once in each round; a shape's steps are a group."""
+    """Each shape once in each round; a shape's steps are a group."""
     after_them: list[MeasuredStep]
-    """The reference step right after each of those; a round's are a group."""
+    """The reference step after each of those; a round's are a group."""
 
 
 def measure(
@@ -166,15 +164,12 @@ def measure(
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Measured:
-    """Compute each shape once in each round, after a round that only warms up.
-
-    `progress` is told the rounds that are done, and of how many.
-    """
+    """Compute each shape once in each round, after a warm-up round. `progress` gets the rounds done, and of how many."""
     rng = Random(seed)  # noqa: S311  # repeatable on purpose
     of_shapes: list[MeasuredStep] = []
     after_them: list[MeasuredStep] = []
     references_ns: list[int] = []
-    """When the weights were in the caches again: before each shape, and after the last."""
+    """With the weights in the caches: before each shape, and after the last."""
     coldness = 0.0
 
     def run(shape: StepShape, group: int) -> MeasuredStep:
@@ -218,9 +213,9 @@ def measure_with_host(
     num_tokens: int = 48,
     first_group: int = 0,
 ) -> list[MeasuredStep]:
-    """Decodes of 1, 2, 4 and more requests through the engine's own turns, text included: the host's time is known.
+    """Run decodes of 1, 2, 4 and more requests through the engine's own turns with text, so that the host's time is known.
 
-    There is no HTTP, and nobody who reads. Requests of one number are a group.
+    There is no HTTP. Requests of one number are a group.
     """
     told = _Told()
     core = EngineCore(Scheduler(executor.capacity, make_policies()), observer=told)
@@ -258,8 +253,6 @@ def measure_with_host(
 
 
 class _Told(NullObserver):
-    """Keeps what an engine tells of its steps."""
-
     def __init__(self) -> None:
         self.steps: list[StepStats] = []
 
@@ -278,10 +271,9 @@ def steps_of(
     max_steps: int = 20_000,
     is_taken: Callable[[StepDone], bool] = lambda _: True,
 ) -> list[MeasuredStep]:
-    """Steps of a recording: those that are taken, of stretches that have `max_steps` together. Stretches of time are groups.
+    """Return steps of a recording, from stretches that have `max_steps` together. Stretches of time are groups.
 
-    The host's time is known of steps after which requests still ran, where one step was in flight at a time. Raises
-    PenstockError if there are no steps.
+    The host's time is known if one step was in flight at a time and requests still ran. Raises PenstockError without steps.
     """
     num_steps = sum(1 for _ in recording.steps())
     if not num_steps:

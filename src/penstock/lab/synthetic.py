@@ -1,4 +1,4 @@
-"""Requests of made-up lengths: fixed, even between two numbers, or lognormal. Called by `workload_choice`."""
+"""Requests of made-up lengths: fixed, uniform or lognormal."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LENGTHS = re.compile(r"(?P<mean>\d{1,8})(?:-(?P<high>\d{1,8})|~(?P<cv>\d{1,3}(?
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long prompts are, or answers, in tokens: from `low` to `high`, or lognormal around `mean` if `cv` is above 0."""
+    """Lengths in tokens: from `low` to `high`, or lognormal around `low` if `cv` is above 0."""
 
     text: str
-    """As the user writes it: `512`; `100-900`, all alike likely; `512~0.8`: lognormal, mean 512, deviation 0.8 * 512."""
+    """`512`; `100-900`, all equally likely; `512~0.8`: lognormal, mean 512, deviation 0.8 * 512."""
     low: int
     high: int
     cv: float
@@ -60,11 +60,11 @@ NAMED: Mapping[str, tuple[str, str]] = {
     "documents": ("4000~0.5", "200~0.5"),
     "writing": ("200~0.8", "1000~0.5"),
 }
-"""Name -> lengths of prompts and of answers. They are made up, and in the range of published chat and document traffic."""
+"""Name -> lengths of prompts and answers, in the range of published chat and document traffic."""
 
 
 def synthetic(name: str, count: int, *, prompt: Lengths, output: Lengths, seed: int) -> Workload:
-    """`count` requests that are all due at once."""
+    """Return `count` requests that are all due at once."""
     rng = Random(f"lengths {seed}")  # noqa: S311  # repeatable on purpose
     jobs = [Job(arrival_ns=0, num_prompt_tokens=prompt.draw(rng), num_output_tokens=output.draw(rng)) for _ in range(count)]
     return Workload(name=f"{name}, {prompt.text} tokens in, {output.text} out", jobs=jobs)

@@ -1,7 +1,6 @@
-"""A server that speaks OpenAI's API, as one who sends to it sees it: its address, how it is asked, which fields it takes.
+"""A server that speaks OpenAI's API, as a client sees it: its address, the fields that it takes, its tokenizer.
 
-`Target` makes the bodies of requests. `Questions` asks what must be known before a run, one question at a time. Called by the
-client of the lab and by `penstock bench`; measures nothing.
+`Target` makes the bodies of requests. `Questions` asks what must be known before a run.
 """
 
 from __future__ import annotations
@@ -23,30 +22,27 @@ from penstock.types.errors import PenstockError
 _ASK_TIMEOUT_S = 120.0
 """The first answer of a server that just started may take long."""
 MAX_TOKENIZE_S = 0.005
-"""A server that takes longer on average to count a text is too far away to be asked for all."""
+"""A server that takes longer on average to count a text is too far away to count all prompts."""
 _PROBES = ("a", "the word", "some words", "four or five words")
 _MAX_KNOWN_CHARS = 40
-"""Single words are asked for again and again; the texts of prompts are not kept."""
+"""Tokens of single words are kept; those of prompts are not."""
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
-"""Fields that a server need not know: left out if it refuses them."""
+"""Fields that are left out if a server refuses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The parts of a server's URL."""
-
     url: str
     scheme: str
-    """`http` or `https`."""
     host: str
     port: int
     host_header: str
     path: str
-    """The part before `/v1`."""
+    """Before `/v1`."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the server is on this machine, as far as the name says."""
+        """Return whether the server is on this machine, as far as the name says."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -54,7 +50,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Raises PenstockError if it is no URL of a server."""
+        """Raises PenstockError for anything but a server's URL."""
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -70,7 +66,7 @@ class Address:
         return cls(url, parts.scheme, parts.hostname, port, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"))
 
     def unreachable(self, error: Exception) -> PenstockError:
-        """The error that says so, with the system's reason."""
+        """Return the error that the server can't be reached, with the system's reason."""
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         remedy = "Is a server running there? `penstock serve` starts one, --url names another, and --in-process needs none."
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -94,24 +90,24 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server, and how it is asked."""
+    """A server, and how to ask it."""
 
     url: str
-    """`http://HOST:PORT` or `https://...`; a path before `/v1` is kept, `/v1` itself may be there or not."""
+    """`http://HOST:PORT` or `https://...`, with or without `/v1`. A path before it is kept."""
     model: str = ""
     """As the server calls it."""
     endpoint: Endpoint = Endpoint.COMPLETIONS
     stream: bool = True
     api_key: str | None = field(default=None, repr=False)
     extra_body: Mapping[str, object] = field(default_factory=dict)
-    """Fields that are added to each request or replace ours; None leaves a field out."""
+    """Fields that are added to each request or replace ours; None removes a field."""
     limit_field: str = "max_tokens"
-    """The field with the number of tokens that are asked for."""
+    """The field with the number of wanted tokens."""
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
-    """For https; None: the usual one, which believes the system's authorities."""
+    """For https; None trusts the system's authorities."""
 
     def __post_init__(self) -> None:
-        """Raises PenstockError for a key that no header can have."""
+        """Raises PenstockError for a key that no header can carry."""
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise PenstockError(
                 "The API key has a character that no header can have.", remedy="Give it without a line end, and in ASCII."
@@ -119,11 +115,11 @@ class Target:
 
     @property
     def asks_to_ignore_eos(self) -> bool:
-        """Whether each answer must have exactly the tokens that were asked for."""
+        """Whether each answer must have exactly the wanted tokens."""
         return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
 
     def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
-        """A request in JSON. `prompt`: of a chat its messages."""
+        """Return a request in JSON. For a chat, `prompt` is its messages."""
         body: dict[str, object] = {"model": self.model}
         if self.endpoint is Endpoint.EMBEDDINGS:
             body["input"] = prompt
@@ -139,10 +135,9 @@ class Target:
 
 
 class Questions:
-    """Single questions to a server over one connection, each of which waits for its answer. A context manager."""
+    """Single questions to a server over one connection. A context manager."""
 
     def __init__(self, target: Target) -> None:
-        """Raises PenstockError if the URL is none."""
         self._address = address = Address.of(target.url)
         where = address.host, address.port
         self._connection = (
@@ -159,7 +154,7 @@ class Questions:
         self._connection.close()
 
     def model(self) -> str:
-        """The first model that the server lists. Raises PenstockError if it lists none."""
+        """Return the first model that the server lists. Raises PenstockError."""
         status, body = self._ask("GET", "/v1/models")
         if status in _REMEDIES and status != 404:
             raise PenstockError(f"{self._target.url} answers {status}: {answers.error_of(body)}", remedy=_REMEDIES[status])
@@ -172,13 +167,13 @@ class Questions:
             ) from None
 
     def server(self) -> str:
-        """The name and the version of the server, as far as it tells them. Raises PenstockError if it is gone."""
+        """Return name and version of the server, as far as it reports them. Raises PenstockError if it is gone."""
         owner, version = self._got("/v1/models").get("data"), self._got("/version").get("version")
         name = owner[0].get("owned_by") if isinstance(owner, list) and owner and isinstance(owner[0], dict) else None
         return " ".join(part for part in (name, version) if isinstance(part, str))
 
     def tokenize(self, text: str) -> list[int] | None:
-        """The tokens of a text, without those that the server adds; None if it has no such route. Raises PenstockError."""
+        """Return the tokens of a text without special ones, or None if the server has no such route. Raises PenstockError."""
         own = {"model": self._target.model, "prompt": text, "add_special_tokens": False}  # of Penstock and vLLM
         for body in (own, {"content": text}):  # of llama.cpp
             found = self._got("/tokenize", body).get("tokens")
@@ -189,7 +184,7 @@ class Questions:
         return None
 
     def detokenize(self, token_ids: Sequence[int]) -> str | None:
-        """The text of tokens; None if the server has no such route. Raises PenstockError."""
+        """Return the text of tokens, or None if the server has no such route. Raises PenstockError."""
         for body in ({"model": self._target.model, "tokens": token_ids}, {"tokens": token_ids}):
             found = self._got("/detokenize", body)
             text = found.get("prompt", found.get("content"))
@@ -198,7 +193,7 @@ class Questions:
         return None
 
     def _got(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, object]:
-        """The object of an answer; an empty one if the server does not understand."""
+        """Return the object of an answer, empty if the server does not understand."""
         status, answer = self._ask("GET", path) if body is None else self._ask("POST", path, orjson.dumps(body))
         try:
             found = orjson.loads(answer) if status == 200 else {}
@@ -207,7 +202,7 @@ class Questions:
         return found if isinstance(found, dict) else {}
 
     def settle(self) -> tuple[Target, tuple[str, ...]]:
-        """The target without the fields that this server refuses, and a sentence on each. Asks for one token.
+        """Return the target without the fields that this server refuses, and a sentence on each. Asks for one token.
 
         Raises PenstockError if the server would refuse every request.
         """
@@ -265,7 +260,7 @@ _REMEDIES = {
 
 
 class ServerTokenizer:
-    """The server's own tokenizer as `prompts.Tokenizer`: one question for each text, so it is for servers that are near."""
+    """The server's own tokenizer as `prompts.Tokenizer`. Each text is a request, so the server must be near."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -273,7 +268,7 @@ class ServerTokenizer:
 
     @classmethod
     def of(cls, questions: Questions) -> ServerTokenizer | None:
-        """None if the server has none, or takes more than `MAX_TOKENIZE_S` to answer. Raises PenstockError."""
+        """Return None if the server has none, or takes longer than `MAX_TOKENIZE_S`. Raises PenstockError."""
         tokenizer = cls(questions)
         if (token_ids := questions.tokenize("the")) is None or questions.detokenize(token_ids) is None:
             return None

@@ -1,7 +1,6 @@
-"""Readers of files with requests: each makes a `Workload` of its rows. The format is found in the content, never in the name.
+"""Readers of files with requests, which make a `Workload` of their rows. The format is found in the content.
 
-Called by `workload_choice` and by benchmarks. Reads within limits; an error names the file, the line, the cause and the remedy.
-Changes nothing that it reads: `transforms` and `arrivals` do that.
+They read within limits. An error names the file, the line, the cause and the remedy.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ CountTokens = Callable[[str], int]
 """A text -> its length in tokens."""
 
 CHARS_PER_TOKEN = 4
-"""An estimate for English prose, where no tokenizer is at hand."""
+"""An estimate for English prose, without a tokenizer."""
 MOONCAKE_BLOCK_TOKENS = 512
 DEFAULT_OUTPUT_TOKENS = 128
-"""Length of an answer for which a file of prompts names none."""
+"""Of a prompt whose file names no length of the answer."""
 FORMATS = (
     "a CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure); or one JSON object a line with "
     "timestamp, input_length, output_length and hash_ids (Mooncake), with conversations (ShareGPT, also as one JSON array), "
@@ -57,23 +56,23 @@ class Limits:
 
 
 class Lines:
-    """The lines of a text file, within limits; it knows where it is."""
+    """The lines of a text file, within limits."""
 
     def __init__(self, path: Path, limits: Limits) -> None:
         self.limits = limits
         self.number = 0
-        """The line that was read last, from 1; the entry, in a JSON array."""
+        """The last line read, from 1; in a JSON array the entry."""
         self._noun = "line"
         self._path = path
 
     @property
     def is_array(self) -> bool:
-        """Whether the file begins as a JSON array does. Raises PenstockError if it can't be read."""
+        """Whether the file begins as a JSON array. Raises PenstockError if it can't be read."""
         with self._open() as file:
             return file.read(_PEEK_BYTES).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
     def __iter__(self) -> Iterator[str]:
-        """Lines with something in them, without their ends, from the begin. Raises PenstockError."""
+        """Yield lines that are not empty, without their ends. Raises PenstockError."""
         self.number = 0
         with self._open() as file:
             while line := file.readline(self.limits.max_line_bytes + 1):
@@ -90,7 +89,7 @@ class Lines:
                     yield text
 
     def read_array(self) -> Iterator[object]:
-        """The entries of a file that is one JSON array. Raises PenstockError."""
+        """Yield the entries of a file that is one JSON array. Raises PenstockError."""
         self._noun, self.number = "entry", 0
         if (num_bytes := self._path.stat().st_size) > self.limits.max_array_bytes:
             raise self.error(
@@ -127,12 +126,11 @@ def read_workload(
     max_turns: int = 1,
     limits: Limits | None = None,
 ) -> Workload:
-    """The requests of a file.
+    """Return the requests of a file.
 
-    `count_tokens` gives the lengths of texts; without it they are estimated, and the workload's name says so. No more rows are
-    read than `max_requests` need. `max_turns`: turns of a conversation; where a file has no conversations, requests that follow
-    each other are chained. Arrivals count from the first row; where a file tells none, all are due at once.
-    An answer of no tokens counts as one of one. Raises PenstockError.
+    `count_tokens`: None estimates the lengths of texts, and the workload's name says so. `max_requests`: no more rows are read
+    than these need. `max_turns`: turns of a conversation; in a file without conversations, successive requests are chained.
+    Arrivals count from the first row, and are all 0 if the file has none. Raises PenstockError.
     """
     lines = Lines(path, limits or Limits())
     count = count_tokens or estimate_tokens
@@ -157,7 +155,7 @@ def read_workload(
 
 
 def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompts", "recording", "sharegpt"]:
-    """Found in the first line. Raises PenstockError."""
+    """Find the format in the first line. Raises PenstockError."""
     if lines.is_array:
         return "sharegpt"
     if is_recording(path):
@@ -177,10 +175,10 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
 
 
 def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[list[tuple[str, str]]]:
-    """The conversations of a ShareGPT file, in its order: of each the user's messages with the answers that follow them.
+    """Yield the conversations of a ShareGPT file, each as pairs of the user's messages and their answers.
 
-    A conversation begins with its first message of a user, and ends before the first message that is not followed by an answer.
-    One without any such pair is left out. Raises PenstockError.
+    A conversation begins with its first message of a user, and ends before the first message without an answer. Raises
+    PenstockError.
     """
     lines = Lines(path, limits or Limits())
     for row in lines.read_array() if lines.is_array else (_object(lines, line) for line in lines):
@@ -195,7 +193,6 @@ def read_conversations(path: Path, limits: Limits | None = None) -> Iterator[lis
 
 
 def estimate_tokens(text: str) -> int:
-    """A guess from the number of characters."""
     return max(1, round(len(text) / CHARS_PER_TOKEN))
 
 
@@ -254,7 +251,7 @@ def _mooncake(lines: Lines) -> Iterator[Job]:
 
 
 def _milliseconds(lines: Lines, value: object) -> int:
-    """Nanoseconds of a number of milliseconds."""
+    """Return the nanoseconds of a number of milliseconds."""
     largest = lines.limits.max_seconds * 1_000
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
         raise lines.error(
@@ -279,7 +276,7 @@ def _blocks(lines: Lines, value: object, num_prompt_tokens: int) -> tuple[int, .
 
 
 def _turns_of(row: Mapping[str, object]) -> list[object] | None:
-    """The messages of a conversation, under the name of ShareGPT or of OpenAI."""
+    """Return the messages of a conversation, under the name of ShareGPT or of OpenAI."""
     turns = row.get("conversations", row.get("messages"))
     return turns if isinstance(turns, list) else None
 
@@ -296,7 +293,7 @@ def _pairs(lines: Lines, turns: Sequence[object]) -> list[tuple[str, str]]:
 
 
 def _message(lines: Lines, turn: object) -> tuple[bool | None, str]:
-    """Whether a user wrote it (None: neither a user nor a model did), and its text."""
+    """Return whether a user wrote it, or None for neither a user nor a model, and its text."""
     if isinstance(turn, dict):
         author, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(author, str) and isinstance(text, str):
@@ -354,11 +351,10 @@ def _prompts(lines: Lines, count_tokens: CountTokens) -> Iterator[Job]:
 
 
 def _recorded(path: Path, max_requests: int | None) -> Workload:
-    """The requests that a server recorded; an answer that was not finished is known in part, and one that never began is not.
+    """Return the requests that a server recorded.
 
-    A client that went away goes away after as many tokens; before the first token, at its instant. Requests that the server
-    refused or failed, those without an end, and beam searches are left out, and counted in the name. Those with an adapter are
-    taken as the base's, and counted there, too.
+    Left out, and counted in the name, are requests without an end, refused or failed ones, and beam searches. A client that
+    went away goes away after as many tokens, or before the first at its instant. Adapters are ignored, and counted in the name.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
@@ -381,7 +377,6 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
 
 
 def _recorded_job(request: RecordedRequest) -> Job | None:
-    """None if not enough is known of it."""
     arrival, departure = request.arrival, request.departure
     if departure is None or arrival.beam_width or departure.reason in (FinishReason.ERROR, FinishReason.REJECTED):
         return None
@@ -404,7 +399,7 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
 
 
 def _trace(path: Path, name: str, rows: Iterable[Job], *, prefix_block_tokens: int = 0) -> Workload:
-    """Rows with instants: in their order, and the first of them at 0."""
+    """Return rows in the order of their instants, the first at 0."""
     jobs = _some(path, sorted(rows, key=lambda job: job.arrival_ns))
     begin_ns = jobs[0].arrival_ns
     jobs = [at_instants(job, lambda at_ns: at_ns - begin_ns) for job in jobs]
@@ -429,7 +424,7 @@ def _object(lines: Lines, line: str) -> Mapping[str, object]:
 
 
 def _length(lines: Lines, name: str, value: object) -> int:
-    """At least 1: what a trace counts as nothing is one token here."""
+    """Return at least 1: what a trace counts as nothing is one token here."""
     if type(value) is not int or not 0 <= value <= lines.limits.max_tokens:
         raise lines.error(
             f"{name} is {_shown(value)}, which is no number of tokens", f"Write one of 0 to {lines.limits.max_tokens}."
@@ -438,6 +433,6 @@ def _length(lines: Lines, name: str, value: object) -> int:
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value, for an error."""
+    """Return the beginning of a value, for an error."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,9 +1,6 @@
-"""The clients of a workload in virtual time: they send what is due, wait, go away, come back as they are told, and write the
-records. Called by the simulation; knows nothing of servers but that they take requests and tell events.
+"""The clients of a workload in virtual time: they send what is due, wait, go away, come back, and write the records.
 
-    Agenda    what is due, and when
-    Prompts   tokens of a length, so that prompts share what the workload says that they share
-    Traffic   the requests of a workload, from the instant at which each is due to its record
+The simulation calls it. It knows of servers only that they take requests and report events.
 """
 
 from __future__ import annotations
@@ -31,15 +28,14 @@ from penstock.types.stats import RequestStats
 
 _NS_PER_S = 1_000_000_000
 _FIRST_TOKEN_ID = 2
-"""The least token of a prompt; those below it are of outputs."""
+"""The least token of a prompt; lower ones are of outputs."""
 
 
 class Agenda:
-    """Actions with the instants at which they are due; of one instant, in the order in which they were noted."""
+    """Actions and when they are due; of one instant in the order in which they were noted."""
 
     def __init__(self) -> None:
         self.due_ns = NEVER_NS
-        """When the next is due."""
         self._entries: list[tuple[int, int, Callable[[], None]]] = []
         self._num_noted = 0
 
@@ -56,7 +52,7 @@ class Agenda:
 
 
 class Prompts:
-    """Tokens of prompts. Two prompts begin alike as far as their jobs say (`Job.prefix`, `Job.after`), and no further."""
+    """Tokens of prompts. Two prompts share exactly what their jobs say (`Job.prefix`, `Job.after`)."""
 
     def __init__(self, workload: Workload) -> None:
         self._jobs = workload.jobs
@@ -80,7 +76,7 @@ class Prompts:
         return shared[:num_tokens] + (own,) * max(0, num_tokens - len(shared))
 
     def keep(self, index: int, prompt_token_ids: tuple[int, ...], num_output_tokens: int) -> None:
-        """A turn of a conversation has been answered, and another follows."""
+        """Keep a turn's tokens for the next turn."""
         self._said[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
 
     def _blocks(self, prefix: Sequence[int]) -> tuple[int, ...]:
@@ -105,7 +101,7 @@ class Service(Protocol):
 
 @dataclass(slots=True)
 class Call:
-    """One request under way, and its client's stopwatch."""
+    """One request under way."""
 
     job: Job
     request: Request
@@ -113,7 +109,7 @@ class Call:
     record: Record
     gaps_ns: array[int]
     last_ns: int = 0
-    """When its last token came; 0: none has."""
+    """When its last token came, or 0."""
     is_gone: bool = False
     """Its client has left."""
     is_away: bool = False
@@ -135,15 +131,15 @@ class Traffic:
         max_returns: int = 0,
         predictions: Mapping[int, int] | None = None,
     ) -> None:
-        """`settings` are those of the servers that are asked.
+        """`settings` are those of the servers.
 
-        `max_tokens`: the limit that each client sends, and outputs end by themselves; None: each asks for exactly the tokens of
-        its output, as `penstock bench` does. `max_returns`: how often a client that is refused comes back, at the time that it
-        is told. `predictions`: index -> predicted output length.
+        `max_tokens`: the limit that each client sends; None asks for exactly the tokens of its output, as `penstock bench`
+        does. `max_returns`: how often a refused client comes back, as Retry-After says. `predictions`: index -> predicted
+        output length.
         """
         self.agenda = Agenda()
         self.records: list[Record] = []
-        """One for each request that has ended, in the order of their ends."""
+        """Ended requests, in the order of their ends."""
         self.calls: dict[str, Call] = {}
         """Requests under way, by request id, which is the index of the job."""
         self._workload = workload
@@ -158,7 +154,7 @@ class Traffic:
         self._max_returns = max_returns
         self._service: Service | None = None
         self._begin_ns = NEVER_NS
-        """When the next request is due, as far as it is noted."""
+        """When the next request is due, as far as noted."""
 
     def begin(self, service: Service) -> None:
         """Send everything to this service from now on."""
@@ -166,7 +162,7 @@ class Traffic:
         self._note_next()
 
     def tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """A server has events of requests. Their ends are told with `end`."""
+        """Note events of a server. Ends come with `end`."""
         del now_ns
         calls = self.calls
         for event in events:
@@ -181,7 +177,7 @@ class Traffic:
                     self.agenda.note(at_ns, partial(self._leave, call))
 
     def end(self, event: TokenEvent, stats: RequestStats) -> None:
-        """A request has ended, or was refused by the engine. `stats`: the engine's account of it."""
+        """Note that a request has ended, or that the engine refused it."""
         call = self.calls.pop(event.request_id)
         record = call.record
         record.ended_ns = event.at_ns
@@ -225,7 +221,7 @@ class Traffic:
         self._knock(call)
 
     def _words(self, job: Job, record: Record, prompt: tuple[int, ...], *, is_retry: bool = False) -> tuple[Request, Ask]:
-        """The request that the client sends now, and the same as the door sees it."""
+        """Return the request that the client sends now, and the same as the door sees it."""
         settings, arrival_ns = self._settings, self._clock.now_ns()
         max_tokens, stops = job.num_output_tokens, tuple[int, ...]()
         if self._max_tokens is not None:
@@ -310,7 +306,7 @@ class Traffic:
             self._finish_turn(call)
 
     def _refuse(self, record: Record, reason: RejectReason) -> None:
-        """The error is the reason alone, without the numbers of this case, so that equal ones are counted together."""
+        """Record a refusal. The error is the reason alone, so that equal ones are counted together."""
         record.http_status = status = _STATUSES.get(reason, 408 if reason.is_deadline else 429)
         record.end = End.REFUSED if status in (429, 503) else End.FAILED
         record.error = str(reason)
@@ -318,7 +314,7 @@ class Traffic:
         self._finish(record, is_answered=False)
 
     def _finish_turn(self, call: Call) -> None:
-        """Its client has all, a part or nothing of the answer, and goes on with that, if the conversation does."""
+        """The client has all, a part or nothing of the answer, and goes on with that."""
         record = call.record
         if self._pacer.continues(record.index):
             self._prompts.keep(record.index, call.request.prompt_token_ids, record.num_output_tokens)
@@ -349,11 +345,11 @@ _STATUSES = {
     RejectReason.DRAINING: 503,
     RejectReason.UNAVAILABLE: 503,
 }
-"""HTTP statuses that the server answers; 408 for what is too late, 429 for all else."""
+"""Reason -> HTTP status of the server; 408 for deadlines, 429 for all else."""
 
 
 def _lost(index: int, job: Job, at_ns: int) -> Record:
-    """A turn that was never sent, as the turn before it had no answer."""
+    """Return the record of a turn that was never sent, as the turn before it had no answer."""
     record = Record(index=index, intended_ns=at_ns, sent_ns=at_ns, ended_ns=at_ns, tenant=job.tenant, end=End.FAILED)
     record.error = "The turn before it had no answer."
     return record

@@ -1,7 +1,7 @@
-"""Changes of a workload: fewer jobs or more, other lengths, another pace, tenants, clients that go away, conversations.
+"""Changes of a workload: fewer jobs or more, other lengths, another pace, tenants, cancellations, conversations.
 
-Each is a function from a workload to another, which says in its name what was done. Called by `workload_choice` and by
-benchmarks. Conversations stay whole: a turn is kept with the turn before it. Same arguments, seed included: same workload.
+Each is a function from a workload to another, whose name says what was done. A turn is kept with the turn before it. The same
+arguments, seed included, give the same workload. "Roots" are jobs without `after`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NS_PER_S = 1_000_000_000
 
 
 def first(workload: Workload, count: int) -> Workload:
-    """The first jobs; the last conversation may lose its last turns."""
+    """Return the first jobs; the last conversation may lose its last turns."""
     _check_at_least_one("The number of requests", count)
     if count >= len(workload.jobs):
         return workload
@@ -32,14 +32,14 @@ def first(workload: Workload, count: int) -> Workload:
 
 
 def every(workload: Workload, step: int) -> Workload:
-    """Each `step`-th of the jobs that are due by themselves, the first included, with the turns that follow them."""
+    """Return each `step`-th root from the first on, with the turns that follow it."""
     _check_at_least_one("The step", step)
     chosen = {root for nth, root in enumerate(_roots(workload)) if nth % step == 0}
     return _changed(workload, _kept(workload, chosen), f"every {step}th")
 
 
 def evenly(workload: Workload, count: int) -> Workload:
-    """`count` of the jobs that are due by themselves, spread evenly over the workload, with the turns that follow them."""
+    """Return `count` roots, spread evenly over the workload, with the turns that follow them."""
     roots = _roots(workload)
     _check_at_least_one("The number of requests", count)
     if count > len(roots):
@@ -49,7 +49,7 @@ def evenly(workload: Workload, count: int) -> Workload:
 
 
 def between(workload: Workload, from_s: float, until_s: float) -> Workload:
-    """The jobs that come in these seconds, with the turns that follow them; time then counts from the begin of the slice."""
+    """Return the roots that come in these seconds, with their turns. Time counts from the begin of the slice."""
     begin_ns, end_ns = round(from_s * _NS_PER_S), round(until_s * _NS_PER_S)
     chosen = {root for root in _roots(workload) if begin_ns <= workload.jobs[root].arrival_ns < end_ns}
     if not chosen:
@@ -59,9 +59,9 @@ def between(workload: Workload, from_s: float, until_s: float) -> Workload:
 
 
 def cut(workload: Workload, count: int) -> list[Workload]:
-    """`count` slices that follow each other, of equally many jobs that are due by themselves, with the turns that follow them.
+    """Return `count` successive slices of equally many roots, with their turns. Time counts from the begin of each.
 
-    Time counts from the begin of each. Raises ConfigError if there are fewer than two such jobs a slice.
+    Raises ConfigError for fewer than two roots a slice.
     """
     roots = _roots(workload)
     _check_at_least_one("The number of slices", count)
@@ -80,9 +80,9 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 
 
 def repeat(workload: Workload, times: int) -> Workload:
-    """The workload `times` times, each after the one before, with a mean gap between the last arrival and the first.
+    """Return the workload `times` times, with a mean gap between the last arrival and the next first one.
 
-    Prefixes that several conversations share stay shared; what only one has is new each time, or a prefix cache would know it.
+    Prefixes of several conversations stay shared. What only one conversation has is new each time, or a cache would know it.
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}
@@ -114,9 +114,9 @@ def repeat(workload: Workload, times: int) -> Workload:
 
 
 def divide_lengths(workload: Workload, divisor: int) -> Workload:
-    """Prompts and answers are `divisor` times shorter, rounded down, at least 1.
+    """Make prompts and answers `divisor` times shorter, rounded down, at least 1.
 
-    Blocks of prefixes are divided as well, so that what was shared stays shared. Texts stay whole here: `prompts` cuts them.
+    Blocks of prefixes are divided as well, so what was shared stays shared. `prompts` cuts texts.
     """
     _check_at_least_one("The divisor of lengths", divisor)
     if divisor == 1:
@@ -132,7 +132,7 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
-    """Longer prompts and answers are cut. A conversation ends before the first turn, but for its first, that would be longer.
+    """Cut longer prompts and answers. A conversation ends before the first later turn that would be longer.
 
     A block of a prefix that is cut is no longer shared.
     """
@@ -163,7 +163,7 @@ def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max
 
 
 def speed(workload: Workload, factor: float) -> Workload:
-    """All times divided by `factor`: arrivals, think times, deadlines, and when clients go away. 2 is twice as fast."""
+    """Divide all times by `factor`: arrivals, think times, deadlines, cancellations."""
     if not (factor > 0 and math.isfinite(factor)):
         raise ConfigError(f"The speed is {factor}.", remedy="Set it above 0; 2 is twice as fast, 0.5 half as fast.")
     if factor == 1:
@@ -173,7 +173,7 @@ def speed(workload: Workload, factor: float) -> Workload:
 
 
 def think(workload: Workload, mean_s: float, seed: int) -> Workload:
-    """Times between an answer and the user's next message, exponential with this mean."""
+    """Set exponential think times with this mean."""
     if not (mean_s >= 0 and math.isfinite(mean_s)):
         raise ConfigError(f"The think time is {mean_s} s.", remedy="Set it to 0 or more.")
     rng = _rng("think", seed)
@@ -188,10 +188,10 @@ def think(workload: Workload, mean_s: float, seed: int) -> Workload:
 
 
 def converse(workload: Workload, num_turns: int) -> Workload:
-    """Conversations made of jobs that follow each other, `num_turns` in each.
+    """Chain successive jobs to conversations of `num_turns`.
 
-    A job's prompt becomes the user's new message, after all that was said before it. Jobs keep their order; a turn after the
-    first is due as soon as the one before has ended. Raises ConfigError if the workload has conversations already.
+    A job's prompt becomes the user's new message after all that was said before, due as soon as the turn before has ended.
+    Raises ConfigError if the workload has conversations already.
     """
     _check_at_least_one("The number of turns", num_turns)
     if num_turns == 1:
@@ -223,9 +223,9 @@ def converse(workload: Workload, num_turns: int) -> Workload:
 
 
 def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int) -> Workload:
-    """`num_tokens` come before each prompt, such as a system prompt; those of a group are equal, and a job's group is drawn.
+    """Put `num_tokens` before each prompt, equal within a group. The group of each conversation is drawn.
 
-    All turns of a conversation are of one group. Raises ConfigError if the prompts have shared blocks, or texts, already.
+    Raises ConfigError if the prompts have shared blocks, or texts, already.
     """
     _check_at_least_one("The length of a shared prefix", num_tokens)
     _check_at_least_one("The number of groups", num_groups)
@@ -241,7 +241,7 @@ def share_prefix(workload: Workload, num_tokens: int, num_groups: int, seed: int
 
 
 def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) -> Workload:
-    """Each job that is due by itself gets a tenant, drawn by these weights, and so do the turns that follow it."""
+    """Give each conversation a tenant, drawn by these weights."""
     if (
         not weights
         or not all(weight >= 0 and math.isfinite(weight) for weight in weights.values())
@@ -261,9 +261,9 @@ def assign_tenants(workload: Workload, weights: Mapping[str, float], seed: int) 
 
 
 def cancel(workload: Workload, share: float, seed: int) -> Workload:
-    """Clients of this share of the jobs go away after a part of the answer, drawn evenly: at least 1 token, and never all.
+    """Make clients of this share of the jobs go away after a random part of the answer, at least 1 token and never all.
 
-    The share is exact, rounded to whole jobs. Answers of one token have no such part.
+    The share is exact, rounded to whole jobs. Answers of one token are left alone.
     """
     if not 0 <= share <= 1:
         raise ConfigError(f"The share of clients that go away is {share}.", remedy="Set it from 0 to 1, such as 0.03.")
@@ -285,17 +285,17 @@ def _changed(workload: Workload, jobs: Sequence[Job], words: str) -> Workload:
 
 
 def _rng(purpose: str, seed: int) -> Random:
-    """Two purposes draw differently, though they have the same seed."""
+    """Return a generator for one purpose and seed."""
     return Random(f"{purpose} {seed}")  # noqa: S311  # repeatable on purpose
 
 
 def _roots(workload: Workload) -> list[int]:
-    """Indices of the jobs that are due by themselves."""
+    """Return the indices of jobs without `after`."""
     return [idx for idx, job in enumerate(workload.jobs) if job.after is None]
 
 
 def _kept(workload: Workload, roots: set[int]) -> list[Job]:
-    """The jobs of these conversations."""
+    """Return the jobs of these conversations."""
     kept = set(roots)
     for idx, job in enumerate(workload.jobs):
         if job.after in kept:
@@ -304,13 +304,13 @@ def _kept(workload: Workload, roots: set[int]) -> list[Job]:
 
 
 def _renumbered(jobs: Sequence[Job], kept: set[int]) -> list[Job]:
-    """The jobs of these indices, where `after` counts among them."""
+    """Return the jobs of these indices, where `after` counts among them."""
     places = {idx: place for place, idx in enumerate(sorted(kept))}
     return [replace(jobs[idx], after=None if (before := jobs[idx].after) is None else places[before]) for idx in places]
 
 
 def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) -> Job:
-    """A job whose instants are moved; its think time only if `thinks`."""
+    """Return a job with moved instants; its think time only if `thinks`."""
     return replace(
         job,
         arrival_ns=moved(job.arrival_ns) if job.after is None or thinks else job.arrival_ns,
@@ -320,7 +320,7 @@ def at_instants(job: Job, moved: Callable[[int], int], *, thinks: bool = False) 
 
 
 def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_output: Callable[[int], int]) -> list[Job]:
-    """Jobs with other lengths, at least 1. In a turn of a conversation the new message changes, and all that precedes it."""
+    """Return jobs with other lengths, at least 1. A turn's new message changes, and all that precedes it."""
     jobs: list[Job] = []
     for old in workload.jobs:
         history = was_history = 0
@@ -345,7 +345,7 @@ def _with_lengths(workload: Workload, new_prompt: Callable[[int], int], new_outp
 
 
 def _fitting_prefix(job: Job, block_tokens: int) -> Job:
-    """No more blocks than the prompt has."""
+    """Return the job with no more blocks than its prompt has."""
     return replace(job, prefix=job.prefix[: -(-job.num_prompt_tokens // block_tokens)]) if job.prefix else job
 
 

@@ -1,17 +1,8 @@
-"""Settings that suit a workload: searched in the simulator, judged on slices that the search did not see. Called by `cli.tune`.
+"""Settings that suit a workload: searched in the simulator, judged on slices that the search did not see.
 
-    SPACE     the settings that are tried, and their values
-    score     the figure of one run that an objective is about
-    search    successive halving: many candidates on one slice, the better half on two, and so on
-    judge     a few candidates against the default, slice by slice, in the simulator or on the real engine
-    tune      both in the simulator; verify judges once more, on the real engine
-
-All candidates serve the same slices, the same requests at the same instants, so differences are paired. Successive halving:
-K. Jamieson and A. Talwalkar, AISTATS 2016; here pairs of the best join each round as new candidates, so that settings which
-help one by one are tried together. The best of many is too good by chance on the slices of the search, so what was gained is
-told from other slices alone.
-
-Knows settings as words (`max_num_seqs`, "50ms") and no server: `Evaluate` runs one. Writes nothing.
+All candidates serve the same slices, so differences are paired. The search is successive halving (Jamieson and Talwalkar,
+AISTATS 2016), where pairs of the best join each round, so that settings that help one by one are tried together. The best of
+many is too good by chance on the slices of the search, so gains are measured on other slices. `Evaluate` runs a server.
 """
 
 from __future__ import annotations
@@ -36,10 +27,10 @@ from penstock.types.errors import ConfigError, PenstockError
 MIN_SLICES = 6
 """Fewer differences give no interval."""
 NUM_PARENTS = 6
-"""The best of a round whose pairs become candidates of the next."""
+"""The best of a round whose pairs join the next."""
 Value = str | int
 Settings = tuple[tuple[str, Value], ...]
-"""Settings that differ from the default, in the order of their keys. Empty: the default."""
+"""Settings that differ from the default, in the order of their keys."""
 DEFAULT: Settings = ()
 Evaluate = Callable[[Settings, Workload], Sequence[Record]]
 """Serves a workload with some settings. Raises ConfigError for settings that contradict each other."""
@@ -58,7 +49,7 @@ SPACE: Mapping[str, Sequence[Value]] = {
     "reserve": ("chunk", "prompt", "predicted", "no-evict"),
     "kv_watermark": ("0%", "5%"),
 }
-"""Setting -> values that are tried. A server refuses combinations that contradict each other, and they drop out."""
+"""Setting -> values to try. Combinations that the server refuses drop out."""
 NEEDS: Mapping[str, tuple[str, Value]] = {
     "batch_window": ("batching", "dynamic"),
     "max_batch_size": ("batching", "dynamic"),
@@ -82,14 +73,14 @@ class Objective(StrEnum):
 
     @property
     def sign(self) -> int:
-        """Times which more is better."""
+        """-1 if less is better."""
         return -1 if self.unit == "s" else 1
 
 
 def score(records: Sequence[Record], objective: Objective, slos: Sequence[Slo]) -> float:
-    """The figure of one run that the objective is about, in its unit.
+    """Return the figure of one run that the objective is about, in its unit.
 
-    A request without a first token, or that did not end well, counts as infinitely late; one whose client left does not count.
+    A request that failed or has no first token counts as infinitely late; one whose client left does not count.
     """
     samples = Samples.of(records)
     span_s = max(1, int(samples.ended_ns.max()) - int(samples.intended_ns.min())) / NS_PER_S
@@ -116,11 +107,9 @@ def words(settings: Settings) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One round of the halving."""
-
     num_slices: int
     ranking: Sequence[tuple[Settings, float]]
-    """Candidates with their mean score, the best first; of those that do the same the one with the fewest settings."""
+    """Candidates with their mean score, the best first; of those with equal scores the one with the fewest settings."""
 
 
 class Trials:
@@ -134,7 +123,7 @@ class Trials:
         self._evaluate, self._objective, self._slos = evaluate, objective, slos
 
     def round(self, candidates: Sequence[Settings], slices: Sequence[Workload]) -> Round:
-        """Raises ConfigError if the default is refused, or leaves a request without an answer, where its time counts."""
+        """Raises ConfigError if the default is refused, or leaves a request unanswered where its time counts."""
         found: dict[float, Settings] = {}
         for settings in sorted(candidates, key=len):
             try:
@@ -159,10 +148,7 @@ class Trials:
 
 
 def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
-    """The default and each setting changed alone on one slice; then the better half, and pairs of the best, on twice as many.
-
-    The default stays to the end, whatever its rank.
-    """
+    """Try each single change on one slice, then the better half and pairs of the best on twice as many. The default stays."""
     left = [DEFAULT, *(with_needs({key: value}) for key, values in SPACE.items() for value in values)]
     rounds: list[Round] = []
     num_slices = 1
@@ -177,7 +163,6 @@ def search(trials: Trials, slices: Sequence[Workload]) -> Sequence[Round]:
 
 
 def with_needs(chosen: Mapping[str, Value]) -> Settings:
-    """The settings in order, with those that they need."""
     needed = dict(NEEDS[key] for key in chosen if key in NEEDS)
     return tuple(sorted((needed | dict(chosen)).items()))
 
@@ -191,13 +176,13 @@ class Comparison:
 
     settings: Settings
     default: float
-    """Mean score of the default."""
+    """Mean score."""
     tuned: float
-    """Mean score of the settings."""
+    """Mean score."""
     difference: Estimate
-    """The mean over slices of what is gained, in the objective's unit; above 0 is better."""
+    """Mean gain over slices in the objective's unit; above 0 is better."""
     num_dropped: int = 0
-    """Slices that do not count: the default left a request of theirs without an answer."""
+    """Slices that do not count, as the default left a request unanswered."""
     refusal: str = ""
     """The error that ended the comparison."""
 
@@ -208,18 +193,17 @@ class Comparison:
 
     @property
     def is_surely_better(self) -> bool:
-        """The whole interval of the difference is above 0."""
         return self.difference.low is not None and self.difference.low > 0
 
 
 def judge(
     evaluate: Evaluate, objective: Objective, slos: Sequence[Slo], few: Sequence[Settings], slices: Sequence[Workload]
 ) -> list[Comparison]:
-    """A paired comparison of each of a few candidates with the default: of each slice, the difference counts.
+    """Compare each of a few candidates with the default, paired by slice.
 
-    All serve a slice before the next one's turn, every other time in reverse, so that a machine that becomes slower favours
-    none. Intervals are Student's t over the slices, widened (Bonferroni) so that all of them are true together at `LEVEL`.
-    A candidate that fails has no further turn. Raises PenstockError if the default does.
+    All serve a slice before the next one's turn, every other time in reverse, so that a machine that slows down favours none.
+    Intervals are Student's t, widened (Bonferroni) so that all hold together at `LEVEL`. A candidate that fails drops out.
+    Raises PenstockError if the default fails.
     """
     if not few:
         return []
@@ -259,7 +243,7 @@ def judge(
 
 
 def _difference(gains: Floats, level: float) -> Estimate:
-    """The mean with its interval; unknown if a request was never answered."""
+    """Return the mean with its interval, unknown if a request was never answered."""
     if not np.isfinite(gains).all():
         return Estimate(math.nan)
     value, count = float(gains.mean()), len(gains)
@@ -271,25 +255,23 @@ def _difference(gains: Floats, level: float) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The outcome: what was searched, and what is surely better."""
-
     objective: Objective
     slos: Sequence[Slo]
     workload: str
     unseen: Sequence[Workload]
-    """The slices that neither the search nor the judgement has seen."""
+    """Slices that neither the search nor the judgement has seen."""
     rounds: Sequence[Round]
     num_runs: int
     """Slices simulated for the search."""
     num_refused: int
     simulated: Sequence[Comparison]
-    """The best of the search, in its order, on slices that it has not seen."""
+    """The best of the search, on slices that it has not seen."""
     verified: Sequence[Comparison] | None
-    """Those of them that are surely better in the simulator, on the real engine and the unseen slices; None: not asked for."""
+    """Those that are surely better in the simulator, on the real engine and the unseen slices; None if not asked for."""
 
     @property
     def best(self) -> Comparison | None:
-        """The one with the highest lower bound of its difference where it was judged last; None: keep the default."""
+        """The one with the highest lower bound where it was judged last, or None to keep the default."""
         judged = self.simulated if self.verified is None else self.verified
         return max((one for one in judged if one.is_surely_better), key=lambda one: one.difference.low or 0, default=None)
 
@@ -303,9 +285,9 @@ def tune(
     num_slices: int = 24,
     num_finalists: int = 3,
 ) -> Tuned:
-    """Search on a third of the slices, judge on another; the last is for `verify`.
+    """Search on a third of the slices and judge on another; the last is for `verify`. Thirds are interleaved.
 
-    Thirds are interleaved: slices 1, 4, 7 and so on are searched. Raises ConfigError for what can't be tuned.
+    Raises ConfigError for what can't be tuned.
     """
     if objective is Objective.GOODPUT and not slos:
         raise ConfigError("Goodput counts requests that hold SLOs, and there is none.", remedy="Give --slo ttft=2s, say.")
@@ -330,9 +312,7 @@ def tune(
 
 
 def verify(tuned: Tuned, serve: Evaluate) -> Tuned:
-    """The same with those that are surely better in the simulator judged by `serve`, the real engine.
-
-    Raises PenstockError if the default fails there.
-    """
+    """Judge those that are surely better in the simulator on the real engine. Raises PenstockError if the default fails
+    there."""
     better = [one.settings for one in tuned.simulated if one.is_surely_better]
     return replace(tuned, verified=judge(serve, tuned.objective, tuned.slos, better, tuned.unseen))

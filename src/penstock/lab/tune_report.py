@@ -1,4 +1,4 @@
-"""The outcome of a tuning in words and tables. Called by `cli.tune`; decides nothing."""
+"""The outcome of a tuning in words and tables. Called by `cli.tune`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ NUM_SHOWN = 8
 
 
 def search_lines(tuned: Tuned) -> str:
-    """The search, and the comparison of the best of it with the default in the simulator."""
     objective, last = tuned.objective, tuned.rounds[-1]
     refused = f"; {tuned.num_refused} contradicted themselves" if tuned.num_refused else ""
     ranking = [[words(settings), _figure(mean)] for settings, mean in last.ranking[:NUM_SHOWN]]
@@ -30,7 +29,6 @@ def search_lines(tuned: Tuned) -> str:
 
 
 def verdict_lines(tuned: Tuned) -> str:
-    """The comparison on the real engine, if there was one, and what is to be done."""
     parts = []
     if tuned.verified is not None:
         parts += ["\nOn the real engine, on other slices again:\n", _comparisons(tuned.verified, tuned.objective)]
@@ -43,7 +41,7 @@ def verdict_lines(tuned: Tuned) -> str:
 
 
 def notes(tuned: Tuned) -> Sequence[str]:
-    """The lines that stand above the settings in their file."""
+    """Return the lines above the settings in their file."""
     assert tuned.best is not None
     told = [f"workload: {tuned.workload}", f"objective: {tuned.objective} in {tuned.objective.unit}"]
     for where, judged in (("simulated", tuned.simulated), ("on the real engine", tuned.verified or ())):
@@ -52,7 +50,7 @@ def notes(tuned: Tuned) -> Sequence[str]:
 
 
 def gain_words(one: Comparison, objective: Objective) -> str:
-    """`+12.3% [+8.1%, +16.5%]` of the default, or where that is 0 `+1.2 [+0.9, +1.5] requests/s`."""
+    """`+12.3% [+8.1%, +16.5%]` of the default, or if that is 0 `+1.2 [+0.9, +1.5] requests/s`."""
     if math.isnan(one.difference.value):
         return "unknown"
     gain, form, unit = (one.gain, "+.1%", "") if one.default > 0 else (one.difference, "+.4g", f" {objective.unit}")

@@ -1,4 +1,4 @@
-"""Variants: which settings a comparison tries, one beside the other. Called by commands; knows no setting by name."""
+"""Variants: which settings a comparison tries side by side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ MAX_VARIANTS = 200
 
 
 def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
-    """`policy=fcfs,sjf` and `rate=2,4` -> name: value, of each of the four combinations; the last name varies fastest.
+    """`policy=fcfs,sjf` and `rate=2,4` -> name: value of each of the four combinations; the last name varies fastest.
 
-    Values that contain commas are separated by semicolons: `length_buckets=128,512;1024`. Nothing varied is one combination
-    without names. Raises ConfigError.
+    Values that contain commas are separated by semicolons: `length_buckets=128,512;1024`. Raises ConfigError.
     """
     names: list[str] = []
     values: list[list[str]] = []
@@ -35,7 +34,7 @@ def combinations(varied: Sequence[str]) -> list[dict[str, str]]:
 
 
 def title(variant: dict[str, str]) -> str:
-    """`policy=sjf`; of several names the values alone, as `sjf, 4`, in the order in which they are varied."""
+    """`policy=sjf`; of several names the values alone: `sjf, 4`."""
     if len(variant) == 1:
         return "".join(f"{name}={value}" for name, value in variant.items())
     return ", ".join(variant.values())

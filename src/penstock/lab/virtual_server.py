@@ -1,10 +1,4 @@
-"""A server in virtual time: the real door, scheduler, KV manager, core and stepper around an executor that is modelled. Called
-by the simulation; makes no load, moves no clock, and schedules nothing itself.
-
-    VirtualServer   what `penstock serve` is for one model, without HTTP and text: the door, and the engine behind it
-      Player        the engine's turns: plans a step, and takes it over when its time has come
-      Timeline      how full the server was, and when
-"""
+"""A server in virtual time: the real door, scheduler, KV manager, core and stepper around a modelled executor."""
 
 from __future__ import annotations
 
@@ -36,19 +30,19 @@ MAX_SAMPLES = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """A server's settings as values. It can be started any number of times; each start makes its policies anew."""
+    """A server's settings as values. Each start makes its policies anew."""
 
     capacity: Capacity
     make_policies: Callable[[], Policies]
     cost: CostModel = field(default_factory=CostModel)
     limits: AdmissionLimits | None = None
-    """Limits at the door; None: there is no door, as with the Python API."""
+    """None means no door, as with the Python API."""
     enable_prefix_caching: bool = True
     isolates_tenants: bool = False
     """Each tenant has its prefixes for itself."""
     slo_itl_ns: int | None = None
     request_timeout_ns: int | None = None
-    """Longest time of a request, its wait included; as the next two, it may be shortened by the job's own deadline."""
+    """Limits of the whole request, its wait, and its first token. The job's own deadline may be earlier."""
     queue_timeout_ns: int | None = None
     first_token_timeout_ns: int | None = None
     depth: int = 1
@@ -56,16 +50,15 @@ class ServerSettings:
 
 
 class Timeline:
-    """Requests and KV blocks of a server over time: exact means, and samples that can be drawn.
+    """Requests and KV blocks of a server over time: exact means, and samples to draw.
 
-    There are at most `MAX_SAMPLES`: when it is full, every other sample is dropped and the interval between two doubles.
+    When it has `MAX_SAMPLES`, every other sample is dropped and the interval between two doubles.
     """
 
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks`: those that requests can hold."""
         self.num_blocks = num_blocks
         self.at_ns, self.num_running, self.num_waiting, self.num_held = (array("q") for _ in range(4))
-        """Samples: instants, running and waiting requests, blocks that requests hold."""
         self._interval_ns = 50_000_000
         self._next_ns = 0
         self._since_ns = self._last_running = self._last_waiting = self._last_held = 0
@@ -74,7 +67,7 @@ class Timeline:
         self.max_held = 0
 
     def note(self, now_ns: int, num_running: int, num_waiting: int, num_held: int) -> None:
-        """So it is from now on."""
+        """Note a change that holds from now on."""
         if (span_ns := now_ns - self._since_ns) > 0:
             sums = self._sums
             sums[0] += self._last_running * span_ns
@@ -88,7 +81,7 @@ class Timeline:
             self._sample(now_ns)
 
     def means(self, until_ns: int) -> tuple[float, float, float]:
-        """Means over time from 0 to `until_ns`: running requests, waiting ones, share of the blocks that requests hold."""
+        """Return means over time from 0 to `until_ns`: running and waiting requests, share of the blocks that requests hold."""
         self.note(until_ns, self._last_running, self._last_waiting, self._last_held)
         running, waiting, held = (total / max(1, until_ns) for total in self._sums)
         return running, waiting, held / self.num_blocks
@@ -105,20 +98,19 @@ class Timeline:
 
 
 class Player:
-    """The turns of an engine, at the instants at which they are due: whoever moves the clock calls `act` at `next_ns`.
+    """The turns of an engine. The owner of the clock calls `act` at `next_ns`.
 
-    At each instant a step ends, then commands come, then the next step is planned. So a plan sees everything that has happened
-    by then, as in the engine, where what comes during a step is taken up after it, and aborts before its tokens. The executor's
-    tickets must say when their steps end (`Ticket.ready_ns`).
+    At each instant a step ends, then commands come, then the next step is planned. The executor's tickets must say when their
+    steps end (`Ticket.ready_ns`).
     """
 
     def __init__(
         self, core: EngineCore, executor: Executor, clock: Clock, *, tell: Tell, transfers: Transfers | None = None
     ) -> None:
         self.next_ns = NEVER_NS
-        """When there is something to do; `NEVER_NS`: not before a command comes."""
+        """`NEVER_NS` if nothing happens before a command comes."""
         self.is_computing = False
-        """The next thing to happen is the end of a step."""
+        """Whether the next thing to happen is the end of a step."""
         self.begun: StepPlan | None = None
         """The plan of the step that the last `act` has begun."""
         self._core = core
@@ -129,13 +121,12 @@ class Player:
         )
 
     def put(self, command: Command) -> None:
-        """A command comes now."""
         self._inbox.put(command)
         if not self.is_computing:
             self.next_ns = self._clock.now_ns()
 
     def act(self) -> bool:
-        """Finish the step that ends now, or plan the next one; the latter returns true."""
+        """Finish the step that ends now, or plan the next one and return true."""
         stepper = self._stepper
         self.begun = None
         if self.is_computing:
@@ -159,14 +150,14 @@ class Player:
 
 
 class VirtualServer(NullObserver):
-    """A server that has just been started, at whatever instant the clock shows."""
+    """A server that has just been started."""
 
     def __init__(self, settings: ServerSettings, clock: Clock, *, tell: Tell, seed: int = 0) -> None:
-        """`tell` gets the events of requests, as the engine's output stage does. `seed`: of the cost model's noise."""
+        """`tell` gets the events of requests. `seed`: of the cost model's noise."""
         capacity, policies = settings.capacity, settings.make_policies()
         self.settings = settings
         self.ended: dict[str, RequestStats] = {}
-        """The engine's account of each request that came to it and has ended, by request id."""
+        """The engine's stats of ended requests, by request id."""
         self.num_steps = 0
         scheduler = Scheduler(capacity, policies, enable_prefix_caching=settings.enable_prefix_caching)
         self.core = EngineCore(scheduler, observer=self)
@@ -182,18 +173,18 @@ class VirtualServer(NullObserver):
         if settings.limits is not None:
             self.admission = Admission(settings.limits, capacity, reads_priority=policies.order.reads_priority)
         self._first_tokens: dict[str, Request] = {}
-        """Requests without one, where there is a door that learns from them."""
+        """Requests without a first token, if there is a door that learns from them."""
         self._num_prompt_tokens = 0
-        """Prompt tokens of all requests in flight."""
+        """Of all requests in flight."""
 
     @property
     def num_in_flight(self) -> int:
         return len(self._output_lens)
 
     def submit(self, request: Request, num_output_tokens: int, ask: Ask | None = None) -> None:
-        """A request comes now; its output ends by itself after so many tokens. Raises `Rejected` if the door refuses it.
+        """Take a request whose output ends after `num_output_tokens`. Raises `Rejected` if the door refuses it.
 
-        Without an `ask` it does not go through the door: it comes from another server.
+        Without an `ask` it does not pass the door: it comes from another server.
         """
         now_ns, admission = self._clock.now_ns(), self.admission
         if admission is not None and ask is not None:
@@ -206,16 +197,16 @@ class VirtualServer(NullObserver):
         self.player.put(Add(request))
 
     def abort(self, request_id: str) -> None:
-        """Its client has gone away now. Unknown and ended ids are ignored."""
+        """Its client has gone away. Unknown and ended ids are ignored."""
         self.player.put(Abort(request_id))
 
     def act(self) -> None:
-        """Let the engine take its turn, which is due now (`player.next_ns`)."""
+        """Let the engine take its turn, which is due now."""
         if self.player.act():
             self._note(self.core.snapshot)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is, as `Engine.load` says it of a real one."""
+        """Return the engine's load, as `Engine.load` does."""
         return self.core.snapshot.load(
             num_in_flight=self.num_in_flight,
             num_prompt_tokens=self._num_prompt_tokens,

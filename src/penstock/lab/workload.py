@@ -1,6 +1,4 @@
-"""A workload: requests as values, with the length of each output. Benchmarks send them, and the simulator runs them; only the
-executor of a simulation knows how long an output will be.
-"""
+"""A workload: requests as values, with the length of each output. Benchmarks send them, the simulator runs them."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ class Job:
     """One request. Lengths are in tokens, instants in nanoseconds from the begin of the workload."""
 
     arrival_ns: int
-    """The instant at which it is due; with `after`, the time from the end of that job to this one (the user's think time)."""
+    """When it is due; with `after`, the user's think time after the end of that job."""
     num_prompt_tokens: int
     """All tokens of the prompt, those of earlier turns included."""
     num_output_tokens: int
@@ -27,23 +25,22 @@ class Job:
     deadline_ns: int | None = None
     """An instant, not a span."""
     cancelled_ns: int | None = None
-    """When the client goes away; None: it stays."""
+    """When the client goes away, or None."""
     cancelled_after_tokens: int | None = None
-    """Tokens of its answer after which the client goes away, >= 1 and fewer than that has; None: it reads all of it."""
+    """Tokens of the answer after which the client goes away, >= 1 and fewer than all, or None."""
     after: int | None = None
-    """Index of the job before it in the same conversation, smaller than its own; it is sent once that one has ended. None: it
-    is due by itself."""
+    """Index of the job before it in the same conversation, smaller than its own. None if it is due by itself."""
     prefix: tuple[int, ...] = ()
-    """Ids of the prompt's blocks, from its begin, of `Workload.prefix_block_tokens` each. Equal ids are equal tokens."""
+    """Ids of the prompt's blocks of `Workload.prefix_block_tokens` each. Equal ids are equal tokens."""
     prompt: str | None = None
-    """The text to send, or the user's new message if it continues a conversation; None: any text of that length will do."""
+    """The text to send, or the user's new message of a conversation. None: any text of that length."""
     prompt_token_ids: tuple[int, ...] = ()
-    """Where it matters what is asked: `num_prompt_tokens` of them; else they are all the same token."""
+    """The prompt's tokens where they matter, else empty."""
     texts: tuple[str, ...] = ()
-    """The texts of one request for embeddings; empty: it asks for that of `prompt`."""
+    """The texts of one request for embeddings, else empty."""
 
     def request(self, request_id: str, *, max_tokens: int, predicted_new_tokens: int | None = None) -> Request:
-        """`max_tokens`: the limit that clients send, which is the same for all and says nothing about the output."""
+        """`max_tokens`: the limit that clients send, which says nothing about the output."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(EOS_TOKEN_ID,))
         return Request(
             request_id=request_id,
@@ -59,10 +56,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Jobs in the order of their indices; those that are due by themselves are in the order of their arrivals."""
+    """Jobs in the order of their indices. Those without `after` are in the order of their arrivals."""
 
     name: str
     """Its origin, with how it was changed: `azure_conv_2023.csv, lengths / 4`."""
     jobs: Sequence[Job]
     prefix_block_tokens: int = 0
-    """Tokens of a block that `Job.prefix` names; 0 if no job names any."""
+    """0 if no job names a prefix."""

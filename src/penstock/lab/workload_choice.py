@@ -1,7 +1,4 @@
-"""The workload that a user asks for, as one value, and how it is made: read or made up, then changed, in one fixed order.
-
-Called by the commands, whose options `cli/workload_options.py` declares, and by whoever writes an experiment in Python.
-"""
+"""The workload that a user asks for, as one value, and how it is made: read or made up, then changed in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from penstock.lab.workload import Workload
 from penstock.types.errors import ConfigError
 
 DEFAULT_REQUESTS = 100
-"""Requests of a workload that is made up."""
+"""Of a workload that is made up."""
 ARRIVALS = ("closed", "constant", "poisson", "gamma", "ramp", "bursts", "stages")
 MAX_REQUESTS = 2_000_000
 MAX_TENANTS = 10_000
@@ -26,51 +23,50 @@ MAX_TENANTS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadChoice:
-    """Fields that are None, or empty, change nothing. One that has no meaning beside the others is an error, never ignored."""
+    """Fields that are None or empty change nothing. One that has no meaning beside the others is an error."""
 
     workload: str = "synthetic"
-    """A name of `synthetic.NAMED`, or the path of a file that `traces` can read."""
+    """A name of `synthetic.NAMED`, or a file that `traces` can read."""
     requests: int | None = None
-    """The first so many; None: all of a file, 100 of a workload that is made up, as many as `stages` last for."""
+    """The first so many. None: all of a file, else 100, or as many as `stages` last for."""
     arrivals: str = ""
-    """One of `ARRIVALS`; empty: what `stages`, `rate_to`, `burst_s`, `cv` or `rate` imply, or else those of the file."""
+    """One of `ARRIVALS`; empty for what the other fields imply, else those of the file."""
     rate: float | None = None
-    """Requests per second, on average; of a ramp, at its begin. None: that of the file."""
+    """Mean requests per second; of a ramp, at its begin. None: that of the file."""
     rate_to: float | None = None
-    """Requests per second at the end of a ramp."""
+    """At the end of a ramp."""
     cv: float | None = None
     """Coefficient of variation of gamma gaps."""
     burst_s: tuple[float, float] | None = None
-    """Seconds with arrivals, and seconds without, of bursts."""
+    """Seconds with arrivals, and seconds without."""
     stages: tuple[tuple[float, float], ...] = ()
-    """(requests per second, seconds), one after the other."""
+    """Successive (requests per second, seconds)."""
     speed: float = 1.0
     divide_lengths: int = 1
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     input_tokens: str = ""
-    """As `Lengths.parse` takes it; only for a workload that is made up. The user's new message, in a conversation."""
+    """As `Lengths.parse` takes it, for a made-up workload. In a conversation, the user's new message."""
     output_tokens: str = ""
     prefix_tokens: int = 0
-    """Tokens before each prompt that it shares with its group; only for a workload that is made up."""
+    """Tokens before each made-up prompt that its group shares."""
     prefix_groups: int = 1
     tenants: str = ""
-    """`a=7,b=1`: names with weights; or `4`: so many, alike."""
+    """`a=7,b=1`: names with weights; or `4`: so many equal ones."""
     cancel_share: float = 0.0
-    """Clients of this share of the requests go away during the answer."""
+    """Share of the requests whose clients go away during the answer."""
     sessions: int = 1
-    """Turns of a conversation, at most: those of a ShareGPT file; elsewhere requests that follow each other are chained."""
+    """The most turns of a conversation. In files without conversations, successive requests are chained."""
     think_time_s: float = 0.0
-    """Mean time between an answer and the next message of the same conversation."""
+    """Mean time between an answer and the next message."""
     seed: int = 0
 
 
 def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = None) -> Workload:
-    """The workload that was chosen; its name says how it came about, but for the seed.
+    """Make the workload; its name says how, without the seed.
 
-    `count_tokens` counts the texts of a file; without it their lengths are estimated. The order is: read, chain turns,
-    divide lengths, add shared prefixes, cap lengths, think times, arrivals, speed, tenants, clients that go away. Raises
-    PenstockError.
+    `count_tokens` counts the texts of a file; None estimates. The order is: read, chain turns, divide lengths, add shared
+    prefixes, cap lengths, think times, arrivals, speed, tenants, cancellations. Raises PenstockError.
     """
     kind = _arrivals_of(choice)
     if choice.requests is not None and not 1 <= choice.requests <= MAX_REQUESTS:
@@ -179,7 +175,7 @@ _OPTIONS = {
 
 
 def _arrivals_of(choice: WorkloadChoice) -> str:
-    """The kind of arrivals, empty for those of the file. Raises ConfigError if the choice contradicts itself."""
+    """Return the kind of arrivals, empty for those of the file. Raises ConfigError if the choice contradicts itself."""
     given = [kind for kind, (field, _) in _OPTIONS.items() if getattr(choice, field) not in (None, ())]
     kind = choice.arrivals or next(iter(given), "poisson" if choice.rate is not None else "")
     if kind and kind not in ARRIVALS:
