@@ -201,7 +201,7 @@ def test_run_server_returns_the_exit_code():
 
 PROGRAM = """
 import asyncio, ctypes, sys
-sys.path.insert(0, {folder!r})
+sys.path[:] = {path!r}
 import harness
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
@@ -244,7 +244,7 @@ def process():
     started = []
 
     def start(num_steps, *stuck_in, prefix=()):
-        program = PROGRAM.format(folder=str(Path(__file__).parent))
+        program = PROGRAM.format(path=sys.path)
         command = [*prefix, sys.executable, "-c", program, str(num_steps), *stuck_in]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         url = started[-1].stdout.readline().split(" at ")[1].split(" ")[0]

@@ -10,115 +10,115 @@ from test_responses import ASK, PATH, ask
 from penstock.calls.call import Owner
 from penstock.clock import VirtualClock
 from penstock.serve.errors import ApiError
-from penstock.serve.responses.store import Kept, ResponseStore, as_json
+from penstock.serve.responses.store import Kept, MemoryStore, as_json, past_of
 
 ME, YOU = Owner(key="me", tenant="me"), Owner(key="you", tenant="you")
 SECOND_NS = 1_000_000_000
 
 
-def keep(store, name, owner=ME, *, num_bytes=100, previous_id=None, cancel=None):
-    kept = Kept(owner, name, b"r" * num_bytes, (), 0, previous_id, cancel=cancel)
-    store.keep(kept)
+def keep(store, name, owner=ME, *, num_bytes=100, previous_id=None, is_running=False):
+    kept = Kept(owner, name, b"r" * num_bytes, (), 0, previous_id, is_running=is_running)
+    store.put(kept)
     return kept
 
 
-def is_kept(store, name, owner=ME):
+async def is_kept(store, name, owner=ME):
     try:
-        store.get(owner, name)
+        await store.get(owner, name)
     except ApiError:
         return False
     else:
         return True
 
 
-def test_a_response_is_its_owners():
-    store = ResponseStore(1 << 20, 60, VirtualClock())
+async def test_a_response_is_its_owners():
+    store = MemoryStore(1 << 20, 60, VirtualClock())
     keep(store, "a")
-    assert is_kept(store, "a")
-    assert not is_kept(store, "a", YOU)
+    assert await is_kept(store, "a")
+    assert not await is_kept(store, "a", YOU)
 
 
-def test_what_nobody_asks_for_is_forgotten_in_time():
+async def test_what_nobody_asks_for_is_forgotten_in_time():
     clock = VirtualClock()
-    store = ResponseStore(1 << 20, 60, clock)
+    store = MemoryStore(1 << 20, 60, clock)
     keep(store, "a")
     keep(store, "b")
     clock.advance_to(50 * SECOND_NS)
-    assert is_kept(store, "a")
+    assert await is_kept(store, "a")
     clock.advance_to(70 * SECOND_NS)
-    assert is_kept(store, "a")
+    assert await is_kept(store, "a")
     with pytest.raises(ApiError, match="nobody asked for it for 60 s"):
-        store.get(ME, "b")
+        await store.get(ME, "b")
 
 
-def test_the_owner_who_has_most_makes_room():
-    store = ResponseStore(8000, 60, VirtualClock())
+async def test_the_owner_who_has_most_makes_room():
+    store = MemoryStore(8000, 60, VirtualClock())
     keep(store, "yours", YOU)
     for number in range(10):
         keep(store, f"mine{number}")
-    assert is_kept(store, "yours", YOU)
-    assert not is_kept(store, "mine0")
-    assert is_kept(store, "mine9")
+    assert await is_kept(store, "yours", YOU)
+    assert not await is_kept(store, "mine0")
+    assert await is_kept(store, "mine9")
     with pytest.raises(ApiError, match="others took its room"):
-        store.get(ME, "mine0")
-    few = ResponseStore(1 << 20, 60, VirtualClock(), max_kept=2)
+        await store.get(ME, "mine0")
+    few = MemoryStore(1 << 20, 60, VirtualClock(), max_kept=2)
     for name in "abc":
         keep(few, name)
-    assert [is_kept(few, name) for name in "abc"] == [False, True, True]
+    assert [await is_kept(few, name) for name in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize("num_chars", [5, 2000])
-def test_a_full_store_holds_no_more_memory_than_it_may(num_chars):
+async def test_a_full_store_holds_no_more_memory_than_it_may(num_chars):
     max_bytes = 8 << 20
-    store = ResponseStore(max_bytes, 60, VirtualClock(), max_kept=1 << 20)
+    store = MemoryStore(max_bytes, 60, VirtualClock(), max_kept=1 << 20)
     tracemalloc.start()
     try:
         for number in range(2 * max_bytes // (800 + 2 * num_chars)):
             name = f"resp_{number:032x}"
             items = [{"id": f"msg_{name}_{place}", "text": "x" * num_chars} for place in range(2)]
-            store.keep(Kept(ME, name, orjson.dumps({"id": name, "output": items[1:]}), as_json(items), 1, None))
+            store.put(Kept(ME, name, orjson.dumps({"id": name, "output": items[1:]}), as_json(items), 1, None))
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert not is_kept(store, f"resp_{0:032x}")
+    assert not await is_kept(store, f"resp_{0:032x}")
     assert 0.7 * max_bytes <= held_bytes <= 1.2 * max_bytes
 
 
-def test_what_runs_is_not_forgotten():
-    store = ResponseStore(2000, 60, VirtualClock())
-    running = keep(store, "a", cancel=lambda: None)
+async def test_what_runs_is_not_forgotten():
+    store = MemoryStore(2000, 60, VirtualClock())
+    running = keep(store, "a", is_running=True)
     for name in "bcd":
         keep(store, name)
-    assert is_kept(store, "a")
-    store.update(running, {}, [])
+    assert await is_kept(store, "a")
+    store.update(running.as_of({}, []))
     keep(store, "e")
     keep(store, "f")
-    assert not is_kept(store, "a")
+    assert not await is_kept(store, "a")
 
 
 def test_what_runs_fits_into_the_store():
-    store = ResponseStore(10_000, 60, VirtualClock())
-    running = [keep(store, name, num_bytes=3000, cancel=lambda: None) for name in "ab"]
+    store = MemoryStore(10_000, 60, VirtualClock())
+    running = [keep(store, name, num_bytes=3000, is_running=True) for name in "ab"]
     store.check_room()
-    running.append(keep(store, "c", num_bytes=3000, cancel=lambda: None))
+    running.append(keep(store, "c", num_bytes=3000, is_running=True))
     with pytest.raises(ApiError, match=r"3 responses of .* bytes run in the background"):
         store.check_room()
     store.delete(running[0])  # it runs until it has heard of that
     with pytest.raises(ApiError, match="3 responses"):
         store.check_room()
-    store.update(running[0], {}, [])
+    store.update(running[0].as_of({}, []))
     store.check_room()
 
 
-def test_a_conversation_loses_its_beginning_last():
-    store = ResponseStore(4000, 60, VirtualClock())
+async def test_a_conversation_loses_its_beginning_last():
+    store = MemoryStore(4000, 60, VirtualClock())
     keep(store, "a")
     keep(store, "b", previous_id="a")
-    store.past(ME, "b", [])
+    await past_of(store, ME, "b", [])
     for name in "cde":
         keep(store, name)
-    assert is_kept(store, "a")
-    assert not is_kept(store, "b")
+    assert await is_kept(store, "a")
+    assert not await is_kept(store, "b")
 
 
 async def test_other_keys_see_nothing(runtime):

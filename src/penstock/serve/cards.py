@@ -41,9 +41,7 @@ LISTED_AT_ONCE = 128
 """Names of models that are told without giving way to other threads: half a millisecond."""
 
 
-class ModelStatus(TypedDict):
-    value: str
-    cause: NotRequired[str]
+ModelStatus = TypedDict("ModelStatus", {"value": str, "cause": NotRequired[str]})
 
 
 class ModelCard(TypedDict):
@@ -58,9 +56,7 @@ class ModelCard(TypedDict):
     status: ModelStatus
 
 
-class ModelList(TypedDict):
-    object: Literal["list"]
-    data: list[ModelCard]
+ModelList = TypedDict("ModelList", {"object": Literal["list"], "data": list[ModelCard]})
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,7 @@ def joined(first: CompletionTokens, second: CompletionTokens) -> CompletionToken
     }
 
 
-class Token(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[Count]
+Token = TypedDict("Token", {"token": str, "logprob": float, "bytes": list[Count]})
 
 
 class ChatToken(Token):
@@ -56,10 +53,7 @@ class ChatTokens(TypedDict):
     refusal: None
 
 
-class PromptToken(TypedDict):
-    logprob: float
-    rank: Count
-    decoded_token: str
+PromptToken = TypedDict("PromptToken", {"logprob": float, "rank": Count, "decoded_token": str})
 
 
 PromptTokens = list[dict[str, PromptToken] | None]

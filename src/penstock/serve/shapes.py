@@ -24,16 +24,9 @@ FinishWord = Literal["stop", "length"]
 ChatFinishWord = Literal["stop", "length", "tool_calls"]
 
 
-class Success(TypedDict):
-    success: bool
-
-
-class Status(TypedDict):
-    status: str
-
-
-class Version(TypedDict):
-    version: str
+Success = TypedDict("Success", {"success": bool})
+Status = TypedDict("Status", {"status": str})
+Version = TypedDict("Version", {"version": str})
 
 
 class TokenUsage(TypedDict):
@@ -43,12 +36,8 @@ class TokenUsage(TypedDict):
     total_tokens: Count
 
 
-class CachedTokens(TypedDict):
-    cached_tokens: Count
-
-
-class ReasoningTokens(TypedDict):
-    reasoning_tokens: Count
+CachedTokens = TypedDict("CachedTokens", {"cached_tokens": Count})
+ReasoningTokens = TypedDict("ReasoningTokens", {"reasoning_tokens": Count})
 
 
 class Usage(TokenUsage):
@@ -59,9 +48,7 @@ class Usage(TokenUsage):
     completion_tokens_details: NotRequired[ReasoningTokens]
 
 
-class FunctionCall(TypedDict):
-    name: str
-    arguments: str
+FunctionCall = TypedDict("FunctionCall", {"name": str, "arguments": str})
 
 
 class ToolCall(TypedDict):

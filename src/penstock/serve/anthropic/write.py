@@ -46,22 +46,9 @@ class AnthropicUsage(TypedDict):
     output_tokens: Count
 
 
-class TextBlock(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingBlock(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(TypedDict):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: Object
+TextBlock = TypedDict("TextBlock", {"type": Literal["text"], "text": str})
+ThinkingBlock = TypedDict("ThinkingBlock", {"type": Literal["thinking"], "thinking": str, "signature": str})
+ToolUseBlock = TypedDict("ToolUseBlock", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -75,9 +62,7 @@ class MessageHead(TypedDict):
     model: str
 
 
-class MessageEnd(TypedDict):
-    stop_reason: StopReason
-    stop_sequence: str | None
+MessageEnd = TypedDict("MessageEnd", {"stop_reason": StopReason, "stop_sequence": str | None})
 
 
 class AnthropicMessage(MessageHead, MessageEnd):
@@ -92,8 +77,7 @@ class AnthropicEvent(TypedDict):
     type: str
 
 
-class AnthropicCount(TypedDict):
-    input_tokens: Count
+AnthropicCount = TypedDict("AnthropicCount", {"input_tokens": Count})
 
 
 class AnthropicModel(TypedDict):
@@ -119,9 +103,7 @@ class AnthropicErrorDetail(TypedDict):
     details: NotRequired[Object]
 
 
-class AnthropicError(TypedDict):
-    type: Literal["error"]
-    error: AnthropicErrorDetail
+AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorDetail})
 
 
 def anthropic_words(error: ApiError) -> AnthropicError:

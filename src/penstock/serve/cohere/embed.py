@@ -58,13 +58,8 @@ class EmbeddingsByType(TypedDict):
     base64: NotRequired[list[str]]
 
 
-class BilledTokens(TypedDict):
-    input_tokens: Count
-
-
-class EmbedMeta(TypedDict):
-    api_version: ApiVersion
-    billed_units: BilledTokens
+BilledTokens = TypedDict("BilledTokens", {"input_tokens": Count})
+EmbedMeta = TypedDict("EmbedMeta", {"api_version": ApiVersion, "billed_units": BilledTokens})
 
 
 class CohereEmbeddings(TypedDict):

@@ -52,22 +52,10 @@ class RerankBody(Body):
     request_id: RequestId | None = None
 
 
-class RankedDocument(TypedDict):
-    text: str
-
-
-class Ranked(TypedDict):
-    index: Count
-    document: NotRequired[RankedDocument]
-    relevance_score: float
-
-
-class SearchUnits(TypedDict):
-    search_units: Count
-
-
-class RankingTokens(TypedDict):
-    input_tokens: Count
+RankedDocument = TypedDict("RankedDocument", {"text": str})
+Ranked = TypedDict("Ranked", {"index": Count, "document": NotRequired[RankedDocument], "relevance_score": float})
+SearchUnits = TypedDict("SearchUnits", {"search_units": Count})
+RankingTokens = TypedDict("RankingTokens", {"input_tokens": Count})
 
 
 class RankingMeta(TypedDict):

@@ -21,15 +21,8 @@ from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Pa
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
-
-class TextContent(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingContent(TypedDict):
-    type: Literal["thinking"]
-    thinking: str
+TextContent = TypedDict("TextContent", {"type": Literal["text"], "text": str})
+ThinkingContent = TypedDict("ThinkingContent", {"type": Literal["thinking"], "thinking": str})
 
 
 class CohereAnswerMessage(TypedDict):
@@ -61,8 +54,7 @@ class CohereEvent(TypedDict):
     type: str
 
 
-class CohereError(TypedDict):
-    message: str
+CohereError = TypedDict("CohereError", {"message": str})
 
 
 def cohere_words(error: ApiError) -> CohereError:

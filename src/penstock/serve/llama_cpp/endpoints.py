@@ -39,22 +39,10 @@ class LlamaTokenizeBody(Body):
     with_pieces: bool | None = None
 
 
-class InputTokens(TypedDict):
-    object: Literal["response.input_tokens"]
-    input_tokens: Count
-
-
-class LlamaPrompt(TypedDict):
-    prompt: str
-
-
-class LlamaPiece(TypedDict):
-    id: Count
-    piece: str | list[Count]
-
-
-class LlamaTokens(TypedDict):
-    tokens: list[Count] | list[LlamaPiece]
+InputTokens = TypedDict("InputTokens", {"object": Literal["response.input_tokens"], "input_tokens": Count})
+LlamaPrompt = TypedDict("LlamaPrompt", {"prompt": str})
+LlamaPiece = TypedDict("LlamaPiece", {"id": Count, "piece": str | list[Count]})
+LlamaTokens = TypedDict("LlamaTokens", {"tokens": list[Count] | list[LlamaPiece]})
 
 
 class LlamaFace(CallEndpoint):

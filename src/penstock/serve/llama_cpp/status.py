@@ -25,10 +25,7 @@ from penstock.text.dialects import Dialect, find_dialect
 from penstock.types.errors import ModelAway
 from penstock.types.request import Request, RequestStatus
 
-
-class LlamaDefaults(TypedDict):
-    params: Object
-    n_ctx: Count
+LlamaDefaults = TypedDict("LlamaDefaults", {"params": Object, "n_ctx": Count})
 
 
 class PropsHead(TypedDict):
@@ -53,10 +50,7 @@ class LlamaProps(PropsHead):
     eos_token: str
 
 
-class NextToken(TypedDict):
-    has_next_token: bool
-    n_remain: int
-    n_decoded: Count
+NextToken = TypedDict("NextToken", {"has_next_token": bool, "n_remain": int, "n_decoded": Count})
 
 
 class LlamaSlot(TypedDict):

@@ -27,9 +27,7 @@ class LlamaEmbeddingBody(Body):
     encoding_format: Literal["float"] | None = None
 
 
-class LlamaEmbedding(TypedDict):
-    index: Count
-    embedding: list[Vector]
+LlamaEmbedding = TypedDict("LlamaEmbedding", {"index": Count, "embedding": list[Vector]})
 
 
 def embedding(body: LlamaEmbeddingBody, request: TextsRequest) -> Answer:

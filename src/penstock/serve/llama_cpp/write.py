@@ -70,11 +70,7 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 completion, that each is made of, with the values that switch it off."""
 
 
-class LlamaToken(TypedDict):
-    id: Count
-    token: str
-    bytes: list[Count]
-    logprob: float
+LlamaToken = TypedDict("LlamaToken", {"id": Count, "token": str, "bytes": list[Count], "logprob": float})
 
 
 class LlamaSampledToken(LlamaToken):
@@ -113,8 +109,7 @@ class LlamaErrorDetail(TypedDict):
     n_ctx: NotRequired[Count]
 
 
-class LlamaError(TypedDict):
-    error: LlamaErrorDetail
+LlamaError = TypedDict("LlamaError", {"error": LlamaErrorDetail})
 
 
 def llama_words(error: ApiError) -> LlamaError:

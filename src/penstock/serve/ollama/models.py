@@ -57,11 +57,7 @@ class OllamaDetails(TypedDict):
     quantization_level: str
 
 
-class OllamaModel(TypedDict):
-    name: str
-    model: str
-    digest: str
-    details: OllamaDetails
+OllamaModel = TypedDict("OllamaModel", {"name": str, "model": str, "digest": str, "details": OllamaDetails})
 
 
 class ModelOnDisk(OllamaModel):
@@ -76,12 +72,8 @@ class ModelInMemory(OllamaModel):
     context_length: Count
 
 
-class OllamaModelList(TypedDict):
-    models: list[ModelOnDisk]
-
-
-class OllamaRunning(TypedDict):
-    models: list[ModelInMemory]
+OllamaModelList = TypedDict("OllamaModelList", {"models": list[ModelOnDisk]})
+OllamaRunning = TypedDict("OllamaRunning", {"models": list[ModelInMemory]})
 
 
 class OllamaShow(TypedDict):

@@ -43,8 +43,7 @@ class OllamaEmbed(TypedDict):
     prompt_eval_count: Count
 
 
-class OllamaEmbedding(TypedDict):
-    embedding: Vector
+OllamaEmbedding = TypedDict("OllamaEmbedding", {"embedding": Vector})
 
 
 def embed(body: OllamaEmbedBody, request: TextsRequest) -> Answer:

@@ -28,15 +28,8 @@ def utc(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-class OllamaCalledFunction(TypedDict):
-    index: Count
-    name: str
-    arguments: Object
-
-
-class OllamaToolCall(TypedDict):
-    id: str
-    function: OllamaCalledFunction
+OllamaCalledFunction = TypedDict("OllamaCalledFunction", {"index": Count, "name": str, "arguments": Object})
+OllamaToolCall = TypedDict("OllamaToolCall", {"id": str, "function": OllamaCalledFunction})
 
 
 class OllamaAnswerMessage(TypedDict):

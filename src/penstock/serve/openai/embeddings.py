@@ -49,10 +49,7 @@ class EmbeddingsBody(Body):
     normalize: Annotated[Any, NotYet(True)] = None
 
 
-class Embedding(TypedDict):
-    object: Literal["embedding"]
-    index: Count
-    embedding: Vector | Base64
+Embedding = TypedDict("Embedding", {"object": Literal["embedding"], "index": Count, "embedding": Vector | Base64})
 
 
 class Embeddings(TypedDict):

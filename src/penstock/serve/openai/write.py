@@ -120,9 +120,7 @@ class ChatCompletion(AnswerHead):
     prompt_logprobs: NotRequired[PromptTokens]
 
 
-class FunctionDelta(TypedDict):
-    name: NotRequired[str]
-    arguments: str
+FunctionDelta = TypedDict("FunctionDelta", {"name": NotRequired[str], "arguments": str})
 
 
 class ToolCallDelta(TypedDict):

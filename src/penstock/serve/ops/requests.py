@@ -32,11 +32,7 @@ _MAX_ENDED = 100
 TimesMs = dict[str, float]
 
 
-class Waited(TypedDict):
-    for_ms: TimesMs
-    now_for: str | None
-    came_before: Count
-    went_first: Count
+Waited = TypedDict("Waited", {"for_ms": TimesMs, "now_for": str | None, "came_before": Count, "went_first": Count})
 
 
 class Prefix(TypedDict):
@@ -46,38 +42,12 @@ class Prefix(TypedDict):
     evicted_ms_before: NotRequired[float]
 
 
-class Steps(TypedDict):
-    steps: Count
-    tokens: Count
-
-
-class DecodeSteps(TypedDict):
-    steps: Count
-    forced_tokens: Count
-    with_prompts_ms: float
-
-
-class SatOut(TypedDict):
-    steps: Count
-    ms: float
-
-
-class BatchSize(TypedDict):
-    mean: float
-    max: Count
-
-
-class GapStep(TypedDict):
-    ms: float
-    requests: Count
-    prompts: Count
-    prompt_tokens: Count
-
-
-class LongestGap(TypedDict):
-    ms: float
-    because: str
-    step: NotRequired[GapStep]
+Steps = TypedDict("Steps", {"steps": Count, "tokens": Count})
+DecodeSteps = TypedDict("DecodeSteps", {"steps": Count, "forced_tokens": Count, "with_prompts_ms": float})
+SatOut = TypedDict("SatOut", {"steps": Count, "ms": float})
+BatchSize = TypedDict("BatchSize", {"mean": float, "max": Count})
+GapStep = TypedDict("GapStep", {"ms": float, "requests": Count, "prompts": Count, "prompt_tokens": Count})
+LongestGap = TypedDict("LongestGap", {"ms": float, "because": str, "step": NotRequired[GapStep]})
 
 
 class Preemption(TypedDict):
@@ -119,15 +89,8 @@ class Request(TypedDict):
     forgotten_choices: Count
 
 
-class RequestList(TypedDict):
-    object: Literal["list"]
-    data: list[Request]
-
-
-class RequestCancelled(TypedDict):
-    id: str
-    object: Literal["request"]
-    cancelled: bool
+RequestList = TypedDict("RequestList", {"object": Literal["list"], "data": list[Request]})
+RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["request"], "cancelled": bool})
 
 
 async def json_answer(make: Callable[[], Any]) -> Response:

@@ -34,10 +34,7 @@ class ModelLoad(TypedDict):
     last_used_s: float | None
 
 
-class Memory(TypedDict):
-    limit_bytes: Count
-    free_bytes: Count
-    stuck_bytes: Count
+Memory = TypedDict("Memory", {"limit_bytes": Count, "free_bytes": Count, "stuck_bytes": Count})
 
 
 class Load(TypedDict):

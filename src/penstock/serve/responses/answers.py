@@ -18,9 +18,7 @@ class TextPart(TypedDict):
     logprobs: NotRequired[list[ChatToken]]
 
 
-class ItemHead(TypedDict):
-    id: str
-    status: Literal["in_progress", "completed", "incomplete"]
+ItemHead = TypedDict("ItemHead", {"id": str, "status": Literal["in_progress", "completed", "incomplete"]})
 
 
 class OutputMessage(ItemHead):
@@ -29,9 +27,7 @@ class OutputMessage(ItemHead):
     content: list[TextPart]
 
 
-class ReasoningPart(TypedDict):
-    type: str
-    text: str
+ReasoningPart = TypedDict("ReasoningPart", {"type": str, "text": str})
 
 
 class OutputReasoning(ItemHead):
@@ -65,23 +61,10 @@ class ResponseItems(TypedDict):
     has_more: bool
 
 
-class ResponseError(TypedDict):
-    code: str
-    message: str
-
-
-class IncompleteDetails(TypedDict):
-    reason: str
-
-
-class ReasoningSettings(TypedDict):
-    effort: str | None
-    summary: None
-
-
-class TextSettings(TypedDict):
-    format: Object
-    verbosity: str
+ResponseError = TypedDict("ResponseError", {"code": str, "message": str})
+IncompleteDetails = TypedDict("IncompleteDetails", {"reason": str})
+ReasoningSettings = TypedDict("ReasoningSettings", {"effort": str | None, "summary": None})
+TextSettings = TypedDict("TextSettings", {"format": Object, "verbosity": str})
 
 
 class ResponseUsage(TypedDict):
@@ -134,7 +117,4 @@ class ResponseEvent(TypedDict):
     sequence_number: Count
 
 
-class ResponseForgotten(TypedDict):
-    id: str
-    object: Literal["response"]
-    deleted: bool
+ResponseForgotten = TypedDict("ResponseForgotten", {"id": str, "object": Literal["response"], "deleted": bool})

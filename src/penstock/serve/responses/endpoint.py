@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -28,7 +29,7 @@ from penstock.serve.http.connection import unless_gone
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.read import NAMES, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody
-from penstock.serve.responses.store import Kept, ResponseStore, as_json, has_id
+from penstock.serve.responses.store import Kept, Key, MemoryStore, ResponseStore, as_json, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import error_of, respond
 from penstock.text.tokenizer import Tokenizer
@@ -41,15 +42,23 @@ MAX_LISTED = 100
 """Items in one answer."""
 
 
+class _Running(NamedTuple):
+    """A response in the background."""
+
+    task: asyncio.Task[None]
+    """Reads its answer to the end."""
+    cancel: Callable[[], object]
+
+
 class ResponsesEndpoint:
     def __init__(self, parts: Parts) -> None:
         config = self._config = parts.config
         self._reader = parts.reader
         self._in_flight = parts.in_flight
         self._off_loop = parts.off_loop
-        self._store = ResponseStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock)
-        self._tasks: set[asyncio.Task[None]] = set()
-        """The tasks of responses in the background: the loop keeps none of its tasks alive."""
+        self._store: ResponseStore = MemoryStore(config.response_store_bytes, config.response_ttl_s, parts.deployment.clock)
+        self._running: dict[Key, _Running] = {}
+        """Responses in the background that have not ended."""
         self._told_kinds: set[str] = set()
         """Types of tools that were left out and logged; there are few types."""
 
@@ -68,7 +77,7 @@ class ResponsesEndpoint:
             identity_of(http.scope).adopt(body.request_id)
         owner = read_owner(http.scope, self._config)
         self._check_store(body)
-        past = self._store.past(owner, body.previous_response_id, references(body))
+        past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
             raise ApiError(
@@ -119,7 +128,7 @@ class ResponsesEndpoint:
 
     def _keep(self, question: Question, owner: Owner, response: Response) -> None:
         if response["store"]:
-            self._store.keep(_kept(question, owner, response))
+            self._store.put(_kept(question, owner, response))
 
     # In the background
 
@@ -127,13 +136,11 @@ class ResponsesEndpoint:
         with opened:
             self._store.check_room()  # others may have come meanwhile
             queued: Response = {**question.told, "status": "queued"}
-            kept = _kept(question, owner, queued)
-            kept.was_background = True
-            kept.cancel = partial(opened.stream.cancel, _CANCELLED)
-            kept.ended = task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
-            self._store.keep(kept)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            kept = replace(_kept(question, owner, queued), is_background=True, is_running=True)
+            task = asyncio.create_task(self._run(opened, question, kept), name=f"response {kept.response_id}")
+            self._running[kept.key] = _Running(task, partial(opened.stream.cancel, _CANCELLED))
+            task.add_done_callback(lambda _: self._running.pop(kept.key))
+            self._store.put(kept)
         return _json(kept.response)
 
     async def _run(self, opened: RunningCall, question: Question, kept: Kept) -> None:
@@ -147,14 +154,14 @@ class ResponsesEndpoint:
             response = writer.failure(internal(request_id))
         finally:
             opened.close()
-        self._store.update(kept, response, [*question.items, *response["output"]])
+        self._store.update(kept.as_of(response, [*question.items, *response["output"]]))
 
     async def _answered(self, opened: RunningCall, question: Question, kept: Kept, writer: ResponsesWriter) -> Response:
         is_queued = True
         while chunks := await opened.stream.next_chunks():
             if is_queued:
                 is_queued = False
-                self._store.update(kept, question.told)
+                self._store.update(kept.as_of(question.told))
             for chunk in chunks:
                 if (error := error_of(opened.terms, chunk)) is not None:
                     chunk.finish_reason = None
@@ -171,29 +178,30 @@ class ResponsesEndpoint:
         """A response that was kept, as it is now."""
         if http.query_params.get("stream", "false") not in ("false", ""):
             raise invalid("'stream' is not supported here yet: poll until 'status' is another one.", "stream")
-        return _json(self._find(http).response)
+        return _json((await self._find(http)).response)
 
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
         """Forget a response. One that runs in the background is cancelled."""
-        kept = self._find(http)
-        if kept.cancel is not None:
-            kept.cancel()
+        kept = await self._find(http)
+        if (running := self._running.get(kept.key)) is not None:
+            running.cancel()
         self._store.delete(kept)
         return {"id": kept.response_id, "object": "response", "deleted": True}
 
     async def cancel(self, http: HttpRequest) -> HttpResponse:
         """End a response that runs in the background. One that has ended stays as it is."""
-        kept = self._find(http)
-        if not kept.was_background:
+        kept = await self._find(http)
+        if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
-        if kept.cancel is not None and kept.ended is not None:
-            kept.cancel()
-            await asyncio.wait([kept.ended])
+        if (running := self._running.get(kept.key)) is not None:
+            running.cancel()
+            await asyncio.wait([running.task])
+            kept = await self._find(http)
         return _json(kept.response)
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
         """The items of a response's question, without those of the responses that it follows; the last first."""
-        kept, query = self._find(http), http.query_params
+        kept, query = await self._find(http), http.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_LISTED):
             raise invalid(f"'limit' must be an integer from 1 to {MAX_LISTED}.", "limit")
@@ -216,8 +224,8 @@ class ResponsesEndpoint:
             "has_more": len(items) > len(listed),
         }
 
-    def _find(self, http: HttpRequest) -> Kept:
-        return self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
+    async def _find(self, http: HttpRequest) -> Kept:
+        return await self._store.get(read_owner(http.scope, self._config), http.path_params["response_id"])
 
 
 def _kept(question: Question, owner: Owner, response: Response) -> Kept:

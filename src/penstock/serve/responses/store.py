@@ -1,17 +1,17 @@
-"""The responses that a server remembers, for `GET` and for those that follow them: in memory, within bounds, by their owners.
+"""What a server remembers of responses: the interface of a store, and the one that keeps them in memory.
 
-All of it belongs to the event loop. A response is kept as JSON, so its size is known. Where room is short, the
-owner who has most loses the response that was not used for longest. One that runs in the background stays until it has ended.
+`GET` asks it, and responses that follow others. Where room is short in memory, the owner who has most loses the response that
+was not used for longest. One that runs in the background stays until it has ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from sys import getsizeof
+from typing import Protocol
 
 import orjson
 
@@ -26,37 +26,99 @@ MAX_KEPT = 1 << 14
 MAX_RUNNING = 256
 """Responses in the background that have not ended."""
 MAX_REMEMBERED = 1 << 12
-"""Responses of which it is known why they were forgotten."""
+"""Forgotten responses of which the reason is known."""
 _RETRY_AFTER_S = 5.0
-_ENTRY_BYTES = 640
-"""Python's share of one response: its `Kept`, its names, and its places in the store's dictionaries."""
+_ENTRY_BYTES = 720
+"""Python's share of one response: its objects, its names, and its places in the store's dictionaries."""
+
+Key = tuple[Owner, str]
+"""Who may see a response, and its id."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Kept:
     owner: Owner
     response_id: str
     response: bytes
-    """As it is told now: JSON."""
+    """As clients get it now: JSON."""
     items: tuple[bytes, ...]
-    """The items of the question, and of the answer behind them: each as JSON, which begins with its id."""
+    """The items of the question, then those of the answer: each as JSON, which begins with its id."""
     num_asked: int
     """Items of the question."""
     previous_id: str | None
-    used_ns: int = 0
-    cancel: Callable[[], object] | None = None
-    """Ends a response that runs in the background; None: it has ended, or never ran there."""
-    ended: asyncio.Future[None] | None = None
-    """Done when such a response has ended: the task that reads it."""
-    was_background: bool = False
+    is_background: bool = False
+    is_running: bool = False
+    """It runs in the background and has not ended."""
 
-    def __post_init__(self) -> None:
-        self.response = _compact(self.response)
+    @property
+    def key(self) -> Key:
+        return self.owner, self.response_id
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the response with all that the store needs for it."""
+        """Memory of the response with all that a store in memory needs for it."""
         return sum(map(getsizeof, self.items)) + getsizeof(self.items) + getsizeof(self.response) + _ENTRY_BYTES
+
+    def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
+        """Return a later state of a response in the background. With `items` it has ended."""
+        later = replace(self, response=orjson.dumps(response))
+        return later if items is None else replace(later, items=as_json(items), is_running=False)
+
+
+class ResponseStore(Protocol):
+    """A store of responses, used on the event loop. An implementation on a disk waits in `get` and writes behind `put`."""
+
+    @property
+    def keeps(self) -> bool:
+        """False if the server keeps no responses."""
+        ...
+
+    async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
+        """Raise 404 if this owner has no such response, with the reason. `param`: the field that named it."""
+        ...
+
+    def put(self, kept: Kept) -> None:
+        """Add a response."""
+        ...
+
+    def update(self, kept: Kept) -> None:
+        """Replace a response by a later state of it, unless it was deleted meanwhile."""
+        ...
+
+    def delete(self, kept: Kept) -> None: ...
+
+    def check_room(self) -> None:
+        """Raise 429 if those in the background leave no room for another one."""
+        ...
+
+
+async def past_of(store: ResponseStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
+    """Return the conversation before a response that follows another one, and the items that it names. Raises 404 and 409."""
+    groups: list[tuple[bytes, ...]] = []
+    response_id, param = previous_id, "previous_response_id"
+    while response_id is not None:
+        # From the last to the first, so that a conversation loses its beginning last.
+        kept = await store.get(owner, response_id, param)
+        if kept.is_running:
+            message = f"The response {shorten(response_id)!r} has not ended. Poll it, and follow it when it has."
+            raise ApiError(409, message, code="response_not_ended", param=param)
+        groups.append(kept.items)
+        response_id = kept.previous_id
+    before = [item for group in reversed(groups) for item in group]
+    named = {item_id: await _item(store, owner, item_id) for item_id in dict.fromkeys(referenced)}
+    num_bytes = sum(map(len, before)) + sum([len(named[item_id]) for item_id in referenced])
+    return Past(before, named, num_bytes)
+
+
+async def _item(store: ResponseStore, owner: Owner, item_id: str) -> bytes:
+    """Return an item by the id that it got here, which is made of its kind, its response's name and its place there."""
+    _, _, rest = item_id.partition("_")
+    name, _, place = rest.rpartition("_")
+    kept = await store.get(owner, f"resp_{name}", "input")
+    found = kept.items[int(place) :][:1] if place.isdecimal() and len(place) < 8 else ()
+    if found and has_id(found[0], item_id):
+        return found[0]
+    raise ApiError(404, f"There is no item {shorten(item_id)!r}.", code="item_not_found", param="input")
 
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
@@ -70,7 +132,7 @@ def _compact(data: bytes) -> bytes:
 
 
 def has_id(item: bytes, item_id: str) -> bool:
-    """Whether a kept item has this id. It is not parsed for that."""
+    """Return whether a kept item has this id, without parsing the item."""
     return item.startswith(b'{"id":' + orjson.dumps(item_id))
 
 
@@ -82,28 +144,27 @@ class _Shelf:
         self.num_bytes = 0
 
 
-class ResponseStore:
+class MemoryStore:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = MAX_KEPT) -> None:
-        """`max_bytes`: of all that is kept; 0: nothing is. `ttl_s`: time after its last use for which a response is kept."""
+        """`max_bytes`: of all responses; 0 keeps none. `ttl_s`: time after its last use for which a response is kept."""
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._max_kept = max_kept
         self._shelves: dict[Owner, _Shelf] = {}
-        self._used: OrderedDict[Kept, None] = OrderedDict()
-        """All that is kept, the least recently used first."""
+        self._used_ns: OrderedDict[Key, int] = OrderedDict()
+        """When each response was used, the least recently used first."""
         self._num_bytes = 0
-        self._running: set[Kept] = set()
-        """Those in the background that have not ended, the forgotten among them."""
-        self._gone: OrderedDict[tuple[Owner, str], str] = OrderedDict()
+        self._running: dict[Key, Kept] = {}
+        """Those in the background that have not ended, also if they were deleted."""
+        self._gone: OrderedDict[Key, str] = OrderedDict()
         """Why those that were forgotten last were."""
 
     @property
     def keeps(self) -> bool:
         return self._max_bytes > 0
 
-    def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
-        """Raises 404, which says why there is none. `param`: the field that names it."""
+    async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
         self._forget_old()
         shelf = self._shelves.get(owner)
         kept = None if shelf is None else shelf.kept.get(response_id)
@@ -112,88 +173,66 @@ class ResponseStore:
         self._use(kept)
         return kept
 
-    def past(self, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
-        """The conversation before a response that follows another one, and the items that it names. Raises 404."""
-        groups: list[tuple[bytes, ...]] = []
-        response_id, param = previous_id, "previous_response_id"
-        while response_id is not None:
-            # From the last to the first, so that a conversation loses its beginning last.
-            kept = self.get(owner, response_id, param)
-            if kept.cancel is not None:
-                message = f"The response {shorten(response_id)!r} has not ended: poll it, and follow it then."
-                raise ApiError(409, message, code="response_not_ended", param=param)
-            groups.append(kept.items)
-            response_id = kept.previous_id
-        before = [item for group in reversed(groups) for item in group]
-        named = {item_id: self._item(owner, item_id) for item_id in dict.fromkeys(referenced)}
-        num_bytes = sum(map(len, before)) + sum([len(named[item_id]) for item_id in referenced])
-        return Past(before, named, num_bytes)
-
-    def keep(self, kept: Kept) -> None:
-        """Remember a response, and forget others for it."""
-        if kept.cancel is not None:
-            self._running.add(kept)
-        kept.used_ns = self._clock.now_ns()
-        shelf = self._shelves.setdefault(kept.owner, _Shelf())
-        shelf.kept[kept.response_id] = kept
-        shelf.num_bytes += kept.num_bytes
-        self._num_bytes += kept.num_bytes
-        self._used[kept] = None
+    def put(self, kept: Kept) -> None:
+        if kept.is_running:
+            self._running[kept.key] = kept
+        self._place(kept)
         self._make_room()
 
-    def update(self, kept: Kept, response: Response, items: Sequence[Item] | None = None) -> None:
-        """Tell another state of a response that runs in the background; with `items` it has ended."""
-        before = kept.num_bytes
-        kept.response = _compact(orjson.dumps(response))
-        if items is not None:
-            kept.items = as_json(items)
-            kept.cancel = None
-            self._running.discard(kept)
-        if kept in self._used:
-            self._shelves[kept.owner].num_bytes += kept.num_bytes - before
-            self._num_bytes += kept.num_bytes - before
-            self._use(kept)
+    def update(self, kept: Kept) -> None:
+        if kept.is_running:
+            self._running[kept.key] = kept
+        else:
+            self._running.pop(kept.key, None)
+        if kept.key in self._used_ns:
+            self._remove(self._shelves[kept.owner].kept[kept.response_id])
+            self._place(kept)
             self._make_room()
 
     def delete(self, kept: Kept) -> None:
-        self._forget(kept, "it was deleted")
+        if kept.key in self._used_ns:
+            self._forget(kept, "it was deleted")
 
     def check_room(self) -> None:
-        """Raise 429 if too many run in the background already, or if these fill the room of all that is kept."""
-        num_bytes = sum([kept.num_bytes for kept in self._running])
+        num_bytes = sum([kept.num_bytes for kept in self._running.values()])
         if len(self._running) >= MAX_RUNNING or num_bytes >= self._max_bytes:
             running = f"{counted(len(self._running), 'response')} of {num_bytes} bytes"
             raise overloaded(f"Overloaded: {running} run in the background already.", _RETRY_AFTER_S)
 
-    def _item(self, owner: Owner, item_id: str) -> bytes:
-        """An item by the id that it was given here: its kind, that of its response, and its place there."""
-        _, _, rest = item_id.partition("_")
-        name, _, place = rest.rpartition("_")
-        kept = self.get(owner, f"resp_{name}", "input")
-        found = kept.items[int(place) :][:1] if place.isdecimal() and len(place) < 8 else ()
-        if found and has_id(found[0], item_id):
-            return found[0]
-        raise ApiError(404, f"There is no item {shorten(item_id)!r}.", code="item_not_found", param="input")
-
     def _use(self, kept: Kept) -> None:
-        kept.used_ns = self._clock.now_ns()
-        self._used.move_to_end(kept)
+        self._used_ns[kept.key] = self._clock.now_ns()
+        self._used_ns.move_to_end(kept.key)
         self._shelves[kept.owner].kept.move_to_end(kept.response_id)
+
+    def _place(self, kept: Kept) -> None:
+        kept = replace(kept, response=_compact(kept.response))
+        shelf = self._shelves.setdefault(kept.owner, _Shelf())
+        shelf.kept[kept.response_id] = kept
+        shelf.num_bytes += kept.num_bytes
+        self._num_bytes += kept.num_bytes
+        self._use(kept)
+
+    def _remove(self, kept: Kept) -> None:
+        shelf = self._shelves[kept.owner]
+        stored = shelf.kept.pop(kept.response_id)
+        shelf.num_bytes -= stored.num_bytes
+        self._num_bytes -= stored.num_bytes
+        del self._used_ns[kept.key]
+        if not shelf.kept:
+            del self._shelves[kept.owner]
 
     def _forget_old(self) -> None:
         oldest_ns = self._clock.now_ns() - int(self._ttl_s * 1e9)
         why = f"nobody asked for it for {self._ttl_s:g} s (--response-ttl)"
-        for kept in [*self._due(oldest_ns)]:
-            self._forget(kept, why)
-
-    def _due(self, oldest_ns: int) -> list[Kept]:
-        due: list[Kept] = []
-        for kept in self._used:
-            if kept.used_ns > oldest_ns:
+        due: list[Key] = []
+        for key, used_ns in self._used_ns.items():
+            if used_ns > oldest_ns:
                 break
-            if kept.cancel is None:
-                due.append(kept)
-        return due
+            due.append(key)
+        for owner, response_id in due:
+            kept = self._shelves[owner].kept[response_id]
+            if not kept.is_running:
+                self._forget(kept, why)
 
     def _make_room(self) -> None:
         self._forget_old()
@@ -203,7 +242,7 @@ class ResponseStore:
         heapify(shelves)
         while shelves and self._is_full():
             _, nth, shelf = heappop(shelves)
-            victim = next((kept for kept in shelf.kept.values() if kept.cancel is None), None)
+            victim = next((kept for kept in shelf.kept.values() if not kept.is_running), None)
             if victim is None:
                 continue
             self._forget(victim, "others took its room (--response-store)")
@@ -211,16 +250,11 @@ class ResponseStore:
                 heappush(shelves, (-shelf.num_bytes, nth, shelf))
 
     def _is_full(self) -> bool:
-        return self._num_bytes > self._max_bytes or len(self._used) > self._max_kept
+        return self._num_bytes > self._max_bytes or len(self._used_ns) > self._max_kept
 
     def _forget(self, kept: Kept, why: str) -> None:
-        shelf = self._shelves[kept.owner]
-        del shelf.kept[kept.response_id], self._used[kept]
-        shelf.num_bytes -= kept.num_bytes
-        self._num_bytes -= kept.num_bytes
-        if not shelf.kept:
-            del self._shelves[kept.owner]
-        self._gone[kept.owner, kept.response_id] = why
+        self._remove(kept)
+        self._gone[kept.key] = why
         if len(self._gone) > MAX_REMEMBERED:
             self._gone.popitem(last=False)
 
@@ -230,6 +264,6 @@ class ResponseStore:
         elif (known := self._gone.get((owner, response_id))) is not None:
             why = f"It was forgotten: {known}. Send the conversation's items instead."
         else:
-            why = "It was never kept for this key ('store': false), was forgotten long ago, or the server was started anew."
+            why = "It was never kept for this key ('store': false), was forgotten long ago, or the server was restarted."
         message = f"There is no response {shorten(response_id)!r}. {why}"
         return ApiError(404, message, code="response_not_found", param=param)

@@ -88,28 +88,10 @@ class TeiTokenizeBody(Body):
     prompt_name: str | None = None
 
 
-class TeiError(TypedDict):
-    error: str
-    error_type: str
-
-
-class TeiLabel(TypedDict):
-    score: float
-    label: str
-
-
-class TeiRanked(TypedDict):
-    index: Count
-    text: NotRequired[str]
-    score: float
-
-
-class TeiToken(TypedDict):
-    id: Count
-    text: str
-    special: bool
-    start: None
-    stop: None
+TeiError = TypedDict("TeiError", {"error": str, "error_type": str})
+TeiLabel = TypedDict("TeiLabel", {"score": float, "label": str})
+TeiRanked = TypedDict("TeiRanked", {"index": Count, "text": NotRequired[str], "score": float})
+TeiToken = TypedDict("TeiToken", {"id": Count, "text": str, "special": bool, "start": None, "stop": None})
 
 
 class TeiInfo(TypedDict):

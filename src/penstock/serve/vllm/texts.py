@@ -79,31 +79,21 @@ class ListHead(TypedDict):
     usage: TextsUsage
 
 
-class Score(TypedDict):
-    index: Count
-    object: Literal["score"]
-    score: float
+Score = TypedDict("Score", {"index": Count, "object": Literal["score"], "score": float})
 
 
 class Scores(ListHead):
     data: list[Score]
 
 
-class Class(TypedDict):
-    index: Count
-    label: str
-    probs: Vector
-    num_classes: Count
+Class = TypedDict("Class", {"index": Count, "label": str, "probs": Vector, "num_classes": Count})
 
 
 class Classes(ListHead):
     data: list[Class]
 
 
-class Pooled(TypedDict):
-    index: Count
-    object: Literal["pooling"]
-    data: Vector | list[Vector] | Base64
+Pooled = TypedDict("Pooled", {"index": Count, "object": Literal["pooling"], "data": Vector | list[Vector] | Base64})
 
 
 class Pooling(ListHead):
