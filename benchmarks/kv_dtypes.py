@@ -20,6 +20,7 @@ from kernel_engines import wait_for_huge_pages
 from step import open_executor, plan_shape
 from step_shape import StepShape, parse_step
 
+from penstock.backends.native import footprint
 from penstock.lab.steps import StepRunner
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.load import load_model
@@ -87,7 +88,7 @@ def main() -> None:
         "variant": first.variant,
         "threads": first.num_threads,
         "cpu_time": args.cpu_time,
-        "tokens_per_gib": {dtype.value: (1 << 30) // model.spec.kv_bytes_per_token(dtype) for dtype in KvDtype},
+        "tokens_per_gib": {dtype.value: (1 << 30) // footprint.kv_bytes_per_token(model.spec, dtype) for dtype in KvDtype},
         "steps": results,
     }
     print(json.dumps(summary))

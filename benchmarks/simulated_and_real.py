@@ -33,7 +33,7 @@ from statistics import fmean, median
 from workloads import read_tokenizer
 
 from penstock.config.components import config_from
-from penstock.deploy.virtual import server_settings
+from penstock.deploy.forecast import server_settings
 from penstock.lab.client import send
 from penstock.lab.cluster import Cluster
 from penstock.lab.cost_model import CostModel, Residuals, cold_share

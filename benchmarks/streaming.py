@@ -26,9 +26,9 @@ from sessions import SERVED_NAME, ServerSession, running
 
 from penstock.backends.native._native import RowTable
 from penstock.config import Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
-from penstock.deploy import factory
+from penstock.deploy import build, factory
+from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.deployment import Deployment
-from penstock.deploy.sizing import KvPlan
 from penstock.lab.workload import Job
 from penstock.models.catalog import DEFAULT_MODEL, default_cache_dir, resolve
 from penstock.models.weights import LoadedModel
@@ -86,11 +86,11 @@ class Sleeper(NoAdapters):
 def serve(port: int, step_s: float, executor: type[Sleeper] = Sleeper) -> None:
     """In the server's process: as `penstock serve`, but for the executor. The first line printed is the engine's thread."""
 
-    def make(_config: Config, model: LoadedModel, kv: KvPlan, _team: object) -> Sleeper:
+    def make(blueprint: Blueprint, model: LoadedModel, _seat_of: object) -> tuple[Blueprint, Sleeper]:
         words = load_tokenizer(model.tokenizer_source).encode(POEM.read_text(), add_special_tokens=False)
-        return executor(kv.capacity, words, model.spec.vocab_size, step_s)
+        return blueprint, executor(blueprint.measured_plan.capacity, words, model.spec.vocab_size, step_s)
 
-    factory.build_executor = make  # type: ignore[assignment]
+    build.first_executor = make  # type: ignore[assignment]
     config = Config(
         model=ModelConfig(served_model_names=(SERVED_NAME,)),
         kv=KvConfig(prefix_caching=False),

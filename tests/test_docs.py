@@ -22,7 +22,7 @@ from penstock.cli.main import cli, main
 from penstock.config.components import Config, KvConfig, SchedulerConfig, config_from
 from penstock.config.several import configs_of
 from penstock.config.sources import read_config_file
-from penstock.deploy.policies import build_policies
+from penstock.deploy.policies import choose_policies
 from penstock.models import architectures, catalog
 from penstock.models.load import load_model
 from penstock.types.kv_dtype import KvDtype
@@ -107,11 +107,11 @@ def test_the_policies_of_their_page_are_simulated_and_served_as_it_says(
         assert (ended.value.code, err) == (0, "")
         assert re.search(rf"^[1-9]\d* of {count} requests get their first or last token at another time", out, re.MULTILINE)
     config = config_from(read_config_file(tmp_path / "penstock.toml").values)
-    assert vars(build_policies(config).order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
+    assert vars(choose_policies(config).make().order._policy) == {"delay_per_token_ns": 5_000_000}  # type: ignore[attr-defined]
     own = {"victim": "FewestGenerated", "budget": "ShareForPrompts", "batching": "FewAtATime", "reserve": "HalfOfTheAnswer"}
     kv = KvConfig(kv_eviction="./my_policy.py:BatchJobsFirst")
     scheduler = SchedulerConfig(**{key: f"./my_policy.py:{name}" for key, name in own.items()})
-    assert build_policies(Config(scheduler=scheduler, kv=kv)).gate.is_continuous
+    assert choose_policies(Config(scheduler=scheduler, kv=kv)).make().gate.is_continuous
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

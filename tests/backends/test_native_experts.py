@@ -16,6 +16,7 @@ import pytest
 from backends.format_blocks import random_blocks
 from backends.native_probe import F32, bf16
 from native_variants import VARIANTS
+from penstock.backends.native import footprint
 from penstock.backends.native._native import Engine, Team
 from penstock.backends.native.lowering import ACTIVATION_KINDS, lower
 from penstock.backends.reference.interpreter import Interpreter, RowRun
@@ -245,7 +246,7 @@ def test_a_server_counts_the_memory_of_the_largest_step_before_it_starts(name: s
         max_model_len=1,
         tie_word_embeddings=True,
     )
-    counted = MAX_TOKENS * spec.expert_buffer_bytes_per_token
+    counted = footprint.expert_bytes(spec, MAX_TOKENS)
     assert 0.8 * counted < layer.native("").experts_bytes <= counted
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from native_variants import VARIANTS
+from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models import architectures
@@ -49,7 +50,7 @@ def test_heads_of_any_width_are_as_in_the_reference(tmp_path: Path, head_dim: in
 @pytest.mark.parametrize("head_dim", [36, 64, 100])
 def test_a_block_takes_what_was_planned_for_it(tmp_path: Path, head_dim: int, dtype: KvDtype) -> None:
     model = model_of(tmp_path, head_dim)
-    assert native(model, kv_dtype=dtype).block_bytes == CAPACITY.block_size * model.spec.kv_bytes_per_token(dtype)
+    assert native(model, kv_dtype=dtype).block_bytes == footprint.block_bytes(model.spec, dtype, CAPACITY.block_size)
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 50, "head_dim": 10}, {"intermediate_size": 77}, {"vocab_size": 301}])

@@ -11,10 +11,12 @@ import pytest
 from native_variants import VARIANTS
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
+from penstock.backends.native import footprint
 from penstock.backends.native.executor import NativeExecutor
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.config import Config, KvConfig
-from penstock.deploy.device import check_state
+from penstock.deploy.blueprint import Compute
+from penstock.deploy.resolve import check_state, decide
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory
 from penstock.models.weights import LoadedModel
@@ -109,14 +111,20 @@ def test_what_a_block_held_before_is_not_read(model: LoadedModel, backend: str) 
 def test_a_block_takes_what_was_planned_for_it(model: LoadedModel, kv_dtype: KvDtype) -> None:
     program = architectures.describe(model.spec)
     sizes = {"num_blocks": 4, "block_size": 32, "max_rows": 2, "max_step_tokens": 32, "max_model_len": 64}
-    assert NativeExecutor(model, program, **sizes, kv_dtype=kv_dtype).block_bytes == model.spec.block_bytes(kv_dtype, 32)
+    assert NativeExecutor(model, program, **sizes, kv_dtype=kv_dtype).block_bytes == footprint.block_bytes(
+        model.spec, kv_dtype, 32
+    )
+
+
+def blocks_of(size: int) -> Compute:
+    return decide(Config(kv=KvConfig(block_size=size)))
 
 
 def test_a_block_that_is_too_small_is_refused_before_a_weight_is_read(model: LoadedModel) -> None:
-    check_state(Config(kv=KvConfig(block_size=3)), model)
-    with pytest.raises(ConfigError, match=r"block_size 2 is too small .* its state is that of 3 positions") as refused:
-        check_state(Config(kv=KvConfig(block_size=2)), model)
+    check_state(blocks_of(3), model)
+    with pytest.raises(ConfigError, match=r"block_size 2 is too small .* its state covers 3 positions") as refused:
+        check_state(blocks_of(2), model)
     assert refused.value.remedy == "Set --block-size to 16."
     layers = tuple(replace(layer, mixer=ShortConvSpec(kernel=18)) for layer in model.spec.layers)
     with pytest.raises(ConfigError, match=r"block_size 16 .* 17 positions. Set --block-size to 32."):
-        check_state(Config(), replace(model, spec=replace(model.spec, layers=layers)))
+        check_state(blocks_of(16), replace(model, spec=replace(model.spec, layers=layers)))

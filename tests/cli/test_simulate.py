@@ -11,8 +11,8 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config.components import BackendConfig, Config, KvConfig, SchedulerConfig, config_from
-from penstock.deploy.policies import admission_limits, build_policies
-from penstock.deploy.virtual import kv_bytes_per_token, server_settings
+from penstock.deploy.forecast import kv_bytes_per_token, server_settings
+from penstock.deploy.policies import admission_limits, choose_policies
 from penstock.lab.cost_model import CostModel
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
 from penstock.types.plan import Capacity
@@ -39,7 +39,7 @@ def test_the_settings_are_those_that_would_serve() -> None:
     config = config_from({"policy": "sjf", "max_num_seqs": 9, "max_queue": 5, "slo_ttft": 2.0, "prefix_sharing": "tenant"})
     settings = server_settings(config, CostModel(), num_blocks=100)
     assert settings.capacity == Capacity(101, 16, 9, 512, 1600)
-    assert settings.make_policies().words == build_policies(config).words
+    assert settings.make_policies().words == choose_policies(config).make().words
     assert settings.make_policies() is not settings.make_policies()
     assert settings.limits == admission_limits(config.admission)
     assert settings.isolates_tenants

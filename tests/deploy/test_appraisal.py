@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config, KvConfig, ModelConfig
-from penstock.deploy.appraisal import Appraisal, appraise
+from penstock.deploy.forecast import Appraisal, appraise
 from penstock.models.catalog import resolve
 from tiny_models import TinyLlama, write_gguf, write_hf
 

@@ -14,7 +14,7 @@ import pytest
 from penstock.admission.checks import Ask
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import Lasting, serve_model, start_model
+from penstock.deploy.factory import make_lasting, serve_model, start_model
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.running import RunningModel
 from penstock.engine import thread as engine_thread
@@ -56,7 +56,7 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
     kv = KvConfig(kv_cache_memory_bytes=MIB, kv_disk_path=str(tmp_path), kv_disk_size_bytes=4 * MIB)
     config, resources = config_of(path, kv=kv), Resources(MemoryBudget(lambda: 2048 * MIB))
     source = resolve(str(path), path.parent)
-    lasting = Lasting(config, source)
+    lasting = make_lasting(config, source)
     before, free_bytes = set(threading.enumerate()), resources.memory.left_bytes()
 
     def fails(*_: Any, **__: Any) -> None:
@@ -64,7 +64,7 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
 
     with monkeypatch.context() as broken:
         broken.setattr(
-            "penstock.deploy.running.RunningModel" if step == "RunningModel" else f"penstock.deploy.factory.{step}", fails
+            "penstock.deploy.running.RunningModel" if step == "RunningModel" else f"penstock.deploy.build.{step}", fails
         )
         with pytest.raises(OSError, match="no space") as failure:
             start_model(config, source, resources, lasting)

@@ -13,8 +13,10 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import Backend, BackendConfig, Config, KvConfig, SchedulerConfig
 from penstock.deploy import device
+from penstock.deploy.blueprint import Compute
 from penstock.deploy.executor import _gpu_extras
-from penstock.deploy.policies import build_policies
+from penstock.deploy.policies import choose_policies
+from penstock.deploy.resolve import check_block_size, decide
 from penstock.machine import Cores, find_cores
 from penstock.models.formats import Floats
 from penstock.types.errors import ConfigError
@@ -39,9 +41,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "flashinfer_version", lambda: None)
 
 
-def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig | None = None, **settings: object) -> Config:
+def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig | None = None, **settings: object) -> Compute:
     chosen = BackendConfig(device=device_name, backend=backend, **settings)  # type: ignore[arg-type]
-    return device.settled(Config(backend=chosen, kv=kv or KvConfig()))
+    return decide(Config(backend=chosen, kv=kv or KvConfig()))
 
 
 @pytest.mark.usefixtures("has_gpu")
@@ -59,7 +61,7 @@ def settle(device_name: str = "auto", backend: str | None = None, kv: KvConfig |
     ],
 )
 def test_device_and_backend_go_together(device_name: str, backend: str | None, expected: tuple[str, str]) -> None:
-    chosen = settle(device_name, backend).backend
+    chosen = settle(device_name, backend).options
     assert (chosen.device, chosen.backend) == expected
 
 
@@ -90,7 +92,7 @@ def test_a_gpu_that_is_asked_for_has_to_be_there(device_name: str, backend: str 
 @pytest.mark.usefixtures("no_gpu")
 def test_without_one_auto_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert settle().backend.backend == "native"
+    assert settle().options.backend == "native"
     assert [record.getMessage() for record in caplog.records] == ["no GPU is used: it is out for a walk"]
 
 
@@ -123,7 +125,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
 
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it is an error
     monkeypatch.setattr(cuda, "why_not", ask)
-    assert device.settled(Config(backend=config)).backend.device == "cpu"
+    assert decide(Config(backend=config)).options.device == "cpu"
 
 
 @pytest.mark.usefixtures("has_gpu")
@@ -148,7 +150,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
             "--steps-in-flight has no meaning on the CPU",
         ),
         (lambda: settle("cpu", weight_dtype="fp8"), "--weight-dtype fp8 has no meaning on the CPU"),
-        (lambda: settle("cuda", weight_dtype="int8"), "weight_dtype int8 is a setting of the CPU"),
+        (lambda: settle("cuda", weight_dtype="int8"), "--weight-dtype int8 is a setting of the CPU"),
         (lambda: settle("cpu", attention="triton"), "--attention has no meaning on the CPU"),
         (
             lambda: settle("cpu", cuda_graphs=False),
@@ -156,7 +158,7 @@ def test_who_wants_the_cpu_does_not_wait_for_pytorch(config: BackendConfig, monk
         ),
     ],
 )
-def test_no_setting_is_ignored(given: Callable[[], Config], words: str) -> None:
+def test_no_setting_is_ignored(given: Callable[[], Compute], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         given()
 
@@ -170,12 +172,8 @@ def test_a_setting_of_the_gpu_without_one_says_why_there_is_none() -> None:
 @pytest.mark.usefixtures("has_gpu")
 def test_the_device_decides_what_is_left_out() -> None:
     gpu, cpu = settle("cuda"), settle("cpu")
-    for decide, of_gpu, of_cpu in (
-        (device.kv_dtype, KvDtype.BF16, KvDtype.INT8),
-        (device.max_rows, 256, 64),
-        (device.max_step_tokens, 2048, 512),
-    ):
-        assert (decide(gpu), decide(cpu)) == (of_gpu, of_cpu)
+    assert (gpu.kv_dtype, gpu.max_rows, gpu.max_step_tokens) == (KvDtype.BF16, 256, 2048)
+    assert (cpu.kv_dtype, cpu.max_rows, cpu.max_step_tokens) == (KvDtype.INT8, 64, 512)
 
 
 @pytest.mark.usefixtures("has_gpu")
@@ -190,7 +188,7 @@ def test_the_device_decides_what_is_left_out() -> None:
     ],
 )
 def test_the_executor_of_a_gpu_is_told_what_is_set(settings: dict[str, object], expected: dict[str, object]) -> None:
-    assert _gpu_extras(settle("cuda", **settings)) == expected  # type: ignore[arg-type]
+    assert _gpu_extras(settle("cuda", **settings).options) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("has_gpu")
@@ -208,48 +206,49 @@ def test_flashinfer_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(cuda, "flashinfer_version", lambda: version)
     with pytest.raises(ConfigError, match=f"FlashInfer can't compute the attention: .*{words}"):
         settle("cuda", kv=kv, attention="flashinfer", **settings)
-    assert settle("cuda", kv=kv, attention="auto", **settings).backend.attention == "auto"
+    assert settle("cuda", kv=kv, attention="auto", **settings).options.attention == "auto"
 
 
 @pytest.mark.usefixtures("has_gpu")
 def test_flashinfer_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "flashinfer_version", lambda: "0.7.2")
-    assert settle("cuda", attention="flashinfer").backend.attention == "flashinfer"
+    assert settle("cuda", attention="flashinfer").options.attention == "flashinfer"
     assert device.gpu_facts().endswith("torch 2.11.0, triton 3.6.0, flashinfer 0.7.2")
 
 
 @pytest.mark.usefixtures("has_gpu")
 def test_weights_take_what_the_device_makes_of_them() -> None:
-    assert device.held_floats(settle("cpu")) is Floats.BF16
-    assert device.held_floats(settle("cuda")) is Floats.AS_STORED
-    assert device.held_floats(settle("cuda", weight_dtype="fp8")) is Floats.FP8
+    assert settle("cpu").floats is Floats.BF16
+    assert settle("cuda").floats is Floats.AS_STORED
+    assert settle("cuda", weight_dtype="fp8").floats is Floats.FP8
 
 
 def test_what_is_set_is_kept() -> None:
     scheduler = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=7)
-    config = device.settled(
+    compute = decide(
         Config(backend=BackendConfig(device="cpu", step_timeout_s=5.0), kv=KvConfig(kv_cache_dtype="bf16"), scheduler=scheduler)
     )
-    assert device.kv_dtype(config) is KvDtype.BF16
-    assert (device.max_rows(config), device.max_step_tokens(config), device.step_timeout_s(config.backend)) == (3, 7, 5.0)
+    assert compute.kv_dtype is KvDtype.BF16
+    assert (compute.max_rows, compute.max_step_tokens, compute.step_timeout_s) == (3, 7, 5.0)
 
 
 def test_the_slow_backend_may_take_its_time() -> None:
-    assert device.step_timeout_s(BackendConfig(backend="reference")) is None
-    assert device.step_timeout_s(BackendConfig(backend="native")) == 120.0
+    assert settle(backend="reference").step_timeout_s is None
+    assert settle(backend="native").step_timeout_s == 120.0
 
 
+@pytest.mark.usefixtures("has_gpu")
 @pytest.mark.parametrize(
     ("backend", "size", "is_taken"),
     [("native", 24, False), ("native", 32, True), ("cuda", 24, True), ("reference", 5, True)],
 )
 def test_block_sizes_are_those_of_the_kernels(backend: str, size: int, is_taken: bool) -> None:
-    config = Config(backend=BackendConfig(backend=backend), kv=KvConfig(block_size=size))
+    compute = settle(backend=backend, kv=KvConfig(block_size=size))
     if is_taken:
-        device.check_block_size(config)
+        check_block_size(compute)
         return
-    with pytest.raises(ConfigError, match=rf"block_size {size} is no multiple of 16: the {backend} backend"):
-        device.check_block_size(config)
+    with pytest.raises(ConfigError, match=rf"block_size {size} is not a multiple of 16: the {backend} backend"):
+        check_block_size(compute)
 
 
 TWO_NODES = Cores((0, 1, 2, 3), 4, "", ((0, 2), (1, 2)), ((32 << 20, 2),), (0, 1))
@@ -303,7 +302,7 @@ def test_nodes_with_numbers_that_no_mask_holds_are_no_reason_to_fail() -> None:
 def test_how_to_preempt_cannot_be_set_where_a_host_tier_decides() -> None:
     config = Config(scheduler=SchedulerConfig(preemption="recompute"), kv=KvConfig(kv_host_size_bytes=1 << 30))
     with pytest.raises(ConfigError, match=r"With a host tier.* Leave --preemption or --kv-host-size out"):
-        build_policies(config)
+        choose_policies(config)
 
 
 @pytest.mark.usefixtures("has_gpu")
@@ -342,7 +341,7 @@ def test_the_reference_backend_pins_no_threads_and_has_no_kernels(setting):
 def test_kernels_that_the_machine_cannot_run_are_refused_with_those_that_it_can(monkeypatch):
     info = {"variants": ["avx2", "portable"], "variant": "avx2", "why_no_tiles": "the system refuses them"}
     monkeypatch.setattr("penstock.backends.native.info", lambda: info)
-    assert settle("cpu", kernels="portable").backend.kernels == "portable"
+    assert settle("cpu", kernels="portable").options.kernels == "portable"
     with pytest.raises(ConfigError, match=r"can't run the amx kernels \(the system refuses them\)") as raised:
         settle("cpu", kernels="amx")
     assert raised.value.remedy == "Set --kernels (PENSTOCK_KERNELS) to one of avx2, portable, or leave it unset."

@@ -14,8 +14,8 @@ from penstock.deploy.tiers import build_tier
     ("names", "words"),
     [
         ([], []),
-        ([b"a"], ["1 KV block of an earlier time is there"]),
-        ([b"a", b"b"], ["2 KV blocks of an earlier time are there"]),
+        ([b"a"], ["1 KV block of an earlier server was found"]),
+        ([b"a", b"b"], ["2 KV blocks of an earlier server were found"]),
     ],
 )
 def test_what_an_earlier_time_left_is_counted_in_the_log(

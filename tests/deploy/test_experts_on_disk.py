@@ -12,13 +12,13 @@ import pytest
 
 from parity.tiny import write_case
 from parity.tiny_cases import CASES
+from penstock.backends.native import footprint
 from penstock.cli.candidates import make_candidate
 from penstock.config import Backend, BackendConfig, Config, Device, KvConfig, ModelConfig, SchedulerConfig
-from penstock.deploy import device
-from penstock.deploy.appraisal import appraise
-from penstock.deploy.experts import disk_bytes, disk_words
+from penstock.deploy.experts import disk_words
 from penstock.deploy.factory import start_model
-from penstock.deploy.forecast import read_outline
+from penstock.deploy.forecast import appraise, read_outline
+from penstock.deploy.resolve import decide, num_memory_bytes
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.sizing import RESERVE_BYTES
 from penstock.lab.hardware import this_machine
@@ -68,7 +68,7 @@ def load(path: Path) -> LoadedModel:
 def test_a_mixture_that_memory_does_not_hold_is_served_from_a_file(mixture: Path, tmp_path: Path) -> None:
     model = load(mixture)
     assert 0 < model.num_expert_bytes < model.num_weight_bytes
-    step_bytes = 16 * model.spec.expert_buffer_bytes_per_token
+    step_bytes = footprint.expert_bytes(model.spec, 16)
     others = model.num_weight_bytes - model.num_expert_bytes
     small = RESERVE_BYTES + others + step_bytes + 64 * KIB
     assert others + 64 * KIB + step_bytes < model.num_weight_bytes, "or the experts would fit, too"
@@ -88,7 +88,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_packed(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.deploy.experts.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, KIB))
-    monkeypatch.setattr("penstock.deploy.factory.build_executor", lambda *_: pytest.fail("a weight is packed"))
+    monkeypatch.setattr("penstock.deploy.executor.build_executor", lambda *_: pytest.fail("a weight is packed"))
     with pytest.raises(ConfigError, match=r"experts take .* in a file, and 1 KiB are free in") as refused:
         tokens_of(config_of(mixture, tmp_path), mixture, Resources())
     assert "--cache" in refused.value.remedy
@@ -113,16 +113,16 @@ def test_a_setting_that_would_change_nothing_is_refused(mixture: Path, tmp_path:
         tokens_of(config_of(dense, tmp_path), dense, Resources())
     config = config_of(mixture, tmp_path)
     reference = replace(config, backend=BackendConfig(backend=Backend.REFERENCE))
-    with pytest.raises(ConfigError, match="reference backend keeps no experts in a file"):
+    with pytest.raises(ConfigError, match="reference backend can't keep experts in a file"):
         tokens_of(reference, mixture, Resources())
 
 
 def test_a_gpu_has_no_such_setting(mixture: Path, tmp_path: Path) -> None:
     """A config that sets it and names no device computes on the CPU."""
     config = replace(config_of(mixture, tmp_path), backend=BackendConfig())
-    assert device.settled(config).backend.device == Device.CPU
-    with pytest.raises(ConfigError, match="experts_on_disk is a setting of the CPU, and a GPU is to be used"):
-        device.settled_elsewhere(config, is_gpu=True)
+    assert decide(config).options.device == Device.CPU
+    with pytest.raises(ConfigError, match="--experts-on-disk is a setting of the CPU, and a GPU is to be used"):
+        decide(config, is_gpu=True)
 
 
 def test_an_appraisal_tells_what_lies_on_disk(mixture: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_appraisal_tells_what_lies_on_disk(mixture: Path, tmp_path: Path) -> 
     found = appraise(config, resolve(str(mixture), mixture.parent))
     assert found.refusals == ()
     assert found.outline is not None
-    assert found.outline.num_disk_bytes == disk_bytes(config, model) == model.num_expert_bytes
+    assert found.outline.num_disk_bytes == model.num_weight_bytes - num_memory_bytes(config, model) == model.num_expert_bytes
     plain = appraise(replace(config, model=replace(config.model, experts_on_disk=False)), resolve(str(mixture), mixture.parent))
     assert plain.outline is not None
     assert plain.outline.num_disk_bytes == 0

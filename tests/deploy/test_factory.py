@@ -18,9 +18,8 @@ from penstock.backends.native.executor import NativeExecutor
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.setting import settings_of
 from penstock.deploy.executor import EXECUTORS, loading_bar
-from penstock.deploy.factory import _check_batch_size, build_core, start_model
-from penstock.deploy.policies import SETTING_FLAGS, build_policies
-from penstock.engine.ports import NullObserver
+from penstock.deploy.factory import start_model
+from penstock.deploy.policies import SETTING_FLAGS, choose_policies
 from penstock.engine.thread import EngineState
 from penstock.kv.eviction import LeastRecentlyUsed, LowestPriorityFirst, TenantFair
 from penstock.models.architectures import describe
@@ -32,7 +31,6 @@ from penstock.sched.policies.gates import Dynamic, Static
 from penstock.sched.policies.own import SEAM_FLAGS
 from penstock.sched.policies.reserves import Watermark
 from penstock.sched.policies.victims import LatestArrived, LeastComputed, LowestPriority
-from penstock.testing import DEFAULT_CAPACITY
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError
 from penstock.types.request import FinishReason
@@ -148,7 +146,7 @@ def test_no_memory_is_told_with_the_numbers(gguf: Path, monkeypatch: pytest.Monk
     def no_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("penstock.deploy.factory.build_executor", no_memory)
+    monkeypatch.setattr("penstock.deploy.build.first_executor", no_memory)
     with pytest.raises(ConfigError, match=r"the KV cache 1023\.75 KiB.*--kv-cache-memory"):
         _build(gguf)
 
@@ -262,23 +260,26 @@ def test_seeds_repeat_if_one_is_given(gguf: Path) -> None:
     assert len(set(seeds[0])) == 3
 
 
-def test_the_scheduler_has_the_policies_of_the_config() -> None:
-    named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute")
-    core = build_core(Config(scheduler=named, kv=KvConfig(kv_watermark=0.5)), DEFAULT_CAPACITY, NullObserver())
-    assert not core.has_work
+def test_the_scheduler_has_the_policies_of_the_config(gguf: Path) -> None:
+    named = SchedulerConfig(batching="continuous", policy="fcfs", preemption="recompute", victim="latest")
+    runtime = _build(gguf, replace(REFERENCE, scheduler=named, kv=replace(REFERENCE.kv, kv_watermark=0.5)))
+    scheduler = runtime.engine._engine._core.scheduler
+    runtime.close()
+    assert isinstance(scheduler._policies.victim, LatestArrived)
+    assert scheduler._policies.reserve.share == 0.5
 
 
 def test_a_batch_has_the_settings_of_the_config() -> None:
     config = SchedulerConfig(
         batching="dynamic", max_batch_size=8, preferred_batch_sizes=(2, 4), batch_window_s=0.005, length_buckets=(64, 256)
     )
-    assert build_policies(Config(scheduler=config)).gate == Dynamic(8, (2, 4), 5_000_000, (64, 256))
-    assert build_policies(Config(scheduler=SchedulerConfig(batching="static", max_batch_size=4))).gate == Static(4)
+    assert choose_policies(Config(scheduler=config)).make().gate == Dynamic(8, (2, 4), 5_000_000, (64, 256))
+    assert choose_policies(Config(scheduler=SchedulerConfig(batching="static", max_batch_size=4))).make().gate == Static(4)
 
 
 def test_texts_have_policies_of_their_own_unless_others_are_named() -> None:
     def words(**named: Any) -> dict[str, str]:
-        policies = build_policies(Config(scheduler=SchedulerConfig(**named)), is_one_pass=True)
+        policies = choose_policies(Config(scheduler=SchedulerConfig(**named)), is_one_pass=True).make()
         return {seam: words.split()[0] for seam, words in policies.words.items()}
 
     usual = words()
@@ -289,28 +290,27 @@ def test_texts_have_policies_of_their_own_unless_others_are_named() -> None:
     assert (batch["gate"], batch["order"], batch["budget"]) == ("dynamic", "fcfs", "decode-first")
 
 
-def test_arguments_of_the_policies_of_texts_are_taken_before_the_model_is_known() -> None:
+def test_arguments_of_the_policies_of_texts_are_taken_for_texts_only() -> None:
     config = Config(scheduler=SchedulerConfig(budget_args={"step_ns": 5_000_000}))
-    _check_batch_size(config)
     with pytest.raises(ConfigError, match="budget 'itl' takes no argument step_ns"):
-        build_policies(config)
-    assert "step_ns = 5000000" in build_policies(config, is_one_pass=True).words["budget"]
+        choose_policies(config)
+    assert "step_ns = 5000000" in choose_policies(config, is_one_pass=True).make().words["budget"]
     with pytest.raises(ConfigError, match="budget 'itl' takes no argument nothing"):
-        _check_batch_size(Config(scheduler=SchedulerConfig(budget_args={"nothing": 5})))
+        choose_policies(Config(scheduler=SchedulerConfig(budget_args={"nothing": 5})))
 
 
 @pytest.mark.parametrize("setting", ["reserve", "victim", "preemption", "length_predictor"])
 def test_texts_have_no_answers_to_set_anything_for(setting: str) -> None:
     value = {"reserve": "prompt", "victim": "latest", "preemption": "recompute", "length_predictor": "online"}[setting]
     with pytest.raises(ConfigError, match=f"no answer grows. --{setting.replace('_', '-')} would change nothing"):
-        build_policies(Config(scheduler=SchedulerConfig(**{setting: value})), is_one_pass=True)
+        choose_policies(Config(scheduler=SchedulerConfig(**{setting: value})), is_one_pass=True)
 
 
 def test_a_setting_that_the_gate_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gate 'static' has no --length-buckets\. Choose another --batching"):
-        build_policies(Config(scheduler=SchedulerConfig(batching="static", length_buckets=(64,))))
+        choose_policies(Config(scheduler=SchedulerConfig(batching="static", length_buckets=(64,))))
     with pytest.raises(ConfigError, match=r"gate 'continuous' has no --max-batch-size"):
-        build_policies(Config(scheduler=SchedulerConfig(max_batch_size=4)))
+        choose_policies(Config(scheduler=SchedulerConfig(max_batch_size=4)))
 
 
 def test_a_batch_that_has_not_enough_rows_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_batch_that_has_not_enough_rows_is_refused_before_anything_is_loaded(t
 
 def test_policies_get_the_settings_of_the_config() -> None:
     scheduler = SchedulerConfig(preset="vllm", slo_itl_s=0.03, long_prefill_token_threshold=700)
-    policies = build_policies(Config(scheduler=scheduler, kv=KvConfig(kv_watermark=0.25)))
+    policies = choose_policies(Config(scheduler=scheduler, kv=KvConfig(kv_watermark=0.25))).make()
     assert isinstance(policies.budget, HoldLatency), "the one that holds a latency"
     assert (policies.budget.slo_itl_ns, policies.budget.long_prefill_token_threshold) == (30_000_000, 700)
     assert policies.reserve == Watermark(0.25)
@@ -330,13 +330,13 @@ def test_policies_get_the_settings_of_the_config() -> None:
 @pytest.mark.parametrize("is_preemptive", [True, False])
 def test_with_priorities_the_lowest_is_preempted(is_preemptive: bool) -> None:
     scheduler = SchedulerConfig(policy="priority", priority_preemption=is_preemptive)
-    policies = build_policies(Config(scheduler=scheduler))
+    policies = choose_policies(Config(scheduler=scheduler)).make()
     assert isinstance(policies.victim, LowestPriority)
     assert policies.order.is_preemptive is is_preemptive
 
 
 def test_priorities_pause_others_unless_that_is_switched_off() -> None:
-    assert build_policies(Config(scheduler=SchedulerConfig(policy="priority"))).order.is_preemptive
+    assert choose_policies(Config(scheduler=SchedulerConfig(policy="priority"))).make().order.is_preemptive
 
 
 def test_an_order_of_ones_own_says_which_victim_and_eviction_suit_it(tmp_path: Path) -> None:
@@ -347,11 +347,11 @@ def test_an_order_of_ones_own_says_which_victim_and_eviction_suit_it(tmp_path: P
         "    suits = {'victim': 'least-computed', 'eviction': 'tenant-fair'}\n"
     )
     order = f"{file}:Mine"
-    policies = build_policies(Config(scheduler=SchedulerConfig(policy=order)))
+    policies = choose_policies(Config(scheduler=SchedulerConfig(policy=order))).make()
     assert isinstance(policies.victim, LeastComputed)
     assert isinstance(policies.eviction, TenantFair)
     asked = SchedulerConfig(policy=order, victim="latest")
-    assert isinstance(build_policies(Config(scheduler=asked)).victim, LatestArrived)
+    assert isinstance(choose_policies(Config(scheduler=asked)).make().victim, LatestArrived)
 
 
 @pytest.mark.parametrize("is_preemptive", [True, False])
@@ -359,7 +359,7 @@ def test_an_order_of_ones_own_says_which_victim_and_eviction_suit_it(tmp_path: P
 def test_whether_priorities_pause_others_is_an_error_where_there_are_none(policy: str | None, is_preemptive: bool) -> None:
     scheduler = SchedulerConfig(policy=policy, priority_preemption=is_preemptive)
     with pytest.raises(ConfigError, match=r"The order .* has no --priority-preemption"):
-        build_policies(Config(scheduler=scheduler))
+        choose_policies(Config(scheduler=scheduler))
 
 
 @pytest.mark.parametrize(
@@ -368,9 +368,9 @@ def test_whether_priorities_pause_others_is_an_error_where_there_are_none(policy
 def test_in_a_batch_nobody_is_paused_and_asking_for_it_is_an_error(batches: dict[str, str]) -> None:
     for is_preemptive in (None, False):
         scheduler = SchedulerConfig(policy="priority", priority_preemption=is_preemptive, **batches)
-        assert build_policies(Config(scheduler=scheduler)).order.reads_priority
+        assert choose_policies(Config(scheduler=scheduler)).make().order.reads_priority
     with pytest.raises(ConfigError, match="runs until it has ended"):
-        build_policies(Config(scheduler=SchedulerConfig(policy="priority", priority_preemption=True, **batches)))
+        choose_policies(Config(scheduler=SchedulerConfig(policy="priority", priority_preemption=True, **batches)))
 
 
 @pytest.mark.parametrize(
@@ -381,13 +381,13 @@ def test_a_setting_that_the_budget_does_not_read_is_an_error(scheduler: Schedule
     with pytest.raises(
         ConfigError, match=r"The budget .* has no --(slo-itl|max-long-partial-prefills)\. Choose another --budget"
     ):
-        build_policies(Config(scheduler=scheduler))
+        choose_policies(Config(scheduler=scheduler))
 
 
 @pytest.mark.parametrize(("argument", "hints"), [("policy", True), ("dely", False)])
 def test_a_setting_below_a_table_of_arguments_is_hinted_at(argument: str, hints: bool) -> None:
     with pytest.raises(ConfigError, match=f"'fcfs' takes no argument {argument}") as caught:
-        build_policies(Config(scheduler=SchedulerConfig(policy_args={argument: "sjf"})))
+        choose_policies(Config(scheduler=SchedulerConfig(policy_args={argument: "sjf"})))
     assert ("stands above the tables" in caught.value.remedy) == hints
 
 
@@ -398,7 +398,7 @@ def test_the_flags_that_are_named_exist() -> None:
 
 def test_a_watermark_is_an_error_where_the_reserve_has_none() -> None:
     with pytest.raises(ConfigError, match="The reserve 'no-evict' has no --kv-watermark"):
-        build_policies(Config(scheduler=SchedulerConfig(reserve="no-evict"), kv=KvConfig(kv_watermark=0.25)))
+        choose_policies(Config(scheduler=SchedulerConfig(reserve="no-evict"), kv=KvConfig(kv_watermark=0.25)))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_watermark_is_an_error_where_the_reserve_has_none() -> None:
 )
 def test_who_is_favoured_in_the_queue_is_favoured_in_the_cache(policy: str | None, named: str | None, expected: type) -> None:
     config = Config(scheduler=SchedulerConfig(policy=policy), kv=KvConfig(kv_eviction=named))
-    assert isinstance(build_core(config, DEFAULT_CAPACITY, NullObserver()).scheduler.kv.eviction, expected)
+    assert isinstance(choose_policies(config).make().eviction, expected)
 
 
 def test_several_keys_are_treated_fairly_in_the_cache() -> None:
@@ -424,22 +424,21 @@ def test_several_keys_are_treated_fairly_in_the_cache() -> None:
         (ServerConfig(api_keys=("a", "b")), TenantFair),
         (ServerConfig(api_keys=("a",), trust_tenant_header=True), TenantFair),
     ):
-        core = build_core(Config(server=server), DEFAULT_CAPACITY, NullObserver())
-        assert isinstance(core.scheduler.kv.eviction, expected)
+        assert isinstance(choose_policies(Config(server=server)).make().eviction, expected)
 
 
 def test_an_eviction_that_would_change_nothing_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no priorities.* Set --policy priority"):
-        build_policies(Config(kv=KvConfig(kv_eviction="priority")))
+        choose_policies(Config(kv=KvConfig(kv_eviction="priority")))
     with pytest.raises(ConfigError, match=r"nothing is cached.* Leave --kv-eviction out"):
-        build_policies(Config(kv=KvConfig(kv_eviction="lru", prefix_caching=False)))
+        choose_policies(Config(kv=KvConfig(kv_eviction="lru", prefix_caching=False)))
 
 
 def test_how_to_preempt_cannot_be_set_where_a_disk_tier_decides() -> None:
     recompute = SchedulerConfig(preemption="recompute")
-    build_policies(Config(scheduler=recompute))
+    choose_policies(Config(scheduler=recompute))
     with pytest.raises(ConfigError, match=r"comes back from it.* Leave --preemption or --kv-disk-size out"):
-        build_policies(Config(scheduler=recompute, kv=KvConfig(kv_disk_size_bytes=1 << 30)))
+        choose_policies(Config(scheduler=recompute, kv=KvConfig(kv_disk_size_bytes=1 << 30)))
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

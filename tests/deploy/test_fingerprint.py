@@ -14,6 +14,7 @@ import pytest
 from penstock.backends import cuda
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
+from penstock.deploy.resolve import decide
 from penstock.types.model_spec import ModelSpec, Pooling, Rotation, TextEnding, spec_of_equal_layers
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
@@ -39,9 +40,9 @@ SPEC = spec_of_equal_layers(
 def fingerprint(
     path: Path, kv: KvConfig | None = None, *, spec: ModelSpec = SPEC, num_positions: int = 900, **backend: Any
 ) -> bytes:
-    config = Config(backend=BackendConfig(device="cuda", backend="cuda", **backend), kv=kv or KvConfig())
+    compute = decide(Config(backend=BackendConfig(**backend), kv=kv or KvConfig()), is_gpu=True)
     executor = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), num_positions=num_positions)
-    return kv_fingerprint(config, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
+    return kv_fingerprint(compute, SimpleNamespace(path=path, spec=spec), executor)  # type: ignore[arg-type]
 
 
 def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> None:
@@ -57,8 +58,8 @@ def test_vectors_of_other_settings_have_another_fingerprint(tmp_path: Path) -> N
                 sampling=SamplingDefaults(),
                 eos_token_ids=(),
             )
-            config = Config(backend=BackendConfig(backend="native", weight_dtype=weight_dtype))
-            found.add(system_fingerprint(config, loaded, executor, None))  # type: ignore[arg-type]
+            compute = decide(Config(backend=BackendConfig(backend="native", weight_dtype=weight_dtype)))
+            found.add(system_fingerprint(compute, loaded, executor, None))  # type: ignore[arg-type]
     assert len(found) == 4
 
 
@@ -92,10 +93,10 @@ def system(
     ends: tuple[int, ...] = (2,),
     **kv: Any,
 ) -> str:
-    config = Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv))
+    compute = decide(Config(backend=BackendConfig(device="cpu", backend="native"), kv=KvConfig(**kv)))
     executor: Any = SimpleNamespace(block_bytes=64, capacity=Capacity(2, 16, 1, 1, 50), variant=variant)
     model: Any = SimpleNamespace(path=path, spec=SPEC, sampling=SamplingDefaults(temperature=temperature), eos_token_ids=ends)
-    return system_fingerprint(config, model, executor, template)
+    return system_fingerprint(compute, model, executor, template)
 
 
 def test_answers_of_equal_servers_have_one_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from penstock.obs.metrics import Metrics
 from penstock.types.errors import ConfigError
 
 
-def served_of(_config: Config, source: ModelSource) -> ServedModel:
+def served_of(source: ModelSource) -> ServedModel:
     if source.name == "bad":
         raise ConfigError("This can't be served.")
     never: Any = None
@@ -31,7 +31,7 @@ def served_of(_config: Config, source: ModelSource) -> ServedModel:
 @pytest.fixture
 def watched(tmp_path: Path) -> ModelFolder:
     (tmp_path / "old.gguf").touch()
-    return ModelFolder(tmp_path, lambda _name, path: Config(model=ModelConfig(model=path)), served_of, [tmp_path / "old.gguf"])
+    return ModelFolder(tmp_path, served_of, [tmp_path / "old.gguf"])
 
 
 def names(found: list[ServedModel]) -> list[str]:
@@ -86,7 +86,7 @@ def test_a_model_with_another_s_name_is_not_taken_in(
 ) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").touch()
-    first = served_of(Config(), ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
     deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
     with caplog.at_level(logging.ERROR):
         deployment.look()

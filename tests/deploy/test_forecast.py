@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, ModelConfig
-from penstock.deploy.executor import plan_memory
 from penstock.deploy.forecast import ASSUMED_GPU_STEP_BYTES, Forecast, forecast, read_outline
+from penstock.deploy.resolve import resolve as resolve_model
+from penstock.deploy.resources import Machine
+from penstock.machine import find_cores
 from penstock.models.catalog import ModelSource, resolve
 from penstock.models.load import load_model
 from penstock.types.errors import ConfigError, ModelError, NotEnoughMemory
@@ -53,8 +55,9 @@ def test_it_is_the_plan_of_a_server_that_starts(tmp_path: Path, kind: str) -> No
     source = resolve(str(path), tmp_path)
     config = Config(kv=KvConfig(kv_cache_memory_bytes=1 << 20))
     model = load_model(source)
-    settled = replace(config, backend=BackendConfig(device="cpu", backend="native"))
-    expected, _ = plan_memory(settled, model, 4 * GIB)
+    machine = Machine(available_bytes=4 * GIB, total_bytes=4 * GIB, num_models=1, cores=find_cores())
+    blueprint, _ = resolve_model(replace(config, backend=BackendConfig(device="cpu")), source, machine)
+    expected = blueprint.measured_plan
     found = foresee(config, source, is_gpu=False, memory_bytes=4 * GIB)
     assert found.kv == expected
     assert found.outline.num_weight_bytes == model.num_weight_bytes

@@ -43,9 +43,13 @@ def config_of(folder: Path, **lora: object) -> Config:
 
 def opened(folder: Path, **lora: object) -> tuple[np.ndarray, bytes, str]:
     """Logits of a text, and the fingerprints of its keys and of its answers."""
-    config, model, executor = open_executor(config_of(folder, **lora), resolve(str(folder / "tiny.gguf"), folder))
+    blueprint, model, executor = open_executor(config_of(folder, **lora), resolve(str(folder / "tiny.gguf"), folder))
     with closing(executor):
-        prints = kv_fingerprint(config, model, executor), system_fingerprint(config, model, executor, None)
+        compute, merged = blueprint.compute, blueprint.loading.merged_adapter
+        prints = (
+            kv_fingerprint(compute, model, executor, merged),
+            system_fingerprint(compute, model, executor, None, merged=merged),
+        )
         return executor.forward_logits(IDS), *prints  # type: ignore[attr-defined]
 
 
@@ -53,7 +57,7 @@ def test_answers_are_the_adapter_s_and_fingerprints_its_own(folder: Path) -> Non
     base, one, two = (opened(folder, **lora) for lora in ({}, *({"merge_lora": str(folder / name)} for name in ("one", "two"))))
     for index in (1, 2):
         assert len({base[index], one[index], two[index]}) == 3
-    config, model, executor = open_executor(
+    blueprint, model, executor = open_executor(
         config_of(folder, lora_dir=str(folder), max_lora_rank=16), resolve(str(folder / "tiny.gguf"), folder)
     )
     with closing(executor):
@@ -64,7 +68,7 @@ def test_answers_are_the_adapter_s_and_fingerprints_its_own(folder: Path) -> Non
         beside = executor.forward_logits(IDS, adapter=1)  # type: ignore[attr-defined]
     assert float(np.sqrt(((one[0] - beside) ** 2).mean())) < 0.05 * beside.std()
     assert float(np.sqrt(((one[0] - base[0]) ** 2).mean())) > 0.3 * beside.std()
-    assert config.lora.merge_lora is None
+    assert blueprint.loading.merged_adapter is None
 
 
 def test_what_can_t_be_merged_is_refused_with_its_cause(folder: Path, tmp_path: Path) -> None:

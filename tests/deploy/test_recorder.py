@@ -12,9 +12,9 @@ import pytest
 
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import config_from
-from penstock.deploy import factory
+from penstock.deploy import build
 from penstock.deploy.factory import start_model
-from penstock.deploy.policies import build_policies
+from penstock.deploy.policies import choose_policies
 from penstock.lab.recording import Departure, open_recording
 from penstock.lab.steps import steps_of
 from penstock.models.catalog import ModelSource, SourceKind, resolve
@@ -75,7 +75,7 @@ def test_plans_of_the_native_backend_are_made_again(preset: str, gguf: Path, tmp
     serve(gguf, config_of(path, preset))
     recording = open_recording(path)
     found = config_from(recording.header.settings)
-    replayed = replay(recording, lambda: build_policies(found))
+    replayed = replay(recording, lambda: choose_policies(found).make())
     assert replayed.difference == ""
     assert replayed.num_equal == replayed.num_steps > 20
     steps = steps_of(recording)
@@ -138,7 +138,7 @@ def test_shares_of_tenants_are_recorded_with_their_names_or_not_at_all(has_names
     assert any(name in text for name in ("acme", "umbrella", "nobody")) is has_names
     assert header.settings["policy_args"] == (config.scheduler.policy_args if has_names else "not recorded")
     if has_names:
-        replayed = replay(recording, lambda: build_policies(config))
+        replayed = replay(recording, lambda: choose_policies(config).make())
         assert replayed.difference == ""
         assert replayed.num_equal == replayed.num_steps > 20
 
@@ -189,7 +189,7 @@ def test_a_start_that_fails_gives_the_file_back(gguf: Path, tmp_path: Path, monk
 
     config, source = config_of(tmp_path / "r"), resolve(str(gguf), gguf.parent)
     with monkeypatch.context() as patch:
-        patch.setattr(factory, "_model_info", fail)
+        patch.setattr(build, "_model_info", fail)
         with pytest.raises(RuntimeError, match="no room"):
             start_model(config, source)
     start_model(config, source).close(10)

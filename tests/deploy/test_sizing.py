@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backends.cuda.memory import Usage
+from penstock.backends.native import footprint
 from penstock.config import BackendConfig, Config, KvConfig
-from penstock.deploy.device import kv_window
+from penstock.deploy.resolve import decide, plan_on_cpu
 from penstock.deploy.sizing import (
     DEFAULT_CAP_BYTES,
     RESERVE_BYTES,
@@ -52,12 +53,14 @@ def make_spec(max_model_len: int = 2048, head_dim: int = 64) -> ModelSpec:
     )
 
 
-BLOCK_BYTES = 16 * make_spec().kv_bytes_per_token(KvDtype.INT8)
+BLOCK_BYTES = footprint.block_bytes(make_spec(), KvDtype.INT8, 16)
 
 
 def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: Any) -> KvPlan:
+    spec, kv = spec or make_spec(), kv or KvConfig()
     arguments: dict[str, Any] = {
-        "dtype": KvDtype.INT8,
+        "block_bytes": footprint.block_bytes(spec, changes.pop("dtype", KvDtype.INT8), kv.block_size),
+        "step_bytes": footprint.expert_bytes(spec, changes.get("max_step_tokens", 512)),
         "max_model_len": None,
         "max_num_seqs": 64,
         "max_step_tokens": 512,
@@ -66,7 +69,7 @@ def plan(kv: KvConfig | None = None, spec: ModelSpec | None = None, **changes: A
         "available_bytes": 64 * GIB,
         **changes,
     }
-    return plan_kv(spec or make_spec(), kv or KvConfig(), **arguments)
+    return plan_kv(spec, kv, **arguments)
 
 
 def test_no_more_than_all_rows_together_can_use() -> None:
@@ -126,15 +129,21 @@ def test_with_a_window_a_request_may_be_longer_than_the_cache() -> None:
         ("reference", (6, 0), 0),
         ("native", (6, 9), 9),
         ("native", (0, 0), 0),
-        ("cuda", (6, 6), 0),
     ],
 )
 def test_the_window_is_the_largest_where_every_layer_has_one(backend: str, windows: tuple[int, ...], expected: int) -> None:
-    """A GPU keeps all blocks."""
     spec = make_spec()
     spec = replace(spec, layers=spec.layers[:2]).with_attention(lambda i, layer: replace(layer, window=windows[i]))
-    kind = BackendConfig(backend=backend, device="cuda" if backend == "cuda" else "cpu")
-    assert kv_window(Config(backend=kind), spec) == expected
+    config = Config(backend=BackendConfig(backend=backend))
+    found = plan_on_cpu(config, decide(config), spec, num_weight_bytes=0, available_bytes=GIB)
+    assert found.capacity.window == expected
+
+
+def test_a_gpu_keeps_the_blocks_behind_a_window() -> None:
+    spec = make_spec().with_attention(lambda _, layer: replace(layer, window=6))
+    sizes: dict[str, Any] = {"max_model_len": None, "max_num_seqs": 256, "max_step_tokens": 2048}
+    found = plan_gpu_kv(spec, KvConfig(), block_bytes=2 << 20, memory=Usage(80 * GIB, 79 * GIB, 20 * GIB), **sizes)
+    assert found.capacity.window == 0
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -191,9 +200,9 @@ def test_recurrent_state_is_counted() -> None:
     conv = ShortConvSpec(kernel=3)
     spec = make_spec().with_layers(lambda i, layer: replace(layer, mixer=conv) if i % 3 else layer)
     found = plan(KvConfig(kv_cache_memory_bytes=GIB), spec=spec)
-    assert spec.state_bytes == 20 * 2 * 576 * 2
-    assert found.num_bytes == found.num_blocks * (BLOCK_BYTES // 3 + spec.state_bytes)
-    assert found.num_blocks == GIB // (BLOCK_BYTES // 3 + spec.state_bytes)
+    assert footprint.state_bytes(spec) == 20 * 2 * 576 * 2
+    assert found.num_bytes == found.num_blocks * (BLOCK_BYTES // 3 + footprint.state_bytes(spec))
+    assert found.num_blocks == GIB // (BLOCK_BYTES // 3 + footprint.state_bytes(spec))
 
 
 def test_fewer_than_two_blocks_is_refused() -> None:
@@ -222,7 +231,7 @@ def test_what_is_planned_fits_the_machine_and_one_longest_request(
             available_bytes=available,
         )
     except ConfigError:
-        assert available - weights - RESERVE_BYTES < 4 * block_size * make_spec().kv_bytes_per_token(KvDtype.INT8)
+        assert available - weights - RESERVE_BYTES < 4 * footprint.block_bytes(make_spec(), KvDtype.INT8, block_size)
         return
     assert result.num_bytes + weights + RESERVE_BYTES <= available
     assert 1 <= result.max_model_len <= min(length, result.num_tokens)

@@ -114,7 +114,7 @@ def test_what_is_killed_in_the_middle_of_a_swap_starts_again(weights: None, tmp_
         with serving(tmp_path, *SMALL, *folder) as server:
             asyncio.run(_kill_while_busy(server, range(turn * NUM_STORIES, (turn + 1) * NUM_STORIES)))
     with serving(tmp_path, *SMALL, *folder) as last:
-        assert "blocks of an earlier time are there" in last.log.read_text()
+        assert "blocks of an earlier server were found" in last.log.read_text()
         assert answers(last) == expected
         assert moved(last, "loaded") > 0
         code, _ = last.end()

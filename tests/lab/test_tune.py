@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.components import config_from
 from penstock.config.sources import all_settings, parse_settings
-from penstock.deploy.policies import build_policies
+from penstock.deploy.policies import choose_policies
 from penstock.lab.arrivals import poisson
 from penstock.lab.figures import parse_slos
 from penstock.lab.intervals import Estimate
@@ -316,4 +316,4 @@ def test_what_can_not_be_tuned_is_an_error() -> None:
 def test_each_value_is_one_that_the_server_knows(key: str, value: Value) -> None:
     settings = with_needs({key: value})
     assert words(settings).count(" = ") == 1 + (key in NEEDS)
-    build_policies(config_from(parse_settings(dict(settings), all_settings())))
+    choose_policies(config_from(parse_settings(dict(settings), all_settings())))

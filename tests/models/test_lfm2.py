@@ -12,6 +12,7 @@ import pytest
 
 from parity.tiny import Gguf, write_case
 from parity.tiny_cases import CASES
+from penstock.backends.native import footprint
 from penstock.models.architectures import describe
 from penstock.models.gguf import load_gguf
 from penstock.models.hf import load_hf_directory, read_hf_spec
@@ -75,9 +76,12 @@ def test_blocks_that_a_convolution_reads_are_kept_though_no_window_reaches_them(
 
 def test_a_block_is_counted_with_its_state(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
-    assert spec.kv_bytes_per_token(KvDtype.INT8) == 6 * 8 * (2 * 64 + 2 * 3)
-    assert spec.state_bytes == 10 * 2 * 2048 * 2
-    assert spec.block_bytes(KvDtype.INT8, 16) == 16 * spec.kv_bytes_per_token(KvDtype.INT8) + spec.state_bytes
+    assert footprint.kv_bytes_per_token(spec, KvDtype.INT8) == 6 * 8 * (2 * 64 + 2 * 3)
+    assert footprint.state_bytes(spec) == 10 * 2 * 2048 * 2
+    assert (
+        footprint.block_bytes(spec, KvDtype.INT8, 16)
+        == 16 * footprint.kv_bytes_per_token(spec, KvDtype.INT8) + 10 * 2 * 2048 * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_layers_all_attend_if_nothing_says_otherwise(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, full_attn_idxs=None)
     assert len(spec.attentions) == 16
     assert describe(spec).state is None
-    assert (spec.has_state, spec.state_bytes) == (False, 0)
+    assert (spec.has_state, footprint.state_bytes(spec)) == (False, 0)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,7 @@ def test_a_mixture_keeps_its_first_layers_dense(tmp_path: Path) -> None:
     assert {layer.mlp for layer in spec.layers[2:]} == {
         ExpertsMlp(num_experts=32, num_experts_per_token=4, intermediate_size=1792, scoring="sigmoid", has_selection_bias=True)
     }
-    assert spec.state_bytes == 10 * 2 * 2048 * 2
+    assert footprint.state_bytes(spec) == 10 * 2 * 2048 * 2
     other = spec_of(tmp_path, **moe, num_dense_layers=0, norm_topk_prob=False, routed_scaling_factor=2.5, use_expert_bias=False)
     assert other.layers[0].mlp == ExpertsMlp(
         num_experts=32,

@@ -51,8 +51,7 @@ def hardware_options(command: _Command) -> _Command:
 
 def read_model(config: Config, *, is_gpu: bool) -> Outline:
     """Read the model's numbers from the headers of its files. Nothing is fetched. Raises PenstockError."""
-    from penstock.deploy.encoders import require_answers
-    from penstock.deploy.forecast import read_outline
+    from penstock.deploy.forecast import read_outline, require_answers
     from penstock.models.catalog import cache_dir, resolve
 
     source = resolve(config.model.model, cache_dir(config.model.cache_dir))
@@ -124,7 +123,7 @@ def read_cost(path: Path | None, machines: list[Hardware]) -> SavedCost | None:
 def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: SavedCost | None) -> Candidate:
     """Return the server that `penstock serve` would start there with these settings. Raises ConfigError."""
     from penstock.deploy.forecast import ASSUMED_SYSTEM_BYTES, forecast
-    from penstock.deploy.policies import build_policies
+    from penstock.deploy.policies import choose_policies
     from penstock.lab.plan import Candidate
     from penstock.lab.simulation import Simulation
     from penstock.lab.sizing import roofline, speeds
@@ -139,12 +138,12 @@ def make_candidate(config: Config, outline: Outline, hardware: Hardware, saved: 
     rates = speeds(size, hardware)
     simulation = Simulation(
         capacity=expected.capacity,
-        make_policies=lambda: build_policies(expected.config),
+        make_policies=choose_policies(config).make,
         cost=saved.cost if saved else roofline(size, rates),
         enable_prefix_caching=config.kv.prefix_caching,
         isolates_tenants=config.kv.prefix_sharing == "tenant",
         max_tokens=None,
-        depth=(config.backend.steps_in_flight or 2) if hardware.is_gpu else 1,
+        depth=expected.compute.depth,
     )
     doubts = list(_doubts(outline, hardware, saved))
     return Candidate(simulation=simulation, size=size, rates=rates, is_fitted=saved is not None, doubts=doubts)

@@ -97,10 +97,9 @@ def _from_recording(recording: Recording, fit_file: Path | None, trace: Path | N
 
 
 def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
-    from penstock.deploy.device import is_on_gpu, kv_dtype, settled
-    from penstock.deploy.encoders import require_answers
     from penstock.deploy.factory import locate, open_executor
-    from penstock.deploy.forecast import read_outline
+    from penstock.deploy.forecast import read_outline, require_answers
+    from penstock.deploy.resolve import decide
     from penstock.lab.plots import INSTALL, draw, is_installed
     from penstock.lab.step_table import figures_of, roofline_panel, shapes_of, step_lines
     from penstock.lab.steps import StepRunner, measure
@@ -108,19 +107,20 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
     if plot_file is not None and not is_installed():  # before minutes of steps
         raise ConfigError("Plots need matplotlib, which is not installed.", remedy=f"Install it: {INSTALL}")
     source = locate(config)
-    outline = read_outline(config, source, is_gpu=is_on_gpu(settled(config)))
+    outline = read_outline(config, source, is_gpu=decide(config).is_on_gpu)
     require_answers(outline.name, outline.spec, "a profile")
-    config, model, executor = open_executor(config, source)
-    size = size_of_outline(outline, kv_dtype(config))
+    blueprint, model, executor = open_executor(config, source)
+    backend = blueprint.compute.options.backend
+    size = size_of_outline(outline, blueprint.compute.kv_dtype)
     try:
         runner = StepRunner(executor, model.spec.vocab_size)
         runner.fill()
         steps, _ = measure(runner, shapes_of(executor.capacity), num_rounds=rounds, progress=_show_progress)
-        peaks = _peaks(config, executor, is_quantised=size.is_quantised)
+        peaks = _peaks(backend, executor, is_quantised=size.is_quantised)
     finally:
         executor.close()
     figures = figures_of(steps, size, peaks)
-    print(f"{size.name}, {config.backend.backend} backend; medians of {rounds} rounds")
+    print(f"{size.name}, {backend} backend; medians of {rounds} rounds")
     for line in step_lines(figures, peaks):
         print(line)
     if plot_file is not None:
@@ -132,11 +132,11 @@ def _show_steps(config: Config, rounds: int, plot_file: Path | None) -> None:
         print(f"drawn in {plot_file}")
 
 
-def _peaks(config: Config, executor: Executor, *, is_quantised: bool) -> Peaks | None:
+def _peaks(backend: str | None, executor: Executor, *, is_quantised: bool) -> Peaks | None:
     """The machine's, if the steps are the CPU's own."""
     from penstock.lab.step_table import Peaks
 
-    if config.backend.backend != "native":
+    if backend != "native":
         return None
     from penstock.backends.native import probe_peaks
 
@@ -150,15 +150,15 @@ def _peaks(config: Config, executor: Executor, *, is_quantised: bool) -> Peaks |
 
 def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
     from penstock.clock import WallClock
-    from penstock.deploy.encoders import require_answers
     from penstock.deploy.factory import locate, open_executor
+    from penstock.deploy.forecast import require_answers
     from penstock.lab.fitting import fit
     from penstock.lab.steps import StepRunner, design, measure, measure_with_host
     from penstock.machine import cpu_name, usable_cpus
     from penstock.text.tokenizer import detokenizer_factory, load_tokenizer
 
     source = locate(config)
-    config, model, executor = open_executor(config, source)
+    blueprint, model, executor = open_executor(config, source)
     try:
         require_answers(model.name, model.spec, "a profile")
         tokenizer = load_tokenizer(
@@ -184,7 +184,7 @@ def _fit_here(config: Config, rounds: int, fit_file: Path) -> None:
         }
     finally:
         executor.close()
-    _save(fit_file, fit(steps), "profile", source.name, machine, notes={"backend": str(config.backend.backend)})
+    _save(fit_file, fit(steps), "profile", source.name, machine, notes={"backend": str(blueprint.compute.options.backend)})
 
 
 def _show_progress(done: int, of: int) -> None:

@@ -17,7 +17,7 @@ from penstock.types.errors import ModelError, counted
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.deploy.appraisal import Appraisal
+    from penstock.deploy.forecast import Appraisal
     from penstock.lab.hardware import Hardware
     from penstock.lab.sizing import Bounds, ModelSize
     from penstock.models.catalog import ModelSource
@@ -56,7 +56,7 @@ def show(is_json: bool, speed: bool, **values: Any) -> None:
     The speed is an upper bound by this machine's peaks, measured just now beside whatever else runs: no server reaches it with
     weights that its caches do not hold. `penstock plan` estimates what one does reach.
     """
-    from penstock.deploy.appraisal import appraise
+    from penstock.deploy.forecast import appraise
     from penstock.models.adapter_files import is_adapter
 
     warn_of_unknown_variables()
@@ -124,12 +124,12 @@ def _find(config: Config) -> ModelSource:
 
 def _size(config: Config, appraisal: Appraisal) -> ModelSize | None:
     """The model in numbers; None if its files are refused, and for an encoder, whose steps are no decodes."""
-    from penstock.deploy.device import kv_dtype, settled_elsewhere
+    from penstock.deploy.resolve import decide
 
     outline = appraisal.outline
     if outline is None or outline.spec.ending is not None:
         return None
-    return size_of_outline(outline, kv_dtype(settled_elsewhere(config, is_gpu=False)))
+    return size_of_outline(outline, decide(config, is_gpu=False).kv_dtype)
 
 
 def _rows(

@@ -192,7 +192,7 @@ def _default(context: click.Context, param: click.Parameter) -> Any:
 
 
 def _cluster(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Cluster:
-    from penstock.deploy.virtual import kv_bytes_per_token, server_settings
+    from penstock.deploy.forecast import kv_bytes_per_token, server_settings
     from penstock.lab.cluster import Cluster, Link
     from penstock.lab.routers import find_router
 

@@ -1,6 +1,4 @@
-"""Fingerprints of a running model: short names of all that its numbers, and so its answers, depend on. The factory and the
-disk tier make them at the start.
-"""
+"""Fingerprints of a running model: short names for everything that its numbers, and so its answers, depend on."""
 
 from __future__ import annotations
 
@@ -9,76 +7,83 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import Config
-from penstock.deploy.device import is_on_gpu, kv_dtype
+from penstock.deploy.blueprint import Compute
 
 if TYPE_CHECKING:
     from penstock.engine.ports import Executor
     from penstock.models.weights import LoadedModel
 
 
-def kv_fingerprint(config: Config, model: LoadedModel, executor: Executor) -> bytes:
-    """32 bytes for all that the bytes of a KV block depend on. Raises OSError if the model's files can't be read."""
-    from penstock.models.load import fingerprint
+def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, merged: Path | None = None) -> bytes:
+    """Return 32 bytes that change with everything that the bytes of a KV block depend on.
 
-    parts = [*_numbers(config, model, executor), *_merged(config, has_times=True), executor.block_bytes]
-    return blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path)).digest()
-
-
-def system_fingerprint(config: Config, model: LoadedModel, executor: Executor, chat_template: str | None) -> str:
-    """`fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat template and
-    what it is taken for, sampling defaults, end tokens, kernels, number types, version. The times of files are no part, so that
-    servers of the same model on equal machines have the same.
-
-    Raises OSError if the model's files can't be read.
+    `merged`: the adapter in the weights. Raises OSError if the model's files can't be read.
     """
     from penstock.models.load import fingerprint
 
-    parts = [*_numbers(config, model, executor), *_merged(config, has_times=False)]
+    parts = [*_numbers(compute, model, executor), *_merged(merged, has_times=True), executor.block_bytes]
+    return blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path)).digest()
+
+
+def system_fingerprint(
+    compute: Compute,
+    model: LoadedModel,
+    executor: Executor,
+    chat_template: str | None,
+    *,
+    merged: Path | None = None,
+    parsers: tuple[str, str] = ("auto", "auto"),
+) -> str:
+    """Return `fp_` and 16 hex digits for what an answer depends on beside its request and `max_model_len`: weights, chat
+    template and its `parsers` (of tools and reasoning), sampling defaults, end tokens, kernels, number types, version.
+
+    The times of files do not count, so that servers of the same model on equal machines have the same. Raises OSError if the
+    model's files can't be read.
+    """
+    from penstock.models.load import fingerprint
+
+    parts = [*_numbers(compute, model, executor), *_merged(merged, has_times=False)]
     parts += [chat_template, model.sampling, model.eos_token_ids]
-    parsers = (config.model.tool_call_parser, config.model.reasoning_parser)
     parts += [parsers] if parsers != ("auto", "auto") else []
     return f"fp_{blake2b(repr(parts).encode(), digest_size=8, key=fingerprint(model.path, has_times=False)).hexdigest()}"
 
 
-def _merged(config: Config, *, has_times: bool) -> list[object]:
-    """The content of the adapter that is merged into the weights; nothing without one."""
+def _merged(path: Path | None, *, has_times: bool) -> list[object]:
     from penstock.models.load import fingerprint
 
-    path = config.lora.merge_lora
-    return [] if path is None else [fingerprint(Path(path), has_times=has_times)]
+    return [] if path is None else [fingerprint(path, has_times=has_times)]
 
 
-def _numbers(config: Config, model: LoadedModel, executor: Executor) -> list[object]:
-    """All that the numbers depend on beside the weights."""
+def _numbers(compute: Compute, model: LoadedModel, executor: Executor) -> list[object]:
+    """Return what the numbers depend on beside the weights."""
     from penstock import __version__
 
-    parts: list[object] = [__version__, config.backend.backend, getattr(executor, "variant", ""), *_kernels(config)]
+    parts: list[object] = [__version__, compute.options.backend, getattr(executor, "variant", ""), *_kernels(compute)]
     # Those of some models depend on the longest request.
     rotations = [attention.rotation for attention in model.spec.attentions]
-    if model.spec.ending is not None:  # an encoder's, of which `--pooling` and `--weight-dtype` choose
-        parts += [model.spec.ending, str(config.backend.weight_dtype)]
-    return [*parts, str(kv_dtype(config)), config.kv.block_size, rotations, *_pairs_without_bias(model, executor)]
+    if model.spec.ending is not None:  # an encoder, whose numbers depend on `--pooling` and `--weight-dtype`
+        parts += [model.spec.ending, str(compute.options.weight_dtype)]
+    return [*parts, str(compute.kv_dtype), compute.block_size, rotations, *_pairs_without_bias(model, executor)]
 
 
 def _pairs_without_bias(model: LoadedModel, executor: Executor) -> Sequence[object]:
-    """Pairs of columns of keys that are stored without their bias, which depends on the longest request; for each rotation."""
+    """Return, for each rotation, the column pairs of keys that are stored without their bias. The longest request decides."""
     from penstock.models.architectures import describe
     from penstock.models.program import KvWrite
     from penstock.models.rope import still_pairs
 
-    num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # what a GPU's was made for
+    num_positions = getattr(executor, "num_positions", executor.capacity.max_model_len)  # a GPU keeps its first length
     rotations = {op.inv_freq for op in describe(model.spec).ops if isinstance(op, KvWrite) and op.bias is not None}
     return [still_pairs(inv_freq, num_positions) for inv_freq in sorted(rotations)]
 
 
-def _kernels(config: Config) -> Sequence[object]:
-    """Names of the code that computes: if one changes, the numbers may change."""
-    if is_on_gpu(config):
+def _kernels(compute: Compute) -> Sequence[object]:
+    """Return names of the code that computes."""
+    if compute.is_on_gpu:
         from penstock.backends import cuda
 
         gpu = cuda.find_gpu()
-        backend = config.backend
+        backend = compute.options
         who = [cuda.flashinfer_version(), backend.attention, backend.deterministic, backend.weight_dtype]
         return [cuda.package_versions(), gpu if isinstance(gpu, str) else gpu.name, *who]
     from penstock.backends.native import _native

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from penstock.config import Config
 from penstock.deploy.served import ServedModel
 from penstock.models.catalog import ModelSource, list_folder
 from penstock.types.errors import PenstockError
@@ -24,13 +23,11 @@ class ModelFolder:
     def __init__(
         self,
         path: Path,
-        config_of: Callable[[str, str], Config],
-        serve: Callable[[Config, ModelSource], ServedModel],
+        serve: Callable[[ModelSource], ServedModel],
         known: Iterable[Path],
     ) -> None:
-        """`config_of`: the config of a model by its name and its path. `known`: entries that are served already."""
+        """`known`: entries that are served already."""
         self._path = path
-        self._config_of = config_of
         self._serve = serve
         self._known = set(known)
         self._num_found = 0
@@ -51,7 +48,7 @@ class ModelFolder:
                 break
             self._known.add(source.path)  # also one that is no use, which is told once
             try:
-                found.append(self._serve(self._config_of(source.name, str(source.path)), source))
+                found.append(self._serve(source))
             except PenstockError as error:
                 _log.error("%s is not served: %s", source.path, error)
                 continue

@@ -1,35 +1,58 @@
-"""The server that a config would make on a machine that need not be here: its memory and its capacity. No weight is read, no
-kernel runs. Called by `cli.plan`, so that a plan says what the server would do; the decisions are those of `sizing`.
+"""Forecasts: the server that a config would make, and all that it would refuse. `penstock show`, `plan` and `simulate` ask.
 
-A GPU's steps are measured at a start (`backends.cuda.memory`). Here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
+The machine need not be here. The checks and the memory plan are those of a start, but no weight is read and no kernel runs. A
+GPU's steps are measured at a start. Here they are assumed to take `ASSUMED_GPU_STEP_BYTES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import Config
-from penstock.deploy import device
-from penstock.deploy.executor import check_weight_dtype
-from penstock.deploy.experts import check_experts, disk_bytes
-from penstock.deploy.sizing import KvPlan, plan_gpu_kv, plan_kv
-from penstock.types.errors import ConfigError
+from penstock.backends.native import footprint
+from penstock.config import Config, Device
+from penstock.deploy.blueprint import Compute
+from penstock.deploy.experts import check_disk, check_experts
+from penstock.deploy.policies import admission_limits, choose_policies
+from penstock.deploy.resolve import (
+    check_block_size,
+    check_head_dim,
+    check_state,
+    check_weight_dtype,
+    decide,
+    expert_folder,
+    nanoseconds,
+    num_memory_bytes,
+    plan_on_cpu,
+    plan_texts,
+)
+from penstock.deploy.sizing import KvPlan, plan_gpu_kv
+from penstock.machine import available_memory_bytes
+from penstock.types.errors import ConfigError, ModelError, PenstockError
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
 if TYPE_CHECKING:
+    from penstock.lab.cost_model import CostModel
+    from penstock.lab.virtual_server import ServerSettings
     from penstock.models.catalog import ModelSource
+    from penstock.models.facts import ModelFacts
     from penstock.models.weights import LoadedModel
+    from penstock.text.tokenizer import Tokenizer
+    from penstock.types.vocab import GgufVocab
 
 ASSUMED_GPU_STEP_BYTES = 2 << 30
 """Activations of the largest step, graphs, kernels and workspaces of libraries."""
 ASSUMED_SYSTEM_BYTES = 1 << 30
 """Memory of a machine from the table that its system and other processes take."""
 ASSUMED_BYTES_PER_PARAMETER = 2
-"""For a directory that has a config.json and no weights: bf16."""
+"""For a directory with a config.json and no weights: bf16."""
+DEFAULT_MAX_MODEL_LEN = 8192
+"""Longest request of a simulation without a model: that of the default model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +63,24 @@ class Outline:
     spec: ModelSpec
     num_weight_bytes: int
     num_disk_bytes: int
-    """Those of them that lie in a file: experts with --experts-on-disk."""
+    """The part of them that lies in a file: experts with --experts-on-disk."""
     num_read_bytes: int
-    """Weights that a step reads: without an embedding of which it looks up rows."""
+    """Weights that a step reads. An embedding counts only if it is also the output matrix."""
     is_quantised: bool
-    """Most bytes of its products are of weights with 8 bits or less."""
+    """Most bytes of its products are weights with 8 bits or less."""
     is_assumed: bool
     """There are no weights: they are assumed to be bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    config: Config
-    """With the device and the backend decided."""
+    compute: Compute
     outline: Outline
-    kv_dtype: KvDtype
     kv: KvPlan
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        return self.compute.kv_dtype
 
     @property
     def capacity(self) -> Capacity:
@@ -63,13 +88,12 @@ class Forecast:
 
 
 def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: int) -> Forecast:
-    """The memory plan of a server for a model, on a machine with so many free bytes, or a GPU of that size.
+    """Return the memory plan of a model's server on a machine with so many free bytes, or on a GPU of that size.
 
     Raises ConfigError as a start would.
     """
-    config = device.settled_elsewhere(config, is_gpu=is_gpu)
-    device.check_block_size(config)
-    dtype = device.kv_dtype(config)
+    compute = decide(config, is_gpu=is_gpu)
+    check_block_size(compute)
     if is_gpu:
         from penstock.backends.cuda.memory import Usage
 
@@ -78,28 +102,27 @@ def forecast(config: Config, outline: Outline, *, is_gpu: bool, memory_bytes: in
             outline.spec,
             config.kv,
             max_model_len=config.model.max_model_len,
-            max_num_seqs=device.max_rows(config),
-            max_step_tokens=device.max_step_tokens(config),
-            block_bytes=outline.spec.block_bytes(dtype, config.kv.block_size),
+            max_num_seqs=compute.max_rows,
+            max_step_tokens=compute.max_step_tokens,
+            block_bytes=footprint.block_bytes(outline.spec, compute.kv_dtype, compute.block_size),
             memory=Usage(total_bytes=memory_bytes, free_bytes=memory_bytes, used_bytes=used_bytes),
         )
     else:
-        kv = plan_kv(
+        kv = plan_on_cpu(
+            config,
+            compute,
             outline.spec,
-            config.kv,
-            dtype=dtype,
-            max_model_len=config.model.max_model_len,
-            max_num_seqs=device.max_rows(config),
-            max_step_tokens=device.max_step_tokens(config),
             num_weight_bytes=outline.num_weight_bytes - outline.num_disk_bytes,
-            window=device.kv_window(config, outline.spec),
             available_bytes=memory_bytes,
         )
-    return Forecast(config=config, outline=outline, kv_dtype=dtype, kv=kv)
+    return Forecast(compute=compute, outline=outline, kv=kv)
+
+
+# --- the model ---
 
 
 def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outline:
-    """The model of a source, from its headers. Raises ModelError as `load_model` does, and ConfigError as a start would."""
+    """Return the outline of a source, from its headers. Raises ModelError as `load_model`, and ConfigError as a start."""
     from penstock.models.catalog import SourceKind
     from penstock.models.load import load_model
 
@@ -112,36 +135,36 @@ def read_outline(config: Config, source: ModelSource, *, is_gpu: bool) -> Outlin
                 remedy="Leave out --experts-on-disk, or fetch them.",
             )
         return _assumed_outline(source.name, read_hf_spec(source.path))
-    settled = device.settled_elsewhere(config, is_gpu=is_gpu)
-    model = load_model(source, floats=device.held_floats(settled))
-    check_experts(settled, model)
-    check_weight_dtype(settled, model)
+    compute = decide(config, is_gpu=is_gpu)
+    model = load_model(source, floats=compute.floats)
+    if config.model.experts_on_disk:
+        check_experts(compute, model)
+    check_weight_dtype(compute, model)
     return outline_of(config, model, is_gpu=is_gpu)
 
 
 def outline_of(config: Config, model: LoadedModel, *, is_gpu: bool) -> Outline:
-    """The same of a model that is loaded, which reads no weight either."""
-    held = _held_bytes(device.settled_elsewhere(config, is_gpu=is_gpu), model)
+    """Return the outline of a loaded model. No weight is read."""
+    held = _held_bytes(decide(config, is_gpu=is_gpu), model)
     read_bytes = sum(held.values()) - (0 if model.spec.tie_word_embeddings else held["embed"])
     return Outline(
         name=model.name,
         spec=model.spec,
         num_weight_bytes=sum(held.values()) if is_gpu else model.num_weight_bytes,
-        num_disk_bytes=0 if is_gpu else disk_bytes(config, model),
+        num_disk_bytes=0 if is_gpu else model.num_weight_bytes - num_memory_bytes(config, model),
         num_read_bytes=read_bytes,
         is_quantised=_is_quantised(model),
         is_assumed=False,
     )
 
 
-def _held_bytes(config: Config, model: LoadedModel) -> Mapping[str, int]:
-    """Bytes of each weight in the memory of the backend, by name."""
+def _held_bytes(compute: Compute, model: LoadedModel) -> Mapping[str, int]:
+    """Return the bytes of each weight in the backend's memory, by name."""
     from penstock.models.formats import held_bytes
     from penstock.models.weights import held_floats
 
-    floats = device.held_floats(config)
     return {
-        name: held_bytes(tensor.format, tensor.num_rows, tensor.num_cols, held_floats(name, floats))
+        name: held_bytes(tensor.format, tensor.num_rows, tensor.num_cols, held_floats(name, compute.floats))
         for name, tensor in model.weights.items()
     }
 
@@ -169,3 +192,213 @@ def _assumed_outline(name: str, spec: ModelSpec) -> Outline:
         is_quantised=False,
         is_assumed=True,
     )
+
+
+def require_answers(name: str, spec: ModelSpec, what: str) -> None:
+    """Raise ConfigError for a model that only reads texts. `what`: the command, which covers models that write text."""
+    if spec.ending is not None:
+        raise ConfigError(
+            f"{name} reads texts and writes none, and {what} knows only models that write.",
+            remedy="Name a model that writes text, or measure a server of this one (penstock bench --endpoint embeddings).",
+        )
+
+
+# --- the appraisal of `penstock show` ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A check that failed."""
+
+    check: str
+    """The thing that was checked: weights, tokenizer, chat template, sampling, backend, disk or memory."""
+    cause: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appraisal:
+    """A model's facts, all that a server would refuse, and the memory that it would take."""
+
+    facts: ModelFacts
+    refusals: tuple[Refusal, ...]
+    """Empty if a server can be started."""
+    model: LoadedModel | None
+    """None if the weights or the settings are refused. The fields below are unknown then."""
+    outline: Outline | None
+    forecast: Forecast | None
+    """The memory plan on this machine's processors. None if that fails, too, or for an encoder, which has no KV cache."""
+    num_free_bytes: int
+    """Memory that is available now."""
+
+
+def appraise(config: Config, source: ModelSource) -> Appraisal:
+    """Check a source that is present, for a server on this machine's processors. Raises ModelError if it can't be read.
+
+    A check that fails does not prevent the others.
+    """
+    from penstock.models.facts import read_facts
+    from penstock.models.generation import obeying
+    from penstock.models.load import load_model
+
+    facts, refusals = read_facts(source), list[Refusal]()
+    model, outline, expected = None, None, None
+    with _check("weights", refusals):
+        model = load_model(source)
+    _check_text(config, source, facts, model, refusals)
+    free_bytes = available_memory_bytes()
+    if model is not None:
+        compute = decide(config, is_gpu=False)
+        with _check("sampling", refusals):
+            model = obeying(model, config.model.generation_config)
+        with _check("backend", refusals):
+            _check_backend(compute, model)
+        outline = outline_of(config, model, is_gpu=False)
+        with _check("disk", refusals):
+            if config.model.experts_on_disk:
+                check_experts(compute, model)
+                check_disk(expert_folder(config), model)
+        with _check("memory", refusals):
+            if model.encoder is None:
+                expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
+            else:
+                plan_texts(config, compute, model)
+    return Appraisal(
+        facts=facts,
+        refusals=tuple(refusals),
+        model=model,
+        outline=outline,
+        forecast=expected,
+        num_free_bytes=free_bytes,
+    )
+
+
+@contextmanager
+def _check(name: str, refusals: list[Refusal]) -> Iterator[None]:
+    """Note the error that ends the block."""
+    try:
+        yield
+    except PenstockError as error:
+        refusals.append(Refusal(check=name, cause=error.message, remedy=error.remedy))
+
+
+def _check_text(
+    config: Config, source: ModelSource, facts: ModelFacts, model: LoadedModel | None, refusals: list[Refusal]
+) -> None:
+    """Check the tokenizer and the template, also if the weights are refused."""
+    from penstock.text.chat import ChatTemplate, choose_chat_template
+    from penstock.text.tokenizer import load_tokenizer
+
+    tokenizer: Tokenizer | None = None
+    with _check("tokenizer", refusals):
+        if model is None:
+            tokenizer = load_tokenizer(_tokenizer_source(source))
+        else:
+            tokenizer = load_tokenizer(model.tokenizer_source, special_tokens=model.special_tokens, ends=model.ends)
+    with _check("chat template", refusals):
+        template = choose_chat_template(config.model.chat_template, facts.chat_templates)
+        if template is not None:
+            ChatTemplate(template, special_tokens={} if tokenizer is None else tokenizer.special_tokens)
+
+
+def _tokenizer_source(source: ModelSource) -> Path | GgufVocab:
+    """Return the vocabulary of files whose weights are refused."""
+    from penstock.models.catalog import SourceKind
+    from penstock.models.gguf import read_vocab
+    from penstock.models.gguf_file import open_gguf
+    from penstock.models.hf_text import find_tokenizer
+
+    if source.kind is SourceKind.DIRECTORY:
+        return find_tokenizer(source.path)
+    file = open_gguf(source.path)
+    return read_vocab(file, len(file.get_list("tokenizer.ggml.tokens", str)))
+
+
+def _check_backend(compute: Compute, model: LoadedModel) -> None:
+    from penstock.backends.native.lowering import check_program
+    from penstock.models.architectures import describe
+
+    program = describe(model.spec)
+    check_block_size(compute)
+    check_head_dim(compute, model)
+    check_state(compute, model)
+    check_program(program)
+
+
+# --- the virtual server of `penstock simulate` ---
+
+
+def server_settings(config: Config, cost: CostModel, *, num_blocks: int | None = None) -> ServerSettings:
+    """Return the policies, the door's limits and the capacity that the config would give a server.
+
+    `num_blocks`: KV blocks for requests; no model is needed then. None: as many as the server would take on this machine now
+    for the config's model, whose files must be here. Raises PenstockError.
+    """
+    from penstock.lab.virtual_server import ServerSettings
+
+    for flag, size_bytes in (
+        ("--kv-disk-size", config.kv.kv_disk_size_bytes),
+        ("--kv-host-size", config.kv.kv_host_size_bytes),
+    ):
+        if size_bytes:
+            raise ConfigError("A tier below the KV cache is not simulated.", remedy=f"Leave out {flag}.")
+    compute = decide(config, is_gpu=config.backend.device == Device.CUDA)
+    capacity = _capacity(config, compute, num_blocks)
+    policies = choose_policies(config)
+    policies.max_running(capacity)  # refuses what a server would refuse
+    return ServerSettings(
+        capacity=capacity,
+        make_policies=policies.make,
+        cost=cost,
+        limits=admission_limits(config.admission),
+        enable_prefix_caching=config.kv.prefix_caching,
+        isolates_tenants=config.kv.prefix_sharing == "tenant",
+        slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
+        request_timeout_ns=nanoseconds(config.server.request_timeout_s),
+        queue_timeout_ns=nanoseconds(config.server.queue_timeout_s),
+        first_token_timeout_ns=nanoseconds(config.server.first_token_timeout_s),
+        depth=compute.depth,
+    )
+
+
+def kv_bytes_per_token(config: Config) -> int:
+    """Return the bytes of a position in a KV block of the config's model, with its share of the block's state."""
+    compute = decide(config, is_gpu=config.backend.device == Device.CUDA)
+    size = compute.block_size
+    return -(-footprint.block_bytes(_load(config).spec, compute.kv_dtype, size) // size)
+
+
+def _capacity(config: Config, compute: Compute, num_blocks: int | None) -> Capacity:
+    if num_blocks is None:
+        if compute.is_on_gpu:
+            raise ConfigError(
+                "A GPU's KV cache is measured when a server starts on it.", remedy="Say how many blocks it has: --blocks."
+            )
+        model = _load(config)
+        if config.model.experts_on_disk:
+            check_experts(compute, model)
+        outline = outline_of(config, model, is_gpu=False)
+        return forecast(config, outline, is_gpu=False, memory_bytes=available_memory_bytes()).capacity
+    if config.kv.kv_cache_memory_bytes is not None:
+        raise ConfigError("--blocks and --kv-cache-memory both say how large the KV cache is.", remedy="Leave one of them out.")
+    if config.model.experts_on_disk:
+        raise ConfigError(
+            "--blocks says how large the KV cache is, wherever experts lie.", remedy="Leave out --experts-on-disk."
+        )
+    if num_blocks < 1:
+        raise ConfigError(f"--blocks is {num_blocks}, and a KV cache has one at least.")
+    longest = min(config.model.max_model_len or DEFAULT_MAX_MODEL_LEN, num_blocks * compute.block_size)
+    return Capacity(1 + num_blocks, compute.block_size, compute.max_rows, compute.max_step_tokens, longest)
+
+
+def _load(config: Config) -> LoadedModel:
+    from penstock.models import catalog
+    from penstock.models.load import load_model
+
+    try:
+        model = load_model(catalog.resolve(config.model.model, catalog.cache_dir(config.model.cache_dir)))
+    except ModelError as error:
+        remedy = f"{error.remedy} Or simulate without its files: --blocks says how many KV blocks there are."
+        raise ModelError(error.message, remedy=remedy.strip()) from error
+    require_answers(model.name, model.spec, "a simulation")
+    return model

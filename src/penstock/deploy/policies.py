@@ -1,10 +1,10 @@
-"""Policies: turns a config's names and settings into the scheduler's policies and the door's limits. Called by the composition
-root; knows no executor and no model.
-"""
+"""Policies: turns a config's names and settings into a recipe for the scheduler's policies, and into the door's limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.config import AdmissionConfig, Config, KvConfig
@@ -15,6 +15,7 @@ from penstock.types.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.admission.door import AdmissionLimits
     from penstock.sched.policies.base import Policies
+    from penstock.types.plan import Capacity
 
 SETTING_FLAGS: Mapping[str, str] = {
     "max_batch_size": "--max-batch-size",
@@ -29,27 +30,46 @@ SETTING_FLAGS: Mapping[str, str] = {
     "rest_ns": "--kv-rest",
 }
 """Field of a policy -> the flag that sets it."""
-_OF_ANSWERS = (
-    ("reserve", "--reserve"),
-    ("victim", "--victim"),
-    ("preemption", "--preemption"),
-    ("length_predictor", "--length-predictor"),
-)
-"""Settings, and their flags, that mean nothing to texts: these write no answers that would grow."""
+_OF_ANSWERS = ("reserve", "victim", "preemption", "length_predictor")
+"""Settings that mean nothing to texts, whose requests do not grow."""
 
 
-def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
-    """The preset's, with those in their place that the config names. `is_one_pass` is that of `Capacity`."""
+@dataclass(frozen=True, slots=True)
+class PolicyRecipe:
+    """Policies that were chosen and checked. Each scheduler has some of its own, since they remember requests."""
+
+    make: Callable[[], Policies]
+    words: Mapping[str, str]
+    """Seam -> name and settings of its policy."""
+    reads_priority: bool
+    """The waiting order looks at `Request.priority`."""
+
+    def max_running(self, capacity: Capacity) -> int:
+        """Return how many requests may run at once. Raises ConfigError for a batch that does not fit."""
+        return self.make().gate.max_running(capacity)
+
+
+def choose_policies(config: Config, *, is_one_pass: bool = False) -> PolicyRecipe:
+    """Return the preset's policies, with those that the config names in their place. `is_one_pass` is that of `Capacity`.
+
+    Raises ConfigError for settings that would change nothing.
+    """
     from penstock.sched.policies.own import SEAM_FLAGS, OwnPolicyError
     from penstock.sched.policies.presets import LacksSetting
 
+    chosen = config.scheduler
     if is_one_pass:
-        for setting, flag in _OF_ANSWERS:
-            if getattr(config.scheduler, setting) is not None:
-                why = "The model reads texts and writes none: a text is read in one step, and no answer grows."
-                raise ConfigError(f"{why} {flag} would change nothing.", remedy=f"Leave {flag} out.")
+        for setting in _OF_ANSWERS:
+            if getattr(chosen, setting) is not None:
+                flag = f"--{setting.replace('_', '-')}"
+                raise ConfigError(
+                    "The model only reads texts: a text is read in one step, and no answer grows. "
+                    f"{flag} would change nothing.",
+                    remedy=f"Leave {flag} out.",
+                )
     try:
-        policies = _choose_policies(config, preset_of(config, is_one_pass=is_one_pass))
+        make = _choose(config, _preset(config, is_one_pass=is_one_pass))
+        policies = make()
     except LacksSetting as lack:
         seam, setting = SEAM_FLAGS[lack.seam], SETTING_FLAGS[lack.setting]
         raise LacksSetting(lack.seam, lack.name, lack.setting, seam_words=seam, setting_words=setting) from None
@@ -58,24 +78,24 @@ def build_policies(config: Config, *, is_one_pass: bool = False) -> Policies:
         if error.argument in {item.key for item in all_settings()}:
             remedy += f" If the setting {error.argument} is meant: in a file it stands above the tables, such as [policy_args]."
         raise ConfigError(f"{SEAM_FLAGS[error.seam]}: {error.message}", remedy=remedy) from error
-    if config.scheduler.priority_preemption and not policies.gate.is_continuous:
+    if chosen.priority_preemption and not policies.gate.is_continuous:
         raise ConfigError(
-            "A static or dynamic batch runs until it has ended, so no request in it is paused for a higher class.",
+            "A static or dynamic batch runs until it has ended, so a higher class can't pause a request in it.",
             remedy="Set --batching continuous, or leave --priority-preemption out.",
         )
-    _check_eviction(config.kv, policies)
+    _check_eviction(config.kv, reads_priority=policies.order.reads_priority)
     for tier, size_bytes in (("disk", config.kv.kv_disk_size_bytes), ("host", config.kv.kv_host_size_bytes)):
-        if config.scheduler.preemption is not None and size_bytes:
+        if chosen.preemption is not None and size_bytes:
             raise ConfigError(
                 f"With a {tier} tier, a preempted request comes back from it or is computed again, whichever takes less time.",
                 remedy=f"Leave --preemption or --kv-{tier}-size out.",
             )
-    return policies
+    return PolicyRecipe(make, policies.words, policies.order.reads_priority)
 
 
-def preset_of(config: Config, *, is_one_pass: bool) -> str:
-    """The name of the preset. Without another word, a static or dynamic batch of texts is one as its preset has it, which is
-    not divided into short steps."""
+def _preset(config: Config, *, is_one_pass: bool) -> str:
+    """Return the preset's name. A static or dynamic batch of texts has its own preset, which does not divide it into short
+    steps."""
     from penstock.sched.policies.presets import TEXTS_PRESET, USUAL_PRESET
 
     chosen = config.scheduler
@@ -84,7 +104,7 @@ def preset_of(config: Config, *, is_one_pass: bool) -> str:
     return chosen.batching if chosen.batching in ("static", "dynamic") else TEXTS_PRESET
 
 
-def _choose_policies(config: Config, preset: str) -> Policies:
+def _choose(config: Config, preset: str) -> Callable[[], Policies]:
     from penstock.sched.policies.orders import ORDERS
     from penstock.sched.policies.own import load
     from penstock.sched.policies.presets import make_policies
@@ -92,13 +112,13 @@ def _choose_policies(config: Config, preset: str) -> Policies:
     chosen = config.scheduler
     suits = getattr(load("order", ORDERS.get(chosen.policy, chosen.policy)), "suits", {}) if chosen.policy else {}
     slo_itl_ns = None if chosen.slo_itl_s is None else int(chosen.slo_itl_s * 1e9)
-    budget = chosen.budget or ("itl" if slo_itl_ns else None)
-    return make_policies(
+    return partial(
+        make_policies,
         preset,
         gate=chosen.batching,
         order=chosen.policy,
         predictor=chosen.length_predictor,
-        budget=budget,
+        budget=chosen.budget or ("itl" if slo_itl_ns else None),
         reserve=chosen.reserve or (None if config.kv.kv_watermark is None else "watermark"),
         victim=chosen.victim or suits.get("victim"),
         eviction=config.kv.kv_eviction
@@ -132,13 +152,13 @@ def _choose_policies(config: Config, preset: str) -> Policies:
     )
 
 
-def _check_eviction(kv: KvConfig, policies: Policies) -> None:
-    """Whether the eviction that is asked for would change anything."""
+def _check_eviction(kv: KvConfig, *, reads_priority: bool) -> None:
+    """Refuse an eviction that would change nothing."""
     if kv.kv_eviction is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching nothing is cached that could be evicted.", remedy="Leave --kv-eviction out.")
     if kv.kv_rest_s is not None and not kv.prefix_caching:
         raise ConfigError("Without prefix caching no conversation is cached.", remedy="Leave --kv-rest out.")
-    if kv.kv_eviction == "priority" and not policies.order.reads_priority:
+    if kv.kv_eviction == "priority" and not reads_priority:
         raise ConfigError(
             "There are no priorities by which to evict: a request may only have one under --policy priority.",
             remedy="Set --policy priority, or choose another --kv-eviction.",
@@ -146,7 +166,7 @@ def _check_eviction(kv: KvConfig, policies: Policies) -> None:
 
 
 def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
-    """The settings as the door reads them."""
+    """Return the settings as the door reads them."""
     from penstock.admission.door import AdmissionLimits
 
     return AdmissionLimits(

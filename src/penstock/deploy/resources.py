@@ -71,6 +71,19 @@ class MemoryShare:
         return f"{format_size(self.num_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts if size)})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine as far as one model's blueprint depends on it."""
+
+    available_bytes: int
+    """Memory that is free for the model."""
+    total_bytes: int
+    """Memory for all models of the deployment."""
+    num_models: int
+    """Models that share `total_bytes`."""
+    cores: Cores
+
+
 @dataclass(frozen=True, slots=True)
 class _Stuck:
     """A share of a model whose engine is gone, but for a step that has not come back."""
@@ -188,6 +201,15 @@ class Resources:
     def cores(self) -> Cores:
         """The cores as they were when first asked for: a quota that changes later changes no team that models share."""
         return find_cores()
+
+    def machine(self, name: str) -> Machine:
+        """Return what the model of this name can have now."""
+        return Machine(
+            available_bytes=self.memory.available_bytes(name),
+            total_bytes=self.memory.total_bytes(),
+            num_models=self.num_models,
+            cores=self.cores,
+        )
 
     def team(self, name: str, num_threads: int, cpus: Sequence[int] = (), *, share: float = 1.0) -> tuple[Team, Account]:
         """The team that the native executors of all models share, made when the first one asks, and the model's account there.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from penstock.config import KvConfig
 from penstock.config.units import format_size
 from penstock.types.errors import ConfigError, NotEnoughMemory
-from penstock.types.kv_dtype import KvDtype
 from penstock.types.model_spec import ModelSpec
 from penstock.types.plan import Capacity
 
@@ -52,6 +51,9 @@ class AdapterRoom:
         return self.num_in_memory * self.image_bytes + self.read_bytes
 
 
+NO_ADAPTERS = AdapterRoom()
+
+
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     capacity: Capacity
@@ -91,15 +93,16 @@ def plan_kv(
     spec: ModelSpec,
     kv: KvConfig,
     *,
-    dtype: KvDtype,
     max_model_len: int | None,
     max_num_seqs: int,
     max_step_tokens: int,
+    block_bytes: int,
+    step_bytes: int,
     window: int,
     num_weight_bytes: int,
     available_bytes: int,
     num_models: int = 1,
-    adapters: AdapterRoom = AdapterRoom(),
+    adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
     """Blocks and longest request for a model on a machine with `available_bytes` before the weights are loaded.
 
@@ -107,10 +110,8 @@ def plan_kv(
     weights. Raises NotEnoughMemory, with the numbers, if what was asked for does not fit, and ConfigError
     if the model can not do it.
     """
-    wanted_len = _wanted_len(spec, max_model_len)
-    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, wanted_len, spec.has_state, window)
-    block_bytes = spec.block_bytes(dtype, kv.block_size)
-    step_bytes = max_step_tokens * spec.expert_buffer_bytes_per_token
+    longest = wanted_len(spec, max_model_len)
+    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, longest, spec.has_state, window)
     free_bytes = available_bytes - num_weight_bytes - RESERVE_BYTES - step_bytes
     if step_bytes and free_bytes < 2 * block_bytes:
         raise NotEnoughMemory(
@@ -151,13 +152,13 @@ def plan_gpu_kv(
     max_step_tokens: int,
     block_bytes: int,
     memory: Usage,
-    adapters: AdapterRoom = AdapterRoom(),
+    adapters: AdapterRoom = NO_ADAPTERS,
 ) -> KvPlan:
     """Blocks and longest request in a GPU's memory, as it was measured. Raises ConfigError as `plan_kv` does.
 
     Adapters that are in memory lie in the machine's.
     """
-    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, _wanted_len(spec, max_model_len), spec.has_state)
+    wanted = Capacity(0, kv.block_size, max_num_seqs, max_step_tokens, wanted_len(spec, max_model_len), spec.has_state)
     share = kv.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
     limit_bytes = memory.free_bytes if kv.kv_cache_memory_bytes else int(share * memory.total_bytes)
     if limit_bytes > memory.free_bytes:
@@ -233,7 +234,8 @@ def num_host_slots(kv: KvConfig, *, block_bytes: int, available_bytes: int) -> i
     return asked_bytes // block_bytes
 
 
-def _wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
+def wanted_len(spec: ModelSpec, max_model_len: int | None) -> int:
+    """Return the longest request that is asked for. None: the model's own. Raises ConfigError."""
     if max_model_len is not None and max_model_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {max_model_len} is longer than the model's own {spec.max_model_len} positions.",

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from penstock.types.kv_dtype import KvDtype, state_bytes
-
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_quick", "relu", "relu2", "tanh", "swiglu_clamped"]
 """`swiglu_clamped` acts on a gate and its partner, the others on one number. `models.program` has the formulas."""
 Scoring = Literal["softmax", "sigmoid"]
@@ -206,43 +204,9 @@ class ModelSpec:
 
         return self.with_layers(plain)
 
-    def kv_bytes_per_token(self, dtype: KvDtype) -> int:
-        """Return the bytes of a position's keys and values over all layers, scales included, in the native backend."""
-        return sum(attention.num_kv_heads * dtype.head_bytes(attention.head_dim) for attention in self.attentions)
-
     @property
     def has_state(self) -> bool:
         return len(self.attentions) < self.num_layers
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of recurrent state in a KV block of the native backend."""
-        num_columns = sum(layer.mixer.kernel - 1 for layer in self.layers if isinstance(layer.mixer, ShortConvSpec))
-        return state_bytes(num_columns, self.hidden_size)
-
-    def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
-        """Return the bytes of a KV block of the native backend."""
-        return block_size * self.kv_bytes_per_token(dtype) + self.state_bytes
-
-    @property
-    def expert_buffer_bytes_per_token(self) -> int:
-        """Upper bound of the bytes per token for the experts of a step in the native backend (native/experts.h). Layers of
-        one shape share them."""
-        shapes = {
-            (mlp.num_experts, mlp.num_experts_per_token, mlp.intermediate_size)
-            for layer in self.layers
-            if isinstance(mlp := layer.mlp, ExpertsMlp)
-        }
-        return sum(
-            4 * num_experts
-            + num_chosen * (12 + self._pair_bytes(self.hidden_size, 2, width) + self._pair_bytes(width, 1, self.hidden_size))
-            for num_experts, num_chosen, width in shapes
-        )
-
-    @staticmethod
-    def _pair_bytes(num_cols: int, num_matrices: int, num_rows: int) -> int:
-        """Return the bytes that an expert's matrices read and write for one token: 16 bits, or 8 with scales and outliers."""
-        return 2 * num_cols + 20 + 4 * num_matrices * -(-num_rows // 16) * 16
 
 
 def spec_of_equal_layers(

@@ -10,7 +10,7 @@ import torch
 from interpreted import DEVICE, HAS_DEVICE
 from penstock.backends import cuda
 from penstock.backends.cuda import memory
-from penstock.config import Config
+from penstock.config import BackendConfig
 from penstock.deploy import executor as executor_part
 
 GIB = 1 << 30
@@ -31,8 +31,8 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runtimes on a GPU compute in float32, for the reference's answers, and without a GPU on an emulated one."""
     extras = executor_part._gpu_extras
 
-    def exactly(config: Config) -> dict[str, Any]:
-        return {**extras(config), "device": DEVICE, "dtype": torch.float32}
+    def exactly(options: BackendConfig) -> dict[str, Any]:
+        return {**extras(options), "device": DEVICE, "dtype": torch.float32}
 
     monkeypatch.setattr(executor_part, "_gpu_extras", exactly)
     if HAS_DEVICE:

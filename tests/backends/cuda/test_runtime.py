@@ -26,13 +26,13 @@ from penstock.backends.native._native import Team
 from penstock.config import BackendConfig, Config, KvConfig, LoraConfig, SchedulerConfig
 from penstock.deploy import executor as executor_part
 from penstock.deploy import resources
-from penstock.deploy.device import settled
 from penstock.deploy.factory import start_model
+from penstock.deploy.resolve import resolve as resolve_model
+from penstock.deploy.resources import Machine
 from penstock.deploy.running import RunningModel
 from penstock.engine.transfers import num_staged_blocks
 from penstock.machine import find_cores
 from penstock.models.catalog import resolve
-from penstock.models.load import load_model
 from penstock.obs.prometheus import expose
 from penstock.testing.builders import make_request, make_text
 from penstock.types.adapter import AdapterRef
@@ -280,12 +280,13 @@ def test_an_executor_that_is_made_anew_stores_the_keys_of_the_one_before(tmp_pat
     path = write_gguf(tmp_path / "tiny.gguf", TinyLlama(num_layers=1, has_qkv_bias=True))
     block_bytes = 2 * 2 * 16 * 16 * 4  # as above
     kv = KvConfig(kv_cache_dtype="bf16", kv_cache_memory_bytes=6 * block_bytes)
-    config = settled(Config(backend=BackendConfig(device="cuda", deterministic=True), kv=kv, scheduler=SMALL))
-    model = load_model(resolve(str(path), tmp_path))
-    plan, measured = executor_part.plan_memory(config, model, GIB)
+    config = Config(backend=BackendConfig(device="cuda", deterministic=True), kv=kv, scheduler=SMALL)
+    machine = Machine(available_bytes=GIB, total_bytes=GIB, num_models=1, cores=find_cores())
+    blueprint, model = resolve_model(config, resolve(str(path), tmp_path), machine)
+    blueprint, measured = executor_part.first_executor(blueprint, model, Team)
     assert isinstance(measured, CudaExecutor)
-    assert plan.is_shortened
-    anew = executor_part.build_executor(config, model, plan, Team, find_cores())
+    assert blueprint.measured_plan.is_shortened
+    anew = executor_part.build_executor(blueprint, model, Team)
     assert isinstance(anew, CudaExecutor)
     try:
         assert anew.num_positions == measured.num_positions == model.spec.max_model_len

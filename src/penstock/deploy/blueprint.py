@@ -1,0 +1,165 @@
+"""The blueprint of a running model: every setting decided, every name, default and size, as frozen values.
+
+`resolve` makes it from a config and the head of the model's files, `build` makes the running model from it. When an engine has
+failed, the next one is built from the same blueprint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import Backend, BackendConfig, KvConfig, LoraConfig
+from penstock.types.kv_dtype import KvDtype
+
+if TYPE_CHECKING:
+    from penstock.admission.door import AdmissionLimits
+    from penstock.deploy.policies import PolicyRecipe
+    from penstock.deploy.recorder import Recording
+    from penstock.deploy.resources import MemoryShare
+    from penstock.deploy.sizing import AdapterRoom, KvPlan
+    from penstock.machine import Cores
+    from penstock.models.catalog import ModelSource
+    from penstock.models.formats import Floats
+    from penstock.models.weights import LoadedModel
+    from penstock.types.model_spec import Pooling
+    from penstock.types.vocab import GgufVocab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """The backend, and the settings whose defaults depend on it."""
+
+    options: BackendConfig
+    """Device and backend are decided."""
+    kv_dtype: KvDtype
+    block_size: int
+    """KV positions per block."""
+    max_rows: int
+    """Requests in one step at most."""
+    max_step_tokens: int
+    """Tokens in one step at most."""
+    step_timeout_s: float | None
+    """A step that takes longer counts as stuck. None: no limit."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.options.backend == Backend.CUDA
+
+    @property
+    def is_native(self) -> bool:
+        return self.options.backend == Backend.NATIVE
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight."""
+        return self.options.steps_in_flight or (2 if self.is_on_gpu else 1)
+
+    @property
+    def floats(self) -> Floats:
+        """The type in which the backend holds matrices of floats. The size of the weights depends on it."""
+        from penstock.models.formats import Floats  # with NumPy
+
+        if not self.is_on_gpu:
+            return Floats.BF16
+        return Floats.FP8 if self.options.weight_dtype == "fp8" else Floats.AS_STORED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a model's files are read, at the start and at every restart."""
+
+    source: ModelSource
+    floats: Floats
+    served_len: int | None
+    """Longest prompt + output that the settings allow. None: the model's own limit."""
+    generation: str
+    """The setting `generation_config`."""
+    experts_on_disk: bool
+    task: str
+    pooling: Pooling | None
+    merged_adapter: Path | None
+    """An adapter that becomes part of the weights."""
+
+    def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
+        """Read the head of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
+        from penstock.models.load import load_model
+
+        model = load_model(
+            self.source,
+            max_weight_bytes=max_weight_bytes,
+            floats=self.floats,
+            check_vocab=_check_vocab,
+            served_len=self.served_len,
+            generation=self.generation,
+            experts_on_disk=self.experts_on_disk,
+            task=self.task,
+            pooling=self.pooling,
+        )
+        if self.merged_adapter is None:
+            return model
+        from penstock.models.merging import with_adapter
+
+        return with_adapter(model, self.merged_adapter)
+
+
+def _check_vocab(vocab: GgufVocab) -> None:
+    """Raise ModelError if no tokenizer can be made of a vocabulary, before weights are converted, which can take minutes."""
+    from penstock.text.gguf_vocab import check_vocab
+
+    check_vocab(vocab)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """How chats, tool calls and reasoning are written."""
+
+    chat_template: str | None
+    """Name, file or text of a template. None: the model's own."""
+    tool_parser: str
+    reasoning_parser: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    names: tuple[str, ...]
+    """Names that clients may use. Answers have the first."""
+    aliases: tuple[str, ...]
+    """Further names, which are not listed."""
+    loading: Loading
+    text: TextSettings
+    compute: Compute
+    cores: Cores
+    """The cores on which native kernels compute."""
+    cpus: tuple[int, ...]
+    """The CPUs to which threads are pinned, one each; empty: none."""
+    machine_share: float
+    """Weight of the model's turns on the threads that all models share."""
+    policies: PolicyRecipe
+    limits: AdmissionLimits
+    slo_itl_ns: int | None
+    cache: KvConfig
+    has_prefix_caching: bool
+    lora: LoraConfig
+    adapters: AdapterRoom
+    plan: KvPlan | None
+    """The KV cache. None: on a GPU, where `build` measures it with the weights in place."""
+    share: MemoryShare
+    """The model's part of the machine's memory."""
+    tier_folder: Path
+    """Folder for the file of the disk tier."""
+    expert_folder: Path | None
+    """Folder for the file with a mixture's experts. None: they are in memory."""
+    recording: Recording | None
+    settings_hash: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def measured_plan(self) -> KvPlan:
+        """The memory plan of a model that was built."""
+        assert self.plan is not None
+        return self.plan

@@ -1,0 +1,477 @@
+"""Building: makes a running model of a blueprint, and makes its engine and executor anew after a failure.
+
+The vocabulary is loaded beside the weights. Imports are inside functions, so that importing this file costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from penstock.config import ServerConfig
+from penstock.config.units import format_size
+from penstock.deploy import device
+from penstock.deploy.blueprint import Blueprint, TextSettings
+from penstock.deploy.executor import SeatOf, build_executor, first_executor
+from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
+from penstock.deploy.recorder import open_recorder
+from penstock.deploy.resources import MemoryShare, Resources
+from penstock.deploy.sizing import RESERVE_BYTES, TYPICAL_REQUEST_TOKENS, KvPlan
+from penstock.deploy.tiers import build_tier, cleared, open_host_memory, open_store
+from penstock.machine import give_back_free_memory
+from penstock.types.errors import counted
+
+if TYPE_CHECKING:
+    from penstock.admission.door import AdmissionLimits
+    from penstock.admission.tenants import Tenants
+    from penstock.backends.cuda.executor import CudaExecutor
+    from penstock.backends.native.executor import NativeExecutor
+    from penstock.backends.reference.executor import ReferenceExecutor
+    from penstock.deploy.adapters import Adapters
+    from penstock.deploy.running import ModelInfo, RunningModel, Sources
+    from penstock.engine.core import EngineCore
+    from penstock.engine.ports import BlockMover, BlockStore, Executor, RequestJournal
+    from penstock.engine.thread import Engine
+    from penstock.engine.transfers import Transfers
+    from penstock.kv.manager import KVManager
+    from penstock.models.adapter import AdapterFactors
+    from penstock.models.adapter_files import AdapterFiles
+    from penstock.models.formats import WeightFormat
+    from penstock.models.weights import LoadedModel
+    from penstock.obs.explain.journal import Journal
+    from penstock.text.chat import ChatTemplate
+    from penstock.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Lasting:
+    """The parts of a model that outlive a load: its metrics, adapter names, journal, tenants' use, and seeds.
+
+    The last three are made by the first load. Their imports would delay the weights.
+    """
+
+    def __init__(self, name: str, adapters: Adapters | None, server: ServerConfig, limits: AdmissionLimits) -> None:
+        """`adapters`: None if the model is served without."""
+        from penstock.obs.metrics import Metrics
+
+        self._server, self._limits = server, limits
+        self.metrics = Metrics(name)
+        self.adapters = adapters
+        if adapters is not None:
+            self.metrics.read_adapters = lambda: adapters.stats
+
+    @cached_property
+    def journal(self) -> Journal | None:
+        from penstock.obs.explain.journal import Journal
+
+        num_explained = self._server.explained_requests
+        return Journal(num_explained) if num_explained else None
+
+    @cached_property
+    def tenants(self) -> Tenants:
+        from penstock.admission.tenants import Tenants
+
+        return Tenants(self._limits.tenant_max_concurrent, self._limits.tenant_tokens_per_minute)
+
+    @cached_property
+    def sources(self) -> Sources:
+        return make_sources(self._server.seed)
+
+
+def make_sources(seed: int | None) -> Sources:
+    """Return the sources of what requests do not say. With a seed, they repeat."""
+    from penstock.deploy.running import Sources
+
+    if seed is None:
+        return Sources()
+    generator = random.Random(seed)  # noqa: S311  # repeatable on purpose
+    return Sources(draw_seed=lambda: generator.getrandbits(64))
+
+
+def build(blueprint: Blueprint, model: LoadedModel, resources: Resources, lasting: Lasting) -> RunningModel:
+    """Return the running model. `model` is the one that the blueprint was resolved with. Close the result.
+
+    Raises ConfigError if something does not fit, and leaves nothing open then.
+    """
+    _log_model(blueprint, model)
+    # The vocabulary takes about as long as the weights, and both release the GIL for most of the time.
+    with ThreadPoolExecutor(max_workers=1) as side, contextlib.ExitStack() as undone:
+        text = side.submit(_load_text, blueprint.text, model)
+        blueprint, executor = first_executor(blueprint, model, seat_of(blueprint, resources))
+        undone.callback(executor.close)
+        if model.encoder is None:
+            _log_kv(blueprint, model)
+        tokenizer, chat_template = text.result()
+        store = _open_tier(blueprint, model, executor, resources)
+        if store is not None:
+            undone.callback(store.close)
+        maker = EngineMaker(blueprint, resources, lasting, executor=executor, store=store, tokenizer=tokenizer)
+        undone.callback(maker.release)
+        undone.callback(lasting.metrics.disconnect)
+        running = _assemble(maker, model, executor, chat_template)
+        undone.pop_all()
+        return running
+
+
+def seat_of(blueprint: Blueprint, resources: Resources) -> SeatOf:
+    """Return the function that gives a native executor its threads."""
+    return partial(resources.team, blueprint.name, share=blueprint.machine_share)
+
+
+class EngineMaker:
+    """Makes the engines of one model: the first one, and another one each time that the supervisor asks after a failure.
+
+    Each engine has an executor of its own, and the store emptied. All have the same observers, so counts go on.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        resources: Resources,
+        lasting: Lasting,
+        *,
+        executor: Executor,
+        store: BlockStore | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`executor` and `store` are those of the first engine. `blueprint` has its memory plan."""
+        from penstock.admission.door import Admission
+        from penstock.clock import WallClock
+        from penstock.engine.bridge import Bridge
+        from penstock.engine.ports import ObserverGroup, TokenObserverGroup
+        from penstock.obs.signals import Signals
+
+        self.blueprint, self._resources = blueprint, resources
+        self._first_executor: Executor | None = executor
+        self._stores = [store]
+        """The store of each engine so far. The last one is in use."""
+        self._engine: Engine | None = None
+        self.tokenizer = tokenizer
+        self.clock, self.bridge = WallClock(), Bridge()
+        self.metrics, self.journal, self.sources = lasting.metrics, lasting.journal, lasting.sources
+        self.adapters = lasting.adapters
+        self.metrics.settings_hash = blueprint.settings_hash
+        self.metrics.tier.medium = "host" if blueprint.cache.kv_host_size_bytes else "disk"
+        self.admission = Admission(
+            blueprint.limits,
+            executor.capacity,
+            reads_priority=blueprint.policies.reads_priority,
+            tenants=lasting.tenants,
+            adapters=self.adapters,
+            max_adapters=blueprint.lora.max_loras,
+        )
+        self.signals = Signals(blueprint.policies.max_running(executor.capacity), self.admission.drain.rate)
+        self.admission.on_call = self.signals.on_call
+        if self.journal is not None:
+            self.journal.speaks_for_calls = executor.capacity.is_one_pass
+        self._recorder = None
+        if blueprint.recording is not None:
+            backend = blueprint.compute.options.backend
+            self._recorder = open_recorder(blueprint.recording, blueprint.name, backend, executor, self.clock)
+        self._observer = ObserverGroup([self.metrics, self.admission, self.signals])
+        self._token_observer = TokenObserverGroup([self.metrics, self.admission])
+
+    def make(self, on_failed: Callable[[], None]) -> Engine:
+        """Return an engine that is not started. Raises the errors of loading a model."""
+        executor, self._first_executor = self._first_executor, None
+        if executor is None:
+            self._stores.append(cleared(self._stores[-1]))
+            if self._engine is not None and self._engine.step_age_ns():  # its step goes on, maybe forever
+                self._give_up(self._engine)
+                self._engine = None  # another attempt has nothing to give up
+            executor = self._executor_from_files()
+            if self._recorder is not None:
+                self._recorder.on_engine()
+        try:
+            self._engine = self._make(executor, on_failed)
+        except BaseException:  # the next attempt needs its memory
+            executor.close()
+            raise
+        return self._engine
+
+    def _give_up(self, engine: Engine) -> None:
+        """Keep others from waiting for the threads of a stuck step, and from counting its memory as free."""
+        self._resources.leave_team(self.blueprint.name)
+        self._resources.memory.hold_stuck(self.blueprint.name, lambda: engine.is_alive)
+
+    def release(self) -> None:
+        """Close recording, adapters and stores, and give the model's memory back. Call this when no engine runs any more.
+
+        The memory of a step that has not come back stays taken until it does. Cyclic references are cut: the garbage collector
+        ignores all objects from before the server began.
+        """
+        self.close_recording()
+        self.bridge.detach()
+        engine, self._engine = self._engine, None
+        if self.adapters is not None:
+            self.adapters.close()
+        for store in self._stores:
+            if store is not None:
+                store.close()
+        if engine is not None and engine.is_alive:
+            self._give_up(engine)
+        self._resources.memory.give_back(self.blueprint.name)
+
+    def close_recording(self) -> None:
+        """Idempotent."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _executor_from_files(self) -> Executor:
+        """Return another executor. The one that failed may still hold its memory."""
+        blueprint, plan = self.blueprint, self.blueprint.measured_plan
+        free_bytes = self._resources.memory.available_bytes(blueprint.name, is_restart=True) - RESERVE_BYTES
+        room_bytes = device.weight_room_bytes(blueprint.compute, free_bytes - plan.num_bytes - plan.num_step_bytes)
+        model = blueprint.loading.load(max_weight_bytes=room_bytes)
+        executor = build_executor(blueprint, model, seat_of(blueprint, self._resources))
+        give_back_free_memory()
+        return executor
+
+    def _make(self, executor: Executor, on_failed: Callable[[], None]) -> Engine:
+        from penstock.engine.output import OutputStage
+        from penstock.engine.ports import TurnObserverGroup
+        from penstock.engine.thread import Engine
+        from penstock.text.tokenizer import detokenizer_factory
+
+        core = self._make_core(executor)
+        return Engine(
+            core,
+            executor,
+            OutputStage(detokenizer_factory(self.tokenizer), observer=self._token_observer),
+            clock=self.clock,
+            sink=self.bridge.deliver,
+            observer=self._observer,
+            # A group of one would be one more call for each report.
+            turn_observer=self.metrics if self._recorder is None else TurnObserverGroup([self.metrics, self._recorder]),
+            on_failed=on_failed,
+            make_transfers=partial(self._make_transfers, core.scheduler.kv),
+        )
+
+    def _make_core(self, executor: Executor) -> EngineCore:
+        from penstock.engine.core import EngineCore
+        from penstock.engine.ports import JournalGroup
+        from penstock.sched.scheduler import Scheduler
+
+        journals: list[RequestJournal] = [one for one in (self.journal, self._recorder) if one is not None]
+        scheduler = Scheduler(
+            executor.capacity,
+            self.blueprint.policies.make(),
+            enable_prefix_caching=self.blueprint.has_prefix_caching,
+            tier=build_tier(self._stores[-1]),
+            most_step_ns=partial(self._resources.most_step_ns, self.blueprint.name),
+            adapters=self.adapters,
+            max_adapters=self.blueprint.lora.max_loras,
+        )
+        journal = JournalGroup(journals) if len(journals) > 1 else next(iter(journals), None)
+        return EngineCore(scheduler, observer=self._observer, journal=journal)
+
+    def _make_transfers(self, kv: KVManager, blocks: BlockMover, wake: Callable[[], None]) -> Transfers | None:
+        from penstock.engine.transfers import Transfers
+
+        tier, store = self.metrics.tier, self._stores[-1]
+        if store is None:
+            tier.is_open = False
+            return None
+        return Transfers(kv, blocks, store, clock=self.clock, stats=tier, wake=wake)
+
+
+def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_template: ChatTemplate | None) -> RunningModel:
+    """Return the supervisor, which has the first engine made, and everything around it; started."""
+    from penstock.deploy.running import RunningModel
+    from penstock.engine.supervisor import Supervisor
+    from penstock.text.dialects import find_dialect
+    from penstock.text.grammar import Grammars
+
+    blueprint, tokenizer, metrics = maker.blueprint, maker.tokenizer, maker.metrics
+    if tokenizer.vocab_size > model.spec.vocab_size:
+        _log.warning(
+            "the tokenizer knows %d tokens, the model %d: texts that need one of the others are refused",
+            tokenizer.vocab_size,
+            model.spec.vocab_size,
+        )
+    if maker.adapters is not None:
+        _connect(maker.adapters, blueprint.lora.max_lora_rank, model, executor, blueprint.adapters.num_bytes)
+    metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # of backends that convert weights
+    template = None if chat_template is None else chat_template.source
+    info = _model_info(maker, model, executor, template)
+    engine = Supervisor(
+        maker.make,
+        clock=maker.clock,
+        step_timeout_s=blueprint.compute.step_timeout_s,
+        on_restart=metrics.count_restart,
+    )
+    maker.bridge.attach(engine)
+    metrics.connect(
+        load=engine.load,
+        signals=lambda: maker.signals.read(engine.load(), maker.clock.now_ns()),
+        waste=engine.kv_waste_ratio,
+    )
+    with contextlib.ExitStack() as undone:
+        undone.callback(engine.close, 0.0)
+        engine.start()
+        running = RunningModel(
+            engine=engine,
+            bridge=maker.bridge,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            grammars=Grammars(tokenizer, vocab_size=model.spec.vocab_size),
+            dialect=find_dialect(
+                template, tool_parser=blueprint.text.tool_parser, reasoning_parser=blueprint.text.reasoning_parser
+            ),
+            admission=maker.admission,
+            metrics=metrics,
+            model=info,
+            clock=maker.clock,
+            slo_itl_ns=blueprint.slo_itl_ns,
+            prefix_sharing=blueprint.cache.prefix_sharing,
+            defaults=model.sampling,
+            sources=maker.sources,
+            journal=maker.journal,
+            adapters=maker.adapters,
+            release=maker.release,
+        )
+        undone.pop_all()
+        return running
+
+
+def _connect(adapters: Adapters, max_rank: int, model: LoadedModel, executor: Executor, max_bytes: int) -> None:
+    """Let adapters of this model be loaded from now on, without a reference to the model's weights."""
+    from penstock.models.architectures import describe
+    from penstock.models.load import load_adapter
+
+    packer = cast("NativeExecutor | ReferenceExecutor | CudaExecutor", executor).adapter_packer
+    spec, program = model.spec, describe(model.spec)
+
+    def read(path: Path, files: AdapterFiles) -> AdapterFactors:
+        return load_adapter(path, spec, program, max_rank=max_rank, files=files)
+
+    adapters.connect(read, packer, max_bytes=max_bytes)
+
+
+def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, resources: Resources) -> BlockStore | None:
+    cache, name = blueprint.cache, blueprint.name
+    if cache.kv_host_size_bytes:
+        store = open_host_memory(cache, executor, available_bytes=resources.memory.available_bytes(name))
+        resources.memory.take(name, MemoryShare(num_tier_bytes=cache.kv_host_size_bytes))  # only GPUs have this tier
+        return store
+    if not cache.kv_disk_size_bytes:
+        return None
+    fingerprint = kv_fingerprint(blueprint.compute, model, executor, blueprint.loading.merged_adapter)
+    return open_store(blueprint.tier_folder, cache.kv_disk_size_bytes, executor, fingerprint)
+
+
+def _load_text(settings: TextSettings, model: LoadedModel) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Return the tokenizer and the chat template, which an encoder does not have."""
+    from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
+    from penstock.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(
+        model.tokenizer_source,
+        bos_token_id=model.bos_token_id,
+        eos_token_ids=model.eos_token_ids,
+        special_tokens=model.special_tokens,
+        ends=model.ends,
+    )
+    if model.encoder is not None:
+        return tokenizer, None
+    named = model.chat_templates
+    if settings.chat_template is None and set(named) - {"default"}:
+        _log.info("chat templates of the model: %s; --chat-template takes another", ", ".join(sorted(named)[:MAX_NAMES]))
+    text = choose_chat_template(settings.chat_template, named)
+    return tokenizer, None if text is None else ChatTemplate(text, special_tokens=tokenizer.special_tokens)
+
+
+def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, template: str | None) -> ModelInfo:
+    from penstock.deploy.running import ModelInfo
+
+    blueprint, capacity = maker.blueprint, executor.capacity
+    source, text = blueprint.loading.source, blueprint.text
+    newest = max(model.path.iterdir(), key=lambda file: file.stat().st_mtime) if model.path.is_dir() else model.path
+    return ModelInfo(
+        served_names=blueprint.names,
+        aliases=blueprint.aliases,
+        root=model.path.name if source.entry is None else source.name,
+        fingerprint=system_fingerprint(
+            blueprint.compute,
+            model,
+            executor,
+            template,
+            merged=blueprint.loading.merged_adapter,
+            parsers=(text.tool_parser, text.reasoning_parser),
+        ),
+        created_unix_s=int(newest.stat().st_mtime),
+        max_model_len=capacity.max_model_len,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=maker.tokenizer.eos_token_ids,
+        is_priority_scheduled=blueprint.policies.reads_priority,
+        encoder=None if model.encoder is None else replace(model.encoder, max_tokens=capacity.max_model_len),
+        max_step_tokens=capacity.max_step_tokens,
+        max_beams=capacity.max_rows,
+    )
+
+
+def _log_model(blueprint: Blueprint, model: LoadedModel) -> None:
+    formats: dict[WeightFormat, int] = {}
+    for tensor in model.weights.values():
+        formats[tensor.format] = formats.get(tensor.format, 0) + tensor.num_bytes
+    shares = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(formats.items(), key=lambda item: -item[1]))
+    _log.info("model %s (%s), weights %s", model.name, model.spec.architecture, shares)
+    if model.encoder is not None:
+        capacity = blueprint.measured_plan.capacity
+        _log.info(
+            "the model only reads texts, of up to %s: %s, pooling %s, %s; up to %d texts and %s in one step",
+            counted(capacity.max_model_len, "token"),
+            model.encoder.task,
+            model.encoder.pooling,
+            counted(model.encoder.width, "number"),
+            capacity.max_rows,
+            counted(capacity.max_step_tokens, "token"),
+        )
+    lora = blueprint.lora
+    if lora.is_on:
+        _log.info(
+            "adapters of up to rank %d: %d different ones at once, %s for %d in memory and the reading of another",
+            lora.max_lora_rank,
+            lora.max_loras,
+            format_size(blueprint.adapters.num_bytes),
+            lora.max_cpu_loras,
+        )
+    options = blueprint.compute.options
+    _log.info("backend %s, %s", options.backend, device.words(options, blueprint.cores))
+    _log.info("policies: %s", ", ".join(f"{seam} {words}" for seam, words in blueprint.policies.words.items()))
+
+
+def _log_kv(blueprint: Blueprint, model: LoadedModel) -> None:
+    kv: KvPlan = blueprint.measured_plan
+    _log.info(
+        "KV cache of %s, up to %s as it fills: %s of %s, %s in all; longest request %d",
+        blueprint.compute.kv_dtype,
+        format_size(kv.num_bytes),
+        counted(kv.num_blocks - 1, "block"),
+        counted(kv.block_size, "token"),
+        counted(kv.num_tokens, "token"),
+        kv.max_model_len,
+    )
+    typical = min(TYPICAL_REQUEST_TOKENS, kv.max_model_len)
+    num_typical, num_longest = kv.num_requests_of(typical), kv.num_requests_of(kv.max_model_len)
+    _log.info(
+        "KV cache holds %s of %s (prompt and answer) at once%s; at most %d run at once",
+        counted(num_typical, "request"),
+        counted(typical, "token"),
+        f", or {num_longest} of the longest" if typical < kv.max_model_len else "",
+        blueprint.compute.max_rows,
+    )
+    if kv.is_shortened:
+        _log.warning(
+            "the model takes requests of up to %d tokens, but the KV cache holds %d; raise --kv-cache-memory for longer ones",
+            model.spec.max_model_len,
+            kv.num_tokens,
+        )

@@ -1,0 +1,528 @@
+"""Resolving: turns a config, a model's files and the machine into a blueprint. Only the head of the files is read.
+
+--device   --backend    without          native, reference   cuda
+auto                    a GPU if usable  the CPU             a GPU
+cpu                     native           the CPU             refused
+cuda                    a GPU            refused             a GPU
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from penstock.backends import cuda, native
+from penstock.backends.native import footprint
+from penstock.config import AttentionKernels, Backend, BackendConfig, Config, Device, KvConfig
+from penstock.config.saved import settings_hash
+from penstock.config.setting import settings_of
+from penstock.deploy.blueprint import Blueprint, Compute, Loading, TextSettings
+from penstock.deploy.device import pinned_cpus, weight_room_bytes
+from penstock.deploy.experts import check_disk, check_experts
+from penstock.deploy.policies import admission_limits, choose_policies
+from penstock.deploy.recorder import plan_recording
+from penstock.deploy.resources import Machine, MemoryShare
+from penstock.deploy.sizing import (
+    LEAST_ROOM_BYTES,
+    NO_ADAPTERS,
+    RESERVE_BYTES,
+    AdapterRoom,
+    KvPlan,
+    check_adapter_room,
+    check_address_space,
+    plan_kv,
+    wanted_len,
+)
+from penstock.deploy.tiers import tier_folder
+from penstock.machine import address_space
+from penstock.types.errors import ConfigError
+from penstock.types.kv_dtype import KvDtype
+from penstock.types.model_spec import ShortConvSpec
+from penstock.types.plan import Capacity
+
+if TYPE_CHECKING:
+    from penstock.models.catalog import ModelSource
+    from penstock.models.weights import LoadedModel
+    from penstock.types.model_spec import ModelSpec, Pooling
+
+_log = logging.getLogger(__name__)
+
+_STEP_TIMEOUT_S = 120.0
+"""A hundred times a full step of Qwen2.5-1.5B on two cores (docs/performance.md)."""
+_FACTOR_BYTES = 2
+"""Bytes of one number of an adapter at most, except in the reference backend. Beside quantised weights it is half."""
+_ADAPTED = ("q", "k", "v", "o")
+"""Ends of the names of weights that nearly every adapter changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Values of settings that were left out, for one kind of device."""
+
+    kv_dtype: KvDtype
+    max_rows: int
+    max_step_tokens: int
+
+
+_MAX_TEXTS = 256
+"""Rows of a model that only reads texts, which need memory for their tokens only."""
+_CPU = _Defaults(KvDtype.INT8, max_rows=64, max_step_tokens=512)
+_GPU = _Defaults(KvDtype.BF16, max_rows=256, max_step_tokens=2048)
+"""More rows share a GPU's bandwidth, and a chunk of 2,048 tokens keeps its multipliers busy."""
+
+
+def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blueprint, LoadedModel]:
+    """Return the blueprint of a model whose files are present, and the model, whose weights are not read yet.
+
+    A KV cache without a set size takes a part of the memory that is free for the model, or with several models of what all of
+    them have: its size then does not depend on which others are loaded. Raises ModelError or ConfigError, with a remedy, if
+    the model can't be loaded or does not fit the machine.
+    """
+    compute = decide(config)
+    check_block_size(compute)
+    _check_cache(config.kv)
+    recording = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
+    loading = _loading(config, source, compute)
+    _check_address_space(config, compute, loading)
+    model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - RESERVE_BYTES))
+    check_head_dim(compute, model)
+    check_weight_dtype(compute, model)
+    plan: KvPlan | None = None
+    if model.encoder is not None:
+        compute, plan = plan_texts(config, compute, model)
+    policies = choose_policies(config, is_one_pass=model.encoder is not None)
+    policies.max_running(Capacity(2, 1, compute.max_rows, compute.max_step_tokens, 1))
+    adapters = adapter_room(config, model)
+    if plan is None:
+        check_state(compute, model)
+        if config.model.experts_on_disk:
+            check_experts(compute, model)
+            check_disk(expert_folder(config), model)
+        available_bytes = machine.available_bytes if machine.num_models == 1 else machine.total_bytes
+        if compute.is_on_gpu:
+            check_adapter_room(adapters, available_bytes)
+        else:
+            plan = plan_on_cpu(
+                config,
+                compute,
+                model.spec,
+                num_weight_bytes=num_memory_bytes(config, model),
+                available_bytes=available_bytes,
+                num_models=machine.num_models,
+                adapters=adapters,
+            )
+    share = MemoryShare(num_adapter_bytes=adapters.num_bytes)
+    if plan is not None and not compute.is_on_gpu:  # a GPU has memory of its own
+        weight_bytes = num_memory_bytes(config, model)
+        share = replace(share, num_weight_bytes=weight_bytes, num_kv_bytes=plan.num_bytes, num_step_bytes=plan.num_step_bytes)
+    names = served_names(config, source)
+    blueprint = Blueprint(
+        names=names,
+        aliases=aliases(config, source),
+        loading=loading,
+        text=TextSettings(
+            chat_template=config.model.chat_template,
+            tool_parser=config.model.tool_call_parser,
+            reasoning_parser=config.model.reasoning_parser,
+        ),
+        compute=compute,
+        cores=machine.cores,
+        cpus=pinned_cpus(compute.options, machine.cores),
+        machine_share=config.sharing.machine_share,
+        policies=policies,
+        limits=admission_limits(config.admission),
+        slo_itl_ns=nanoseconds(config.scheduler.slo_itl_s),
+        cache=config.kv,
+        has_prefix_caching=config.kv.prefix_caching and model.encoder is None,
+        lora=config.lora,
+        adapters=adapters,
+        plan=plan,
+        share=share,
+        tier_folder=tier_folder(config.kv.kv_disk_path, _cache_dir(config), names[0] if machine.num_models > 1 else None),
+        expert_folder=expert_folder(config) if config.model.experts_on_disk else None,
+        recording=recording,
+        settings_hash=settings_hash(config),
+    )
+    return blueprint, model
+
+
+def nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1e9)
+
+
+def served_names(config: Config, source: ModelSource) -> tuple[str, ...]:
+    """Return the names that clients may use. Answers have the first."""
+    return config.model.served_model_names or (source.name,)
+
+
+def aliases(config: Config, source: ModelSource) -> tuple[str, ...]:
+    """Return the names that users may know as well: those in the settings and, unless they chose the model's name themselves,
+    what they wrote and the catalogue's."""
+    known = () if config.model.served_model_names else (*(source.entry.aliases if source.entry else ()), config.model.model)
+    return tuple(dict.fromkeys([*known, *config.sharing.aliases]))
+
+
+def expert_folder(config: Config) -> Path:
+    """Return the folder for the file with a mixture's experts."""
+    return _cache_dir(config) / "experts"
+
+
+def _cache_dir(config: Config) -> Path:
+    from penstock.models.catalog import cache_dir
+
+    return cache_dir(config.model.cache_dir)
+
+
+# --- device and backend ---
+
+
+def decide(config: Config, *, is_gpu: bool | None = None) -> Compute:
+    """Decide the device, the backend and what depends on them. Raises ConfigError for settings that do not go together.
+
+    `is_gpu`: the kind of another machine, which is known by its figures. None: this one.
+    """
+    chosen = config.backend
+    if is_gpu is None:
+        why_cpu = _why_cpu(config)
+    else:
+        why_cpu = None if is_gpu else "the machine is a CPU"
+        chosen = replace(chosen, backend=None)
+    if why_cpu is None:
+        _check_gpu_settings(config)
+        chosen = replace(chosen, device=Device.CUDA.value, backend=Backend.CUDA.value)
+    else:
+        _check_cpu_settings(config, why_cpu)
+        chosen = replace(chosen, device=Device.CPU.value, backend=chosen.backend or Backend.NATIVE.value)
+        if is_gpu is None:
+            _check_kernels(chosen)
+    defaults = _CPU if why_cpu else _GPU
+    timeout_s = chosen.step_timeout_s
+    if timeout_s is None and chosen.backend != Backend.REFERENCE:
+        timeout_s = _STEP_TIMEOUT_S
+    return Compute(
+        options=chosen,
+        kv_dtype=KvDtype(config.kv.kv_cache_dtype) if config.kv.kv_cache_dtype else defaults.kv_dtype,
+        block_size=config.kv.block_size,
+        max_rows=config.scheduler.max_num_seqs or defaults.max_rows,
+        max_step_tokens=config.scheduler.max_num_batched_tokens or defaults.max_step_tokens,
+        step_timeout_s=timeout_s,
+    )
+
+
+def _why_cpu(config: Config) -> str | None:
+    """Return why this machine's CPU computes, or None if a GPU does. Raises ConfigError."""
+    device, backend = config.backend.device, config.backend.backend
+    is_cpu_named = backend in (Backend.NATIVE, Backend.REFERENCE)
+    if device == Device.CUDA and is_cpu_named:
+        raise ConfigError(f"The {backend} backend computes on the CPU, and --device is cuda.", remedy="Leave one of them out.")
+    if device == Device.CPU and backend == Backend.CUDA:
+        raise ConfigError("The cuda backend computes on a GPU, and --device is cpu.", remedy="Leave one of them out.")
+    if device == Device.CUDA or backend == Backend.CUDA:
+        if (cause := cuda.why_not()) is not None:
+            raise ConfigError(f"No GPU can be used: {cause}.", remedy="Leave out --device and --backend for the CPU.")
+        return None
+    if device == Device.CPU or is_cpu_named:
+        return "the CPU is asked for"
+    flag = next(_cpu_flags(config), None)
+    cause = cuda.why_not() if flag is None else f"{flag} is a setting of the CPU"
+    if cause is not None:
+        # Nobody expects a GPU to be used on a machine that has neither the extra nor a GPU.
+        is_expected = cuda.package_versions()["torch"] is None and isinstance(cuda.find_gpu(), str)
+        _log.log(logging.DEBUG if is_expected else logging.INFO, "no GPU is used: %s", cause)
+    return cause
+
+
+def _cpu_flags(config: Config) -> Iterator[str]:
+    """Yield the flags that are set and that only the CPU has."""
+    backend = config.backend
+    for flag, is_set in (
+        ("--threads", backend.threads is not None),
+        ("--pin-threads", backend.pin_threads),
+        ("--kernels", backend.kernels is not None),
+        ("--experts-on-disk", config.model.experts_on_disk),
+    ):
+        if is_set:
+            yield flag
+
+
+def _check_gpu_settings(config: Config) -> None:
+    flags = list(_cpu_flags(config))
+    if config.backend.weight_dtype not in (None, "fp8"):
+        flags.append(f"--weight-dtype {config.backend.weight_dtype}")
+    for flag in flags:
+        raise ConfigError(
+            f"{flag} is a setting of the CPU, and a GPU is to be used.", remedy=f"Leave out {flag}, or set --device cpu."
+        )
+    if config.backend.attention == AttentionKernels.FLASHINFER:
+        _check_flashinfer(config)
+    if config.kv.gpu_memory_utilization is not None and config.kv.kv_cache_memory_bytes is not None:
+        raise ConfigError(
+            "gpu_memory_utilization and kv_cache_memory both say how large the KV cache is.", remedy="Leave one of them out."
+        )
+    if config.kv.kv_host_size_bytes and config.kv.kv_disk_size_bytes:
+        raise ConfigError(
+            "There is one tier below the KV cache: in the machine's memory or on disk.",
+            remedy="Leave out --kv-host-size or --kv-disk-size.",
+        )
+
+
+def _check_flashinfer(config: Config) -> None:
+    for is_so, cause, flag in (
+        (config.backend.deterministic, "the order of its sums depends on the batch", "--deterministic"),
+        (config.kv.kv_cache_dtype == KvDtype.INT8, "it can't read keys and values in int8", "--kv-cache-dtype"),
+    ):
+        if is_so:
+            raise ConfigError(f"FlashInfer can't compute the attention: {cause}.", remedy=f"Leave out --attention or {flag}.")
+    if cuda.flashinfer_version() is None:
+        raise ConfigError(
+            "FlashInfer can't compute the attention: it is not installed.",
+            remedy="Install it in Penstock's source folder: pip install '.[flashinfer]'.",
+        )
+
+
+def _check_cpu_settings(config: Config, cause: str) -> None:
+    """Refuse settings that only a GPU has."""
+    of_a_gpu = "it is a GPU's setting"
+    for flag, is_set, why in (
+        ("--gpu-memory-utilization", config.kv.gpu_memory_utilization is not None, of_a_gpu),
+        ("--weight-dtype fp8", config.backend.weight_dtype == "fp8", of_a_gpu),
+        ("--cuda-graphs", config.backend.cuda_graphs is not None, of_a_gpu),
+        ("--attention", config.backend.attention is not None, of_a_gpu),
+        ("--steps-in-flight", config.backend.steps_in_flight is not None, of_a_gpu),
+        ("--kv-host-size", bool(config.kv.kv_host_size_bytes), "the memory below the KV cache would be the same memory"),
+    ):
+        if is_set:
+            raise ConfigError(f"{flag} has no meaning on the CPU: {why}. No GPU is used: {cause}.", remedy=f"Leave out {flag}.")
+
+
+def _check_kernels(backend: BackendConfig) -> None:
+    """Refuse kernels that the machine or the backend does not have."""
+    if backend.backend == Backend.REFERENCE:
+        if backend.threads is not None:  # in saved settings, which also serve the native backend
+            _log.warning("--threads has no effect: the reference backend computes with NumPy")
+        for flag, is_set in {"--pin-threads": backend.pin_threads, "--kernels": backend.kernels}.items():
+            if is_set:
+                raise ConfigError(
+                    f"{flag} has no meaning with the reference backend: it computes with NumPy.", remedy=f"Leave out {flag}."
+                )
+    if backend.kernels is None:
+        return
+    usable = native.info()
+    if backend.kernels not in usable["variants"]:
+        why = f" ({usable['why_no_tiles']})" if backend.kernels == "amx" and usable["why_no_tiles"] else ""
+        raise ConfigError(
+            f"This machine can't run the {backend.kernels} kernels{why}.",
+            remedy=f"Set --kernels (PENSTOCK_KERNELS) to one of {', '.join(usable['variants'])}, or leave it unset.",
+        )
+
+
+# --- checks of settings and model ---
+
+
+def check_block_size(compute: Compute) -> None:
+    """Raise ConfigError for a size that does not suit the native kernels, which keep keys in tiles."""
+    size, tile = compute.block_size, native.KV_TILE
+    if compute.is_native and size % tile:
+        raise ConfigError(
+            f"block_size {size} is not a multiple of {tile}: the native backend keeps keys in tiles of {tile} positions.",
+            remedy=f"Set --block-size to {max(1, round(size / tile)) * tile}.",
+        )
+
+
+def check_head_dim(compute: Compute, model: LoadedModel) -> None:
+    """Raise ConfigError for heads that are too wide: the native kernels keep them on the stack."""
+    head_dim = max(attention.head_dim for attention in model.spec.attentions)
+    if compute.is_native and head_dim > native.LARGEST_HEAD_DIM:
+        raise ConfigError(
+            f"head_dim of {model.name} is {head_dim}, and the native backend takes up to {native.LARGEST_HEAD_DIM}.",
+            remedy="Set --backend reference, which is slow, or take another model.",
+        )
+
+
+def check_state(compute: Compute, model: LoadedModel) -> None:
+    """Raise ConfigError if blocks are too small: a block holds the recurrent state of its own positions."""
+    needed = max((layer.mixer.kernel - 1 for layer in model.spec.layers if isinstance(layer.mixer, ShortConvSpec)), default=0)
+    if compute.block_size < needed:
+        raise ConfigError(
+            f"block_size {compute.block_size} is too small for {model.name}: its state covers {needed} positions.",
+            remedy=f"Set --block-size to {size}." if (size := -(-needed // 16) * 16) <= 256 else "Take another model.",
+        )
+
+
+def check_weight_dtype(compute: Compute, model: LoadedModel) -> None:
+    """Raise ConfigError if --weight-dtype would not change any weight."""
+    from penstock.models.formats import BLOCKS, WeightFormat
+
+    dtype = compute.options.weight_dtype
+    if dtype is None:
+        return
+    if not compute.is_on_gpu and (model.encoder is None or not compute.is_native):
+        raise ConfigError(
+            f"weight_dtype is {dtype}: on the CPU it is for models that read texts, which the native backend computes.",
+            remedy="Leave out --weight-dtype.",
+        )
+    quantised = {*BLOCKS, WeightFormat.F8_E4M3}
+    of_products = (tensor for name, tensor in model.weights.items() if tensor.num_rows > 1 and name not in ("embed", "output"))
+    if all(tensor.format in quantised for tensor in of_products):
+        raise ConfigError(
+            f"weight_dtype is {dtype}, and the weights of {model.name} are quantised already.",
+            remedy="Leave out --weight-dtype, or take the model in 16 bits.",
+        )
+
+
+def _check_cache(kv: KvConfig) -> None:
+    """Refuse settings of a cache that is off."""
+    if kv.prefix_sharing == "tenant" and not kv.prefix_caching:
+        raise ConfigError(
+            "prefix_sharing says who shares prefixes, and --no-prefix-caching keeps none.",
+            remedy="Leave out --prefix-sharing or --no-prefix-caching.",
+        )
+    if kv.kv_disk_path is not None and not kv.kv_disk_size_bytes:
+        raise ConfigError(
+            f"kv_disk_path is {kv.kv_disk_path}, and kv_disk_size is 0: nothing would be written there.",
+            remedy="Give --kv-disk-size, for example 10GiB, or leave out --kv-disk-path.",
+        )
+
+
+def _check_address_space(config: Config, compute: Compute, loading: Loading) -> None:
+    """Refuse a limit of the address space under which threads of a loaded model would fail."""
+    space = address_space()
+    if space is None or compute.is_on_gpu:
+        return
+    kv_bytes = config.kv.kv_cache_memory_bytes or LEAST_ROOM_BYTES
+    check_address_space(space, num_memory_bytes(config, loading.load()) + kv_bytes + RESERVE_BYTES)
+
+
+def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
+    merged = config.lora.merge_lora
+    if merged is not None and config.lora.is_on:
+        raise ConfigError(
+            "merge_lora is set, and so is lora_modules or lora_dir: their adapters were trained beside another model.",
+            remedy="Leave --merge-lora out, and ask for its adapter by name.",
+        )
+    return Loading(
+        source=source,
+        floats=compute.floats,
+        served_len=config.model.max_model_len,
+        generation=config.model.generation_config,
+        experts_on_disk=config.model.experts_on_disk,
+        task=config.model.task,
+        pooling=cast("Pooling | None", config.model.pooling),
+        merged_adapter=None if merged is None else Path(merged),
+    )
+
+
+# --- memory ---
+
+
+def num_memory_bytes(config: Config, model: LoadedModel) -> int:
+    """Return the bytes of memory for weights, without experts that are kept in a file."""
+    return model.num_weight_bytes - (model.num_expert_bytes if config.model.experts_on_disk else 0)
+
+
+def adapter_room(config: Config, model: LoadedModel) -> AdapterRoom:
+    """Return the memory for as many adapters as the settings name, of the greatest rank and of the projections of attention,
+    and for reading another one. Raises ConfigError for a model that can't have adapters."""
+    lora = config.lora
+    if not lora.is_on:
+        return NO_ADAPTERS
+    if model.encoder is not None:
+        raise ConfigError(
+            f"lora_modules or lora_dir is set, and {model.name} only reads texts.",
+            remedy="Leave it out, or take a model that writes text.",
+        )
+    from penstock.models.adapter import sites
+    from penstock.models.adapter_files import READ_BYTES
+    from penstock.models.architectures import describe
+
+    shapes = sites(describe(model.spec))
+    num_values = lora.max_lora_rank * sum(sum(shapes[name]) for name in shapes if name.rpartition(".")[2] in _ADAPTED)
+    return AdapterRoom(
+        image_bytes=_FACTOR_BYTES * num_values,
+        read_bytes=READ_BYTES * num_values,
+        num_in_pool=lora.max_loras,
+        num_in_memory=lora.max_cpu_loras,
+    )
+
+
+def plan_on_cpu(
+    config: Config,
+    compute: Compute,
+    spec: ModelSpec,
+    *,
+    num_weight_bytes: int,
+    available_bytes: int,
+    num_models: int = 1,
+    adapters: AdapterRoom = NO_ADAPTERS,
+) -> KvPlan:
+    """Return the KV cache of a model on a CPU with so many free bytes. Raises ConfigError as `plan_kv`."""
+    from penstock.models.architectures import describe
+
+    return plan_kv(
+        spec,
+        config.kv,
+        block_bytes=footprint.block_bytes(spec, compute.kv_dtype, compute.block_size),
+        step_bytes=footprint.expert_bytes(spec, compute.max_step_tokens),
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=compute.max_rows,
+        max_step_tokens=compute.max_step_tokens,
+        num_weight_bytes=num_weight_bytes,
+        window=describe(spec).window,
+        available_bytes=available_bytes,
+        num_models=num_models,
+        adapters=adapters,
+    )
+
+
+# --- models that only read texts: a text is read whole, in one step, and nothing of it is kept ---
+
+_KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
+"""Settings of the KV cache that matter for texts: equal texts are computed once for all who share prefixes."""
+
+
+def plan_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, KvPlan]:
+    """Return the rows and tokens of a step that suit texts, and a plan in which a block is a text's place in a step.
+
+    Raises ConfigError for settings that would change nothing, or leave no room for the longest text.
+    """
+    assert model.encoder is not None
+    _check_text_settings(config, model)
+    asked = config.model.max_model_len
+    longest = model.encoder.max_tokens if asked is None else wanted_len(model.spec, asked)
+    rows = config.scheduler.max_num_seqs or _MAX_TEXTS
+    step_tokens = config.scheduler.max_num_batched_tokens or max(compute.max_step_tokens, longest)
+    if step_tokens < longest:
+        raise ConfigError(
+            f"max_num_batched_tokens is {step_tokens}, and one step must hold a whole text of {model.name}, which may have "
+            f"{longest} tokens.",
+            remedy=f"Set --max-num-batched-tokens to {longest} or more, or --max-model-len to {step_tokens} or less.",
+        )
+    # Two steps may be in flight, and block 0 is the null block.
+    block_size = -(-longest // native.KV_TILE) * native.KV_TILE
+    capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
+    plan = KvPlan(capacity, num_bytes=0, is_shortened=False)
+    return replace(compute, max_rows=rows, max_step_tokens=step_tokens), plan
+
+
+def _check_text_settings(config: Config, model: LoadedModel) -> None:
+    """Refuse settings that would change nothing."""
+    why = f"{model.name} only reads texts"
+    for item in settings_of(KvConfig):
+        if item.field not in _KV_SETTINGS_OF_TEXTS and getattr(config.kv, item.field) != item.default:
+            raise ConfigError(
+                f"{item.key} is a setting of the KV cache, and {why}: it has none.",
+                remedy=f"Leave {item.key} out; of several models set it in the tables [[models]] of those that have one.",
+            )
+    for key, is_set in (
+        ("chat_template", config.model.chat_template is not None),
+        ("tool_call_parser", config.model.tool_call_parser != "auto"),
+        ("reasoning_parser", config.model.reasoning_parser != "auto"),
+        ("experts_on_disk", config.model.experts_on_disk),
+        ("record", config.server.record is not None),
+        ("cuda_graphs", config.backend.cuda_graphs is not None),
+    ):
+        if is_set:
+            raise ConfigError(f"{key} is set, and {why}: it would change nothing.", remedy=f"Leave {key} out.")
