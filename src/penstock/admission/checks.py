@@ -1,5 +1,4 @@
-"""The checks of admission. Each sees one call and returns why it may not come in, or None. `door` runs them in order; the
-check of what a tenant may use is in `tenants`."""
+"""The checks of admission: each sees one call and returns why it may not come in, or None. `door` runs them in order."""
 
 from __future__ import annotations
 
@@ -55,10 +54,7 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class DoorView:
-    """One call and what to expect of it, without relying on `max_tokens`.
-
-    Treat as frozen; frozen it would take twice as long to make.
-    """
+    """One call and what to expect of it, without relying on `max_tokens`. Treat as frozen."""
 
     ask: Ask
     now_ns: int
@@ -108,9 +104,8 @@ class Check(Protocol):
 class Deadlines:
     """Refuses a call whose answer would come too late to be of use.
 
-    Expected times are means, and answers may be shorter than predicted. So only a call without a chance is refused: it
-    counts three quarters of the expected time to first token, and the answer's least tokens. An idle server refuses nothing
-    before its deadline, since its measurements may be stale.
+    Expected times are means, and answers may be shorter than predicted. So it counts three quarters of the expected time to
+    first token, and the answer's least tokens. An idle server refuses nothing before its deadline.
     """
 
     def refusal(self, view: DoorView) -> Refusal | None:
@@ -136,7 +131,6 @@ class Deadlines:
 @dataclass(frozen=True, slots=True)
 class QueueLength:
     max_queue: int
-    """Requests that may wait at once, >= 1."""
 
     def refusal(self, view: DoorView) -> Refusal | None:
         num_excess = view.num_waiting + 1 - self.max_queue
@@ -177,8 +171,8 @@ class QueueDelay:
 class KvHeadroom:
     """Keeps KV blocks free for growth: running requests must fit at their predicted lengths.
 
-    Only a call with a target is refused. Others wait in the queue, where the scheduler's reserve holds them back. Freed
-    blocks are kept for the call told to come back for them: otherwise small calls would take each of them from a large one.
+    Only a call with a target is refused. Others wait in the queue. Freed blocks are kept for the call told to come back for
+    them: otherwise small calls would take each of them from a large one.
     """
 
     headroom: float

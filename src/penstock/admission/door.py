@@ -1,26 +1,8 @@
 """The door: decides whether a call may come in, before any costly work.
 
-It estimates what to expect of a call from what the engine was seen to do (`estimates`). Then each check passes, or refuses
-with a
-reason, its numbers and the time after which it would pass (`checks`, in this order):
-
-    Deadlines      its deadline can't be met: refused for good (408)
-    Tenants        its tenant has used up its limits
-    QueueLength    the maximum number of requests waits
-    QueueDelay     its first token would come later than the target
-    KvHeadroom     it has a target, and the running requests need the memory that is left
-
-The expected time to first token is
-
-    max(turn, prompts, load) + own
-
-    turn       requests ahead without a free row, at the measured drain rate (`DrainMeter`)
-    prompts    prompt tokens ahead, at the rate of steps full of them (`Pace`)
-    load       the call's adapter, if it is not in memory: the loads before it and its own, at their mean
-    own        the call's own prompt, at that rate, and the step that runs now
-
-It is the maximum and not the sum because these overlap: prompts ahead are computed while others end, and adapters load
-beside both.
+It estimates what to expect of a call (`estimates`). Then each check passes, or refuses with a reason, its numbers and the
+time after which it would pass (`checks`). The expected time to first token is max(turn of the requests ahead at the measured
+drain rate, their prompts at the rate of full steps, loads of adapters) plus the call's own prompt: these overlap.
 """
 
 from __future__ import annotations
@@ -64,8 +46,7 @@ class AdmissionLimits:
     slo_ttft_ns: int | None = None
     """Target of the time to first token; None: a long queue is no reason to refuse."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
-    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target; 0: none is refused for
-    memory."""
+    """Share of the KV blocks kept free for growth, [0, 1), by refusing requests with a target."""
     tenant_max_concurrent: int | None = None
     tenant_tokens_per_minute: int | None = None
 
@@ -83,8 +64,7 @@ class Place:
 
 
 class Admission:
-    """The door of one engine. As `Observer` and `TokenObserver` it is called on the engine's thread; all else runs on the
-    event loop."""
+    """The door of one engine. As an observer it is called on the engine's thread; all else runs on the event loop."""
 
     def __init__(
         self,
@@ -97,11 +77,8 @@ class Admission:
         adapters: AdapterSource | None = None,
         max_adapters: int = 0,
     ) -> None:
-        """`reads_priority`: the waiting requests are served by their priority.
-
-        `tenants`: their use of an earlier engine of the same model, or None. `adapters`: the source of the calls' adapters, or
-        None. At most `max_adapters` different adapters run at once.
-        """
+        """`reads_priority`: the waiting requests are served by their priority. `tenants`: their use of an earlier engine of
+        the same model. At most `max_adapters` different `adapters` run at once."""
         self.limits = limits
         self._reads_priority = reads_priority
         self.on_call: Callable[[int], None] = lambda _: None
@@ -137,8 +114,8 @@ class Admission:
     def decide(self, ask: Ask, load: EngineLoad, now_ns: int, *, refuses_with: RejectReason | None = None) -> Place:
         """Admit a call, which holds places until `leave`. Raises `Rejected`.
 
-        A call is admitted if its first request may be; so it exceeds a limit by n - 1 at most. `refuses_with`: DRAINING or
-        UNAVAILABLE if the engine takes no requests at all.
+        A call is admitted if its first request may be, so it exceeds a limit by n - 1 at most. `refuses_with`: DRAINING or
+        UNAVAILABLE if the engine takes no requests.
         """
         if refuses_with is not None:
             raise Rejected(refuses_with, _UNAVAILABLE_DETAILS[refuses_with], retry_after_s=RESTART_RETRY_AFTER_S)
@@ -191,7 +168,7 @@ class Admission:
             self._tenants.release(place.account, place.view)
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that ended without the engine reporting it: it never got them, or broke. Idempotent."""
+        """Forget requests that ended without the engine reporting it. Idempotent."""
         for request_id in request_ids:
             self._backlog.on_finish(request_id)
             self._tenants.forget(request_id)
@@ -330,8 +307,7 @@ class Admission:
         return max(int(share * self._backlog.num_blocks) + num_adapter_blocks, load.num_blocks_held)
 
     def _adapter_blocks(self, load: EngineLoad) -> dict[int, int]:
-        """Return adapter -> blocks, for running requests and waiting ones that find a row; at most as many adapters as may
-        run."""
+        """Return adapter -> blocks, for running requests and waiting ones that find a row."""
         blocks = self._backlog.adapter_blocks(load.num_running + load.num_rows_free)
         return dict(islice(blocks.items(), self._max_adapters))
 

@@ -15,16 +15,12 @@ from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats, StepStats, WaitReason
 
 STEP_WEIGHT = 0.05
-"""Weight of the newest step in the mean."""
+"""Weight of the newest step, or of the newest promise, in a mean."""
 PREFILL_DECAY = 0.95
 """Factor on what is remembered, per step full of prefill."""
 
 LENGTH_DECAY = 0.98
 """Factor on what is remembered, per observation: about the last fifty count."""
-FIRST_TOKENS_PER_CHAR = 0.25
-FIRST_WEIGHT_CHARS = 400.0
-FIRST_OUTPUT_TOKENS = 128.0
-"""Assumed until the first answers have ended."""
 
 NUM_ERRORS = 99
 """Errors that the margin remembers: the next error is the largest of a hundred with a chance of 1 %."""
@@ -33,10 +29,6 @@ FIRST_FACTOR = 1.25
 MAX_FACTOR = 4.0
 """A larger error is an accident, such as a machine that stood still, and must not lock out calls that could correct it."""
 
-MIN_BUSY_S = 1.0
-"""Shorter observations give no rate."""
-REFUSAL_NS = 1_000_000_000
-"""A refusal counts as demand for this long."""
 _BUCKET_NS = 1_000_000_000
 
 GRACE_NS = 2_500_000_000
@@ -45,11 +37,8 @@ SPREAD = 1.2
 """Factor between the spacing of promised places and the rate at which they become free."""
 MAX_PROMISES = 8192
 """Beyond it, and beyond the longest announced time, no places are kept."""
-UNKNOWN_SPACING_NS = 250_000_000
-"""Spacing while the drain rate is unknown."""
 MAX_PER_CLAIM = 8
 """Places for calls that look the same, so that one impatient client does not put off everyone else."""
-SHARE_WEIGHT = 0.05
 MIN_SHARE = 0.1
 """Least share of promised calls that are counted on to return."""
 
@@ -65,7 +54,6 @@ class Pace:
 
     @property
     def step_ns(self) -> int:
-        """Mean duration of a step: the wait of a running request for its next token."""
         return int(self._step_ns)
 
     def prefill_ns(self, num_tokens: float) -> int:
@@ -103,10 +91,9 @@ class Lengths:
     """Decaying means of prompt and answer lengths."""
 
     def __init__(self) -> None:
-        self._tokens_per_char = _Mean(FIRST_TOKENS_PER_CHAR * FIRST_WEIGHT_CHARS, FIRST_WEIGHT_CHARS)
-        """Written by the event loop."""
-        self._output_tokens = _Mean(FIRST_OUTPUT_TOKENS, 1.0)
-        """Written by the engine thread, as is the next."""
+        self._tokens_per_char = _Mean(100.0, 400.0)  # assumed at first, as are 128 tokens of an answer
+        """Written by the event loop; the next two by the engine thread."""
+        self._output_tokens = _Mean(128.0, 1.0)
         self._cached_share = _Mean(0.0, 1.0)
 
     def on_prompt(self, num_chars: int, num_tokens: int) -> None:
@@ -144,7 +131,6 @@ class Margin:
         self._errors = deque([FIRST_FACTOR], maxlen=NUM_ERRORS)
 
     def observe(self, expected_ns: int, real_ns: int) -> None:
-        """Add an error; `expected_ns` > 0."""
         self._errors.append(real_ns / expected_ns)
         self.factor = min(MAX_FACTOR, max(1.0, *self._errors))
 
@@ -153,13 +139,8 @@ class DrainMeter:
     """Measures how fast places become free.
 
     The rate is (requests that ended) / (time) over the last `window_s` seconds, counting only time in which others waited or
-    were refused. On an idle server requests end as rarely as they arrive, which says nothing about its speed. While a queue
-    stands, each end frees a place for a waiting request.
-
-        busy time  1 s buckets, a ring   |....|####|####|##..|    # = a request waited
-        ends                                    3    4    1       -> 8 requests in 2.5 s: 3.2 requests per second
-
-    The engine thread writes; `note_refusal` belongs to the event loop.
+    were refused: on an idle server requests end as rarely as they arrive, which says nothing about its speed. The engine
+    thread writes; `note_refusal` belongs to the event loop.
     """
 
     def __init__(self, window_s: int = 30) -> None:
@@ -173,7 +154,7 @@ class DrainMeter:
     def rate(self, now_ns: int) -> float:
         """Return the requests per second that ended while others waited; 0 if none waited within the window."""
         num_ended, busy_s = self._window.totals(now_ns)
-        return num_ended / busy_s if busy_s >= MIN_BUSY_S else 0.0
+        return num_ended / busy_s if busy_s >= 1 else 0.0
 
     def ns_per_request(self, now_ns: int, forecast_ns: float, weight: int) -> int | None:
         """Return the mean time between ends while others wait; None if unknown.
@@ -183,11 +164,11 @@ class DrainMeter:
         """
         num_ended, busy_s = self._window.totals(now_ns)
         if not forecast_ns:
-            return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= MIN_BUSY_S else None
+            return int(busy_s * 1e9 / max(1, num_ended)) if busy_s >= 1 else None
         return int((busy_s * 1e9 + weight * forecast_ns) / (num_ended + weight))
 
     def note_refusal(self, now_ns: int) -> None:
-        self._refused_until_ns = now_ns + REFUSAL_NS
+        self._refused_until_ns = now_ns + _BUCKET_NS  # it counts as demand for so long
 
     def on_step(self, stats: StepStats) -> None:
         """Count the time since the last step as busy if requests were waiting then."""
@@ -209,7 +190,6 @@ class _BusyWindow:
         self._epochs = [-1] * num_buckets
         """The second (now_ns // 1e9) of each bucket; -1 for none."""
         self._newest = -1
-        """The newest second in a bucket."""
         self._busy_ns = [0] * num_buckets
         self._num_ended = [0] * num_buckets
 
@@ -334,7 +314,7 @@ class Promise:
     """Kept or given up."""
 
     def __lt__(self, other: Promise) -> bool:
-        """The first to expire. Longer waits have a longer grace, so this is not the order of due times."""
+        """Compare by expiry. Longer waits have a longer grace, so this is not the order of due times."""
         return self.expires_ns < other.expires_ns
 
 
@@ -342,14 +322,10 @@ class Promises:
     """Calls that were told when to come back: a queue of absent clients. Runs on the event loop.
 
     Each refused call gets a time of its own: when its check is expected to pass, at least one place's time after the
-    previous refused call. So they do not return as a herd, and one that returns on time finds a place:
-
-        told     |--wait--|a  |b  |c  |d ...        one end of a request apart, and a little more
-        due               a came back: let in, though others are refused
-                              b did not: its place is kept for `GRACE_NS` and a tenth of its wait, then free for all
-
-    A returning call is recognised by its claim, which the server derives from the body. The share that returns is learned,
-    and shortens the spacing. The arithmetic is GCRA's virtual scheduling (ATM Forum, Traffic Management 4.1, 1999).
+    previous refused call. So they do not return as a herd, and one that returns on time finds a place, which is kept for
+    `GRACE_NS` and a tenth of its wait. A returning call is recognised by its claim, which the server derives from the body.
+    The share that returns is learned, and shortens the spacing. The arithmetic is GCRA's virtual scheduling (ATM Forum,
+    Traffic Management 4.1, 1999).
     """
 
     def __init__(self) -> None:
@@ -374,7 +350,7 @@ class Promises:
         ahead = [promise for promise in self._by_claim.get(claim, ()) if promise.due_ns > now_ns] if claim is not None else []
         if len(ahead) >= MAX_PER_CLAIM:
             return ahead[0].due_ns - now_ns
-        spacing_ns = UNKNOWN_SPACING_NS if ns_per_request is None else SPREAD * self._return_share * ns_per_request
+        spacing_ns = 0.25e9 if ns_per_request is None else SPREAD * self._return_share * ns_per_request
         due_ns = max(now_ns + wait_ns, self._last_due_ns + int(spacing_ns))
         if due_ns - now_ns > max_wait_ns or len(self._later) >= MAX_PROMISES:
             return min(due_ns - now_ns, max_wait_ns)
@@ -428,7 +404,7 @@ class Promises:
 
     def _end(self, promise: Promise, *, came_back: bool) -> None:
         promise.is_over = True
-        self._return_share += SHARE_WEIGHT * (came_back - self._return_share)
+        self._return_share += STEP_WEIGHT * (came_back - self._return_share)
         self._return_share = max(MIN_SHARE, self._return_share)
         if promise.claim is not None:
             promises = self._by_claim[promise.claim]

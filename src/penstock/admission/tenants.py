@@ -1,12 +1,8 @@
-"""Limits per tenant: concurrent requests, calls and tokens per minute.
-
-The limits are the defaults or the tenant's own, which a call brings along (`Ask.limits`) and which may change.
+"""Limits per tenant: concurrent requests, calls and tokens per minute; the defaults or the tenant's own (`Ask.limits`).
 
 Tokens are a bucket that holds one minute's worth and refills steadily. A request takes its predicted tokens when it comes
 in, and the difference to what it used is settled when it ends, so the bucket may be in debt. A request larger than the
-bucket comes in when the bucket is full.
-
-`refusal` and `enter` run on the event loop, `on_finish` on the engine thread: each number has one writer.
+bucket comes in when the bucket is full. `on_finish` runs on the engine thread, all else on the event loop.
 """
 
 from __future__ import annotations
@@ -23,9 +19,6 @@ MAX_TENANTS = 1024
 OTHERS = ""
 """The shared account, also for calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
-_NUM_LOOKED_AT = 16
-"""Oldest accounts checked to find one to forget."""
-_DURATION_WEIGHT = 0.1
 
 
 @dataclass(slots=True)
@@ -58,7 +51,7 @@ class Tenants:
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
         self._accounts: OrderedDict[str, Account] = OrderedDict()
         self.entered: dict[str, tuple[Account, int]] = {}
-        """Request id -> its account, and its predicted tokens."""
+        """Request id -> (its account, its predicted tokens)."""
         self._duration_ns = 0.0
 
     def refusal(self, view: DoorView) -> Refusal | None:
@@ -94,7 +87,7 @@ class Tenants:
             account, num_predicted = entered
             account.num_left += 1
             account.num_correction_tokens += num_tokens - num_predicted
-            self._duration_ns += (duration_ns - self._duration_ns) * (_DURATION_WEIGHT if self._duration_ns else 1.0)
+            self._duration_ns += (duration_ns - self._duration_ns) * (0.1 if self._duration_ns else 1.0)
 
     def forget(self, request_id: str) -> None:
         """Count a request with unknown end as having used its prediction. Unknown ones are ignored."""
@@ -168,7 +161,7 @@ class Tenants:
 
     def _forget_one(self, now_ns: int) -> bool:
         """Forget an idle account with full buckets. Return whether there was one among the oldest."""
-        for tenant, account in list(islice(self._accounts.items(), _NUM_LOOKED_AT)):
+        for tenant, account in list(islice(self._accounts.items(), 16)):
             self._refill(account, now_ns)
             limits = account.limits
             has_tokens = account.level_tokens >= (limits.tokens_per_minute or 0) or limits.tokens_per_minute is None

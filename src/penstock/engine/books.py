@@ -1,11 +1,8 @@
 """The books: the right to touch the core, and the executor that the engine thread calls without that right.
 
-The engine thread has the books while it does a turn, and lets go of them whenever it is inside the executor: then nothing in
-the core changes. So another thread that wants to see more than the core's snapshot takes the books for a moment. It never finds
-them half written, whether the engine is busy, idle, hung in a step, failed or stopped.
-
-    engine thread    |== turn: plan ==| inside the executor |== commit ==|   idle   |== turn ...
-    another thread                      |== reads ==|                     |== reads ==|
+The engine thread has the books while it does a turn, and releases them whenever it is inside the executor: then nothing in
+the core changes, and another thread may take the books to read more than the core's snapshot. It never finds them half
+written, whether the engine is busy, idle, hung in a step, failed or stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ READ_TIMEOUT_S = 2.0
 
 
 class Abandoned(Exception):
-    """The executor came back after the requests of the engine had been ended."""
+    """The executor came back after the engine's requests had been ended."""
 
 
 class Books:
@@ -41,7 +38,7 @@ class Books:
         """Held by the reader whose turn it is."""
         self._are_wanted = False
         self._inside_since_ns: int | None = None
-        """When the engine thread entered the executor; None if it is not inside. Written by the engine thread."""
+        """When the engine thread entered the executor; None outside. Written by the engine thread."""
         self._is_abandoned = False
 
     def __enter__(self) -> None:
@@ -54,12 +51,12 @@ class Books:
         self._lock.release()
 
     def let_go(self) -> None:
-        """The engine thread enters the executor."""
+        """Note that the engine thread enters the executor."""
         self._inside_since_ns = self._clock.now_ns()
         self._lock.release()
 
     def take_back(self) -> None:
-        """The engine thread has left the executor. Raises `Abandoned` if its requests have been ended meanwhile."""
+        """Note that the engine thread has left the executor. Raises `Abandoned` if its requests have been ended meanwhile."""
         if self._are_wanted:
             with self._readers:
                 pass
@@ -71,14 +68,14 @@ class Books:
     # For any other thread.
 
     def waiting_ns(self) -> int:
-        """For how long the engine thread has been inside the executor; 0 if it is not."""
+        """Return how long the engine thread has been inside the executor; 0 if it is not."""
         since_ns = self._inside_since_ns
         return 0 if since_ns is None else self._clock.now_ns() - since_ns
 
     def read(self, look: Callable[[], T]) -> T:
         """Call `look` while the core stands still. Raises TimeoutError if the engine thread keeps the books for too long.
 
-        Never from a sink or an observer: they are called by the engine thread, which has the books.
+        Never call it from a sink or an observer: they run on the engine thread, which has the books.
         """
         if not self._readers.acquire(timeout=READ_TIMEOUT_S):
             raise TimeoutError("other readers keep the books of the engine")
@@ -97,9 +94,9 @@ class Books:
 
     @contextmanager
     def abandon(self) -> Iterator[bool]:
-        """Take the books from an engine thread that does not come back from the executor, for good.
+        """Take the books for good from an engine thread that does not come back from the executor.
 
-        False, and nothing is taken, if it is not inside, or just came back. If True, it never touches the core again.
+        Yields False, and takes nothing, if it is not inside, or just came back. If True, it never touches the core again.
         """
         since_ns = self._inside_since_ns
         if since_ns is None:
@@ -111,12 +108,8 @@ class Books:
 
 
 class WatchedExecutor:
-    """The executor as the engine thread calls it: the engine thread lets go of the books for the time of each call, but not
-    of `drop_adapter` and `close`.
-
-    Where it lets go, a call raises `Abandoned` instead of whatever happened, if the requests of the engine have been ended
-    meanwhile.
-    """
+    """The executor as the engine thread calls it. The engine thread releases the books for each call but `drop_adapter` and
+    `close`, and the call raises `Abandoned` if the engine's requests have been ended meanwhile."""
 
     def __init__(self, executor: Executor, books: Books) -> None:
         self._executor = executor

@@ -1,13 +1,8 @@
 """The only way between the event loop and the engine thread: requests go in, chunks come out, one thread hop per step.
 
-The server and the Python API call it on the event loop; the engine thread calls `deliver`. It blocks
-neither side: the chunks that a slow reader has not taken are merged, so they take no more room than that request's output.
-
-An `EventWaker` wakes the event loop with the interpreter's lock in hand. asyncio's own `call_soon_threadsafe` writes to a
-socket, and gives up the lock for that moment. The loop's thread, just woken, takes it and works off the whole step's tokens
-before the engine thread may go on: half a millisecond in which no kernel runs. With the lock kept, the engine thread starts
-its next step first, and gives the lock away for as long as the kernels take. Linux has the means (`eventfd`, and ctypes'
-`PyDLL`, whose calls keep the lock); elsewhere it is `call_soon_threadsafe`.
+It blocks neither side. An `EventWaker` wakes the event loop without giving up the interpreter's lock: asyncio's
+`call_soon_threadsafe` writes to a socket and gives it up, and the loop's thread would work off the step's tokens before the
+engine thread starts its next step. That is half a millisecond in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -30,11 +25,11 @@ from penstock.types.request import Request
 _log = logging.getLogger(__name__)
 
 _MERGE_ABOVE_CHUNKS = 64
-"""A reader that lags further behind than this gets its chunks merged, so that a slow one costs no more than its own output."""
+"""A reader that lags further behind than this gets its chunks merged, so that it costs no more than its own output."""
 
 
 class EnginePort(Protocol):
-    """The engine as the bridge needs it; both methods are thread-safe and never block."""
+    """The engine as the bridge needs it. Both methods are thread-safe and never block."""
 
     def submit(self, *requests: Request) -> None: ...
 
@@ -45,11 +40,11 @@ class ChunkReader(Protocol):
     """Takes the chunks of its requests, on the event loop."""
 
     def put(self, chunk: OutputChunk) -> None:
-        """Called for each chunk; `flush` follows."""
+        """Take a chunk; `flush` follows."""
         ...
 
     def flush(self) -> None:
-        """Called after all chunks that came at once."""
+        """Note that all chunks that came at once were put."""
         ...
 
 
@@ -68,7 +63,7 @@ class _Hop:
 
 
 class Bridge:
-    """Owns the map from request ids to their readers, streams as a rule. One event loop at a time."""
+    """Owns the map from request ids to their readers, usually streams. One event loop at a time."""
 
     def __init__(self) -> None:
         self._engine: EnginePort | None = None
@@ -79,13 +74,12 @@ class Bridge:
         self._deliveries: deque[list[OutputChunk]] = deque()
 
     def attach(self, engine: EnginePort) -> None:
-        """Name the engine; before the first stream. Apart from the constructor, as the engine's sink is `deliver`."""
+        """Name the engine, before the first stream: its sink is `deliver`."""
         self._engine = engine
 
     def detach(self) -> None:
-        """Forget the engine, which has ended, and the loop. They know the bridge, and what knows each other is freed late or
-        never. For any thread.
-        """
+        """Forget the engine, which has ended, and the loop: a cycle of references would be freed late or never. For any
+        thread."""
         self._is_detached, self._engine = True, None
         hop, self._hop = self._hop, None
         if hop is not None:
@@ -93,7 +87,7 @@ class Bridge:
 
     @property
     def num_open_requests(self) -> int:
-        """Number of requests whose answer is still read."""
+        """Requests whose answer is still read."""
         return len(self._readers)
 
     def open(self, requests: Sequence[Request]) -> Stream:
@@ -106,7 +100,7 @@ class Bridge:
         return stream
 
     def submit(self, requests: Sequence[Request], reader: ChunkReader) -> None:
-        """Have requests run, and their chunks told to a reader until it has each of them forgotten or aborted.
+        """Run requests, and give their chunks to a reader until it forgets or aborts each of them.
 
         Raises what the engine's `submit` raises, and `Rejected` after `detach`; then none of them runs.
         """
@@ -124,7 +118,7 @@ class Bridge:
         self._readers.update({request.request_id: reader for request in requests})
 
     def abort(self, request_id: str, detail: str) -> None:
-        """End a request; the reader of its stream gets the ABORT chunk."""
+        """End a request; its reader gets the ABORT chunk."""
         if (engine := self._engine) is not None:
             engine.abort(request_id, detail)
 
@@ -141,7 +135,7 @@ class Bridge:
             _log.debug("the event loop is closed; nobody reads these chunks")
 
     def forget(self, request_id: str) -> None:
-        """Called by a reader when it no longer wants a request's chunks."""
+        """Note that a reader no longer wants a request's chunks."""
         self._readers.pop(request_id, None)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -204,7 +198,7 @@ class Stream:
         return chunks if len(chunks) <= 1 else merge_chunks(chunks)
 
     def put(self, chunk: OutputChunk) -> None:
-        """Called by the bridge, on the event loop; `flush` follows."""
+        """Take a chunk from the bridge, on the event loop; `flush` follows."""
         self._chunks.append(chunk)
         if len(self._chunks) > self._merge_above:
             self._chunks = merge_chunks(self._chunks)
@@ -213,7 +207,7 @@ class Stream:
             self._bridge.forget(chunk.request_id)
 
     def flush(self) -> None:
-        """Have a waiting reader return with the chunks that are there, if any. The bridge calls it after what it `put`."""
+        """Let a waiting reader return with the chunks that are there, if any."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -228,7 +222,6 @@ class Stream:
         self.flush()
 
     def close(self) -> None:
-        """Read no further."""
         if self._unfinished:
             self.cancel("the reader left")
 
@@ -242,7 +235,7 @@ class Stream:
 
 
 def merge_chunks(chunks: list[OutputChunk]) -> list[OutputChunk]:
-    """One chunk per request, in order of their first chunks; texts and tokens joined, the rest as the last one says."""
+    """Return one chunk per request, in order of their first chunks. Texts and tokens are joined; the rest is the last one's."""
     grouped: dict[str, list[OutputChunk]] = {}
     for chunk in chunks:
         grouped.setdefault(chunk.request_id, []).append(chunk)
@@ -270,20 +263,18 @@ def _join(group: list[OutputChunk]) -> OutputChunk:
 
 
 def make_waker(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[], object]:
-    """Has the function called soon on the loop, at least once after each call of the result, which any thread may call.
-
-    That may raise RuntimeError if the loop is closed.
-    """
+    """Return a function that any thread may call to have `function` called soon on the loop. Raises RuntimeError if it is
+    closed."""
     with contextlib.suppress(AttributeError, ImportError, NotImplementedError, OSError):
         return EventWaker(loop, function).wake
     return partial(loop.call_soon_threadsafe, function)
 
 
 class EventWaker:
-    """By an `eventfd` that the loop watches until it is closed."""
+    """Wakes the loop by an `eventfd`, through ctypes' `PyDLL`, whose calls keep the lock."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-        """Raises AttributeError, ImportError, NotImplementedError or OSError where that can't be."""
+        """Raises AttributeError, ImportError, NotImplementedError or OSError where that is not possible."""
         import ctypes
 
         self._write = ctypes.PyDLL(None).eventfd_write
@@ -303,7 +294,7 @@ class EventWaker:
             self._function = tuple
 
     def _end(self) -> None:
-        """Call the function a last time, since a wake before the end may not have reached it: the last chunks of an engine."""
+        """Call the function a last time: a wake before the end, with an engine's last chunks, may not have reached it."""
         self._loop.remove_reader(self._event)
         function, self._function = self._function, tuple
         function()

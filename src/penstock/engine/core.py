@@ -1,21 +1,9 @@
-"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops, waits or sleeps,
-and reads a clock only to know how long masks take.
+"""The engine core: owns every request from its `Add` to its finish event. Called by the stepper; never loops or waits.
 
-    core.apply(commands, now)        add, abort, stop, drain; deadlines; who can't follow a grammar any further; their events
-    plan = core.begin(now)           the next step, or None
-    core.take_adapter_drops()        adapters to drop before it, or without it
-    core.take_block_copies()         copies to make after that
-    core.take_adapter_placements()   adapters to place after that
-    ... an executor runs the plan ...
-    core.finish(plan, result, now)   its tokens, and what answers may go on with that follow a grammar
-    core.settle_grammars(...)        who sits out the next step, as its mask is slow
-
-Every request that was added ends in exactly one event whose `finish_reason` is set, and its blocks are free from that moment,
-or from the `finish` of the last step that has a row of it.
-
-`begin` may be called again while one step is in flight, and then plans the next one ahead, if it can (`sched/flights.py`); if
-not, it returns None, and will plan it when that step is finished. `apply` may run at any time. Steps are finished in the order
-in which they began.
+`apply` obeys commands, `begin` plans the next step, the `take_*` methods give what the executor must do before it, `finish`
+commits what was computed, and `settle_grammars` chooses the answers that sit out. Every request that was added ends in
+exactly one event with a `finish_reason`, and its blocks are free from then on, or once no step in flight has a row of it.
+Steps are finished in the order in which they began.
 """
 
 from __future__ import annotations
@@ -54,25 +42,23 @@ _DETAILS = {
 
 
 ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
-"""Makes the text of an answer's last event, and returns the reason and the stop reason of the answer's end."""
+"""Makes the text of an answer's last event. Returns the reason and the stop reason of the answer's end."""
 
 
 class EngineSnapshot(NamedTuple):
-    """Counts of requests and blocks at one moment between two changes of the core. Nobody writes to one."""
+    """Counts of requests and blocks at one moment between two changes of the core. Never changed."""
 
     num_running: int
     waits_for: WaitReason
-    """The reason why the first of the waiting requests waits, as the last plan found it."""
+    """Why the first waiting request waits, as of the last plan."""
     num_blocks_free: int
     num_blocks_cached: int
     num_blocks_shared: int
-    """Blocks that several requests hold."""
     adapters: AdapterCounts
 
     def load(self, *, num_in_flight: int, num_prompt_tokens: int, num_blocks: int, max_rows: int) -> EngineLoad:
-        """How busy the engine is. The first two count all requests in flight, those that the core has not seen included;
-        `num_blocks` and `max_rows` are the pool's and the scheduler's.
-        """
+        """Return how busy the engine is. The first two count all requests in flight, even those that the core has not seen;
+        `num_blocks` and `max_rows` are the pool's and the scheduler's."""
         return EngineLoad(
             num_running=self.num_running,
             num_waiting=max(0, num_in_flight - self.num_running),
@@ -88,8 +74,6 @@ class EngineSnapshot(NamedTuple):
 
 
 class EngineCore:
-    """The step without a loop."""
-
     def __init__(
         self, scheduler: Scheduler, *, observer: Observer | None = None, journal: RequestJournal | None = None
     ) -> None:
@@ -99,23 +83,23 @@ class EngineCore:
         if journal is None:
             scheduler.tell_no_stops()
         self._requests: dict[str, Request] = {}
-        """All that were added and have not ended."""
+        """Those that have not ended."""
         self._following = Following()
         self._deadlines: KeyedHeap[Request] = KeyedHeap()
-        """By the next instant at which each may be overdue."""
+        """By the next time at which each may be overdue."""
         self._deadline_numbers: dict[str, int] = {}
         self._closed: Rejected | None = None
-        """Why nothing is accepted any more; None while it is."""
+        """Why nothing is accepted any more, or None."""
         self._told_wait = WaitReason.NOTHING
-        """To the journal."""
+        """Last reported to the journal."""
         self._last_finish_ns = 0
         self._last_step_ns = 0
-        """How long the last step took, without its wait for other models."""
+        """Duration of the last step, without its wait for other models."""
         self._last_num_rows = 1
         self.followed_ns = 0
-        """How long grammars took in the last `finish`, if it had a clock."""
+        """Time that grammars took in the last `finish`, if it had a clock."""
         self.snapshot = self._take_snapshot()
-        """Replaced as a whole in every turn, and before an end is told. Any thread may read it, and nothing else here."""
+        """Replaced as a whole in every turn, and before an end is reported. Any thread may read it, and nothing else here."""
 
     @property
     def has_work(self) -> bool:
@@ -131,11 +115,10 @@ class EngineCore:
         return self.scheduler.num_waiting
 
     def apply(self, commands: Iterable[Command], now_ns: int) -> list[TokenEvent]:
-        """Obey commands in order, then end what can't follow its grammar any further, is past its deadline, or waits for an
-        adapter in vain.
+        """Obey commands in order, then end what can't follow its grammar, is past its deadline, or waits for an adapter in
+        vain.
 
-        Returns the finish events of all that ended by it.
-        Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
+        Returns the finish events. Raises ValueError for an `Add` whose request id belongs to a request that has not ended.
         """
         events: list[TokenEvent] = []
         for command in commands:
@@ -162,10 +145,7 @@ class EngineCore:
         return events
 
     def begin(self, now_ns: int) -> StepPlan | None:
-        """The next step, with what the executor must forget; None if there is nothing to compute now.
-
-        With one step in flight also None if that has to be finished first.
-        """
+        """Return the next step, or None if there is nothing to compute, or if the step in flight has to be finished first."""
         turns = self._following.turns
         plan = self.scheduler.schedule(now_ns, turns.sitting_out, turns.sitting_out_alone)
         news = self.scheduler.news
@@ -176,28 +156,25 @@ class EngineCore:
         return plan
 
     def take_block_copies(self) -> list[tuple[int, int]]:
-        """(source, destination) blocks that the executor must copy before it gets the plan that `begin` just returned.
-
-        Also if that was None: whoever they were made for may have lost its turn in the same step, but what it had computed is
-        cached in the destination, and the next to arrive from the tier may be written to either block.
-        """
+        """Return (source, destination) blocks that the executor must copy before the next plan, whether there is a plan now
+        or not: the destination is cached, and a block from the tier may be written to either."""
         return self.scheduler.kv.take_block_copies()
 
     def take_adapter_drops(self) -> Sequence[int]:
-        """Numbers of adapters that the executor must drop before those copies, whether there is a plan or not."""
+        """Return the adapters that the executor must drop before those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_drops()
 
     def take_adapter_placements(self) -> Sequence[AdapterPlacement]:
-        """Adapters that the executor must place after those copies, whether there is a plan or not."""
+        """Return the adapters that the executor must place after those copies, whether there is a plan or not."""
         return self.scheduler.kv.adapters.take_placements()
 
     def finish(
         self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock | None = None, read_end: ReadEnd | None = None
     ) -> list[TokenEvent]:
-        """Commit a step: one event for each row that sampled or failed, in the order of the plan.
+        """Commit a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` tells how long grammars take, and nothing else; None: it is not asked. `read_end` makes the text of an answer
-        that ends by its length, before observers hear of the end. None means that there is no text.
+        `clock` measures how long grammars take; None: not measured. `read_end` makes the text of an answer that ends by its
+        length, before observers hear of the end; None: there is no text.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -218,17 +195,15 @@ class EngineCore:
         return outcome.events
 
     def _read_ends(self, events: Sequence[TokenEvent], read_end: ReadEnd) -> None:
-        """Let the text name the reason where it ends an answer together with its length."""
+        """Let the text change the reason where it ends an answer together with its length."""
         for event in events:
             if event.finish_reason is FinishReason.LENGTH:
                 reason, stop_reason = read_end(event)
                 progress.end(self._requests[event.request_id], reason, stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock | None) -> int:
-        """Tell grammars what was sampled, and let answers have the tokens that these force at once.
-
-        Returns how long that took, or 0 without a clock.
-        """
+        """Tell grammars what was sampled, and append the tokens that they force. Return how long that took, or 0 without a
+        clock."""
         scheduler, following = self.scheduler, self._following
         began_ns = 0 if clock is None else clock.now_ns()
         following.follow(outcome.events, scheduler.max_forced, partial(scheduler.force, outcome=outcome), clock)
@@ -236,29 +211,29 @@ class EngineCore:
 
     @property
     def has_grammars(self) -> bool:
-        """True while the answer of a request that has not ended follows one, or the last one's time is not settled."""
+        """True while the answer of a request that has not ended follows a grammar, or the last masks are not settled."""
         return bool(self._following)
 
     def awaits_masks(self, plan: StepPlan) -> bool:
-        """Whether a row of a plan that `begin` just returned samples and follows a grammar: the executor waits for `masks`."""
+        """Return whether the executor waits for the masks of a plan that `begin` just returned."""
         return self._following.is_in(plan)
 
     def masks(self, plan: StepPlan, clock: Clock | None = None) -> dict[str, bytes]:
-        """The tokens that rows with a grammar may sample in a step, by request id. All steps before it must be finished.
+        """Return request id -> mask for the sampling rows with a grammar. All steps before it must be finished.
 
-        Requests that have ended, or can't follow their grammars any further, have none: `apply` ends these before the step is
-        committed. `clock`: as that of `finish`.
+        Requests that have ended, or can't follow their grammars, have none: `apply` ends these before the step is committed.
         """
         return self._following.masks(plan, clock)
 
     def settle_grammars(self, *, is_beside: bool) -> None:
-        """Find out who sits out. After each `finish`, before the next step is planned. `is_beside`: a step is in flight."""
+        """Choose who sits out. Called after each `finish`, before the next step is planned. `is_beside`: a step is in
+        flight."""
         now_ns, running = self._last_finish_ns, self.scheduler.running
         self._following.turns.settle(now_ns, self._last_step_ns, self._last_num_rows, running, is_beside=is_beside)
 
     def next_wakeup_ns(self, now_ns: int) -> int | None:
-        """When to call `apply` and `begin` again if nothing else happens: a deadline, the gate, a load or an adapter;
-        None: no need to."""
+        """Return when to call `apply` and `begin` again if nothing else happens (a deadline, the gate, a load, an adapter),
+        or None."""
         deadline = self._deadlines.peek()
         times = [] if deadline is None else [deadline[0][0]]
         if (wakeup_ns := self.scheduler.wakeup_ns(now_ns)) is not None:
@@ -287,7 +262,7 @@ class EngineCore:
         return events
 
     def check(self) -> None:
-        """Verify every invariant. Raises AssertionError. O(blocks + requests). For between steps."""
+        """Raise AssertionError if an invariant is broken. O(blocks + requests). For between steps."""
         self.scheduler.check()
         assert not self.scheduler.kv.pending_copies, "a copy of a block was not made in its step"
         assert not self.scheduler.kv.adapters.has_orders, "an adapter was not placed, or not dropped, in its step"
@@ -337,7 +312,7 @@ class EngineCore:
         detail: str = "",
         reject_reason: str = "",
     ) -> list[TokenEvent]:
-        """End a request between steps, and with it all beams of its search; no event if it has ended already."""
+        """End a request between steps with all beams of its search. No event if it has ended already."""
         request = self._requests.get(request_id)
         events: list[TokenEvent] = []
         if request is None:
@@ -366,7 +341,7 @@ class EngineCore:
         return events
 
     def _forget(self, request: Request, now_ns: int, reject_reason: str = "") -> None:
-        """The request has ended: tell the observer, and remember nothing of it."""
+        """Forget a request that has ended, and report its end."""
         del self._requests[request.request_id]
         self._following.remove(request)
         number = self._deadline_numbers.pop(request.request_id, None)
@@ -414,16 +389,16 @@ class EngineCore:
 
 
 class Following:
-    """Matchers by request id."""
+    """The answers that follow a grammar: their matchers by request id."""
 
     def __init__(self) -> None:
         self._matchers: dict[str, Matcher] = {}
         self._new: dict[str, str] = {}
         """Request id -> tenant, for requests that have not sampled yet. Their first mask came with the grammar."""
         self._put_off: dict[str, Sequence[int]] = {}
-        """Tokens by request id that its matcher was not told, as the request sat out: no work is done that nobody may need."""
+        """Request id -> tokens not yet given to its matcher, as it sits out and may be cancelled before its turn."""
         self._failed: dict[str, tuple[str, str]] = {}
-        """Causes by request id, until they are taken."""
+        """Request id -> causes, until they are taken."""
         self.turns = MaskTurns()
 
     def __bool__(self) -> bool:
@@ -436,7 +411,6 @@ class Following:
             self._new[request.request_id] = request.tenant
 
     def remove(self, request: Request) -> None:
-        """It has ended."""
         if self._matchers.pop(request.request_id, None) is not None:
             self._new.pop(request.request_id, None)
             self._put_off.pop(request.request_id, None)
@@ -444,11 +418,10 @@ class Following:
             self.turns.leave(request.request_id)
 
     def is_in(self, plan: StepPlan) -> bool:
-        """Whether one of them samples in a step."""
         return bool(self._matchers) and any(row.samples and row.request_id in self._matchers for row in plan.rows)
 
     def masks(self, plan: StepPlan, clock: Clock | None) -> dict[str, bytes]:
-        """Masks of the requests that sample in a step, have neither ended nor failed, and may not have any token."""
+        """Return the masks of the requests that sample in a step and have neither ended nor failed."""
         masks = dict[str, bytes]()
         self.turns.forgive([row.request_id for row in plan.rows])
         began_ns = _busy_ns(clock)
@@ -474,10 +447,10 @@ class Following:
         force: Callable[[TokenEvent, Sequence[int]], TokenEvent],
         clock: Clock | None,
     ) -> None:
-        """Tell matchers what a step sampled; later, if a new request sits out.
+        """Give matchers what a step sampled; later, if a new request sits out.
 
-        Tokens that have to follow are appended, `max_forced(request_id)` at most, by `force`, whose event takes the place of
-        the one before.
+        Tokens that have to follow are appended by `force`, at most `max_forced(request_id)`. Its event replaces the one
+        before.
         """
         began_ns = _busy_ns(clock)
         for idx, event in enumerate(events):
@@ -494,14 +467,13 @@ class Following:
             began_ns = ended_ns
 
     def take_failed(self) -> list[tuple[str, str, str]]:
-        """Requests whose grammar can't be followed any further, with the cause in words, and as a `RejectReason` value if the
-        grammar itself is it."""
+        """Take (request id, cause in words, cause as a `RejectReason` or "") of requests that can't follow their grammar."""
         failed = [(request_id, *causes) for request_id, causes in self._failed.items()]
         self._failed.clear()
         return failed
 
     def _accept(self, request_id: str, token_ids: Sequence[int], max_forced: Callable[[str], int]) -> list[int]:
-        """Tokens are the answer's next. Returns those that have to follow, which are accepted, too."""
+        """Accept the answer's next tokens. Return those that have to follow, which are accepted too."""
         matcher, forced = self._matchers[request_id], list[int]()
         try:
             matcher.accept(token_ids)
@@ -526,7 +498,7 @@ class Following:
             return None
 
     def _fail(self, request_id: str, error: BaseException) -> None:
-        """A matcher is of one request alone, which ends; a panic of a library in Rust is no Exception."""
+        """Note a matcher's failure, which ends its request. A panic of a library in Rust is not an Exception."""
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         if isinstance(error, GrammarFailure):
@@ -541,7 +513,7 @@ def _busy_ns(clock: Clock | None) -> int:
 
 
 def _next_limit(request: Request) -> tuple[int, RejectReason] | None:
-    """The next instant at which the request is overdue as far as it has come, and why; it only moves later."""
+    """Return when a request is overdue as far as it has come, and why. It only moves later."""
     if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
         return None
     limits = [

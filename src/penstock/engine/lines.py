@@ -1,9 +1,4 @@
-"""Ends an answer by its lines: before one that is indented less, or when its time is over. Called by the output stage. It never
-sees tokens.
-
-    min_indent 4        text so far "    a = [\\n        1,\\n    ]\\n  "
-                        emitted     "    a = [\\n        1,\\n    ]"       held "\\n  ": the line may be indented less
-"""
+"""Ends an answer by its lines: before one that is indented less, or when its time is over. Called by the output stage."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ _SPACES = " \t"
 
 
 class Lines:
-    """How far the text of one request has come under its limits."""
+    """The text of one request under its limits."""
 
     def __init__(self, limits: LineLimits) -> None:
         self._min_indent = limits.min_indent
@@ -22,9 +17,10 @@ class Lines:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece of text; return (text that is safe to show, whether a line ends the answer).
+        """Take the next piece of text. Return (text that is safe to show, whether a line ends the answer).
 
-        The shown text ends before that line, and the rest is dropped.
+        The shown text ends before that line, and the rest is dropped. Spaces at the beginning of a line are held until it is
+        known whether it is indented less.
         """
         self._has_line |= "\n" in text
         if not self._min_indent:
@@ -42,10 +38,10 @@ class Lines:
         return text, False
 
     def flush(self) -> str:
-        """The text that is held at the end."""
+        """Return the text that is held."""
         held, self._held = self._held, ""
         return held
 
     def is_late(self, elapsed_ns: int) -> bool:
-        """Whether the answer ends, so long after its first token."""
+        """Return whether the answer ends, so long after its first token."""
         return self._has_line and self._max_ns is not None and elapsed_ns > self._max_ns

@@ -1,7 +1,7 @@
-"""Turns the core's token events into chunks of text. Called by the engine loop alone; never schedules and never does I/O.
+"""Turns the core's token events into chunks of text. Called by the engine's thread; never schedules and never does I/O.
 
-Owns the text of every request in flight: its detokenizer, what is held back, how many tokens were shown.
-A request is known from `add` until its one chunk with a `finish_reason`; events that come later are dropped here.
+Owns the text of every request in flight: its detokenizer, what is held back, how many tokens were shown. A request is known
+from `add` until its one chunk with a `finish_reason`; later events are dropped.
 """
 
 from __future__ import annotations
@@ -31,33 +31,31 @@ class Output:
     chunks: list[OutputChunk]
     """One per event of a known request, in the order of the events."""
     commands: list[Command]
-    """For the core: what ended here while the core still believes that it runs."""
+    """For the core: requests that ended here."""
 
 
 class OutputStage:
-    """The text side of every request in flight."""
-
     def __init__(self, detokenizer_factory: DetokenizerFactory, *, observer: TokenObserver | None = None) -> None:
         self._make_detokenizer = detokenizer_factory
         self._observer: TokenObserver = observer or NullObserver()
         self._requests: dict[str, Request] = {}
-        """All that are in flight."""
+        """Those in flight."""
         self._streams: dict[str, _Stream] = {}
-        """Output of those that had an event, but of texts, whose first is their last."""
+        """Of requests that had an event. A text's first event is its last."""
         self._trees: WeakValueDictionary[tuple[str, ...], StopTree] = WeakValueDictionary()
         """By stop strings, as long as a request uses them: the choices of one call share theirs."""
 
     def add(self, request: Request) -> None:
-        """Expect events of `request`. Raises ValueError if one with this id is still in flight."""
+        """Expect events of a request. Raises ValueError if its id is in flight."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already in flight")
         self._requests[request.request_id] = request
 
     def push(self, events: Sequence[TokenEvent]) -> Output:
-        """Text of one step's events.
+        """Return the chunks of one step's events.
 
-        A stop string, or a limit of lines, ends the request here, in the chunk that completes it, and becomes a `Stop`. If the
-        text of one request can't be made, that request ends with ERROR, by a `Stop`, too; the others go on.
+        A stop string, or a limit of lines, ends the request here and becomes a `Stop`. If the text of one request can't be
+        made, that request ends with ERROR, by a `Stop` too; the others go on.
         """
         output = Output([], [])
         first: list[Request] = []
@@ -94,7 +92,7 @@ class OutputStage:
     def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
         """Return the reason and the stop reason with which an answer ends by its last event, which is pushed later.
 
-        Its text may end it, too, and fail.
+        Its text may end it too, and fail.
         """
         assert event.finish_reason is not None, "it is the last"
         request = self._requests.get(event.request_id)
@@ -111,7 +109,7 @@ class OutputStage:
         return stream.last.finish_reason, stream.last.stop_reason
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
-        """End every request still in flight with ERROR, whatever the core knows about it."""
+        """End every request in flight with ERROR, whatever the core knows about it."""
         requests, self._requests = self._requests, {}
         streams, self._streams = self._streams, {}
         return [(streams.get(name) or self._open(request)).error(detail, at_ns) for name, request in requests.items()]
@@ -130,7 +128,7 @@ class OutputStage:
 
 
 def _answer(request: Request, event: TokenEvent) -> OutputChunk:
-    """The one chunk of a text that was read: no text is made of it."""
+    """Return the one chunk of a text that was read."""
     chunk = OutputChunk(event.request_id, "", (), (), event.at_ns, finish_reason=event.finish_reason, states=event.states)
     chunk.first_scheduled_ns, chunk.first_token_ns = request.first_scheduled_ns, request.first_token_ns
     return chunk
@@ -160,7 +158,7 @@ class _Stream:
         self, request: Request, make_detokenizer: DetokenizerFactory, trees: MutableMapping[tuple[str, ...], StopTree]
     ) -> None:
         self.is_under_way = False
-        """It has had its first tokens, and nothing is looked for in its text."""
+        """It has had its first tokens, and nothing is searched for in its text."""
         self.last: OutputChunk | None = None
         """The last chunk, if it was made before its event is pushed."""
         self._trees = trees
@@ -190,12 +188,11 @@ class _Stream:
             self._num_late += gap_ns > self._slo_itl_ns
 
     def tell_itl(self, observer: TokenObserver) -> None:
-        """Once, when the request has ended."""
         if self._num_gaps:
             observer.on_itl(self._num_gaps, self._num_late)
 
     def go_on(self, event: TokenEvent, gaps_ns: list[int]) -> OutputChunk:
-        """The chunk of an event that does not end a request which is under way."""
+        """Return the chunk of an event that does not end a request which is under way."""
         assert self._last_token_ns is not None, "under way"
         assert self._detokenizer is not None, "under way"
         token_ids, at_ns = event.token_ids, event.at_ns
@@ -211,7 +208,7 @@ class _Stream:
         )
 
     def push(self, event: TokenEvent) -> OutputChunk:
-        """The chunk of one event; with a finish reason if the event, or its text, ends the request."""
+        """Return the chunk of one event, with a finish reason if the event, or its text, ends the request."""
         is_first = self._detokenizer is None
         if is_first:
             self._open()
@@ -240,7 +237,7 @@ class _Stream:
         return chunk
 
     def fail(self, event: TokenEvent) -> OutputChunk:
-        """Return the end of an answer whose text raised an exception, which goes to the log."""
+        """Return the end of an answer whose text raised the exception being handled."""
         _logger.exception("request %s: %s", event.request_id, TEXT_FAILED)
         return self.error(TEXT_FAILED, event.at_ns)
 
@@ -271,7 +268,7 @@ class _Stream:
         chunk.first_scheduled_ns, chunk.first_token_ns = self._request.first_scheduled_ns, self._request.first_token_ns
 
     def _read(self, event: TokenEvent) -> tuple[str, int, _End]:
-        """(new text, how many of the event's tokens count, how the text ended it)."""
+        """Return (new text, how many of the event's tokens count, how the text ended it)."""
         if self._stops is not None or self._lines is not None:
             return self._read_watched(event)
         assert self._detokenizer is not None
@@ -301,7 +298,7 @@ class _Stream:
         return text, len(event.token_ids), None
 
     def _search(self, text: str) -> tuple[str, _End]:
-        """(text that is safe to show, how it ended the request)."""
+        """Return (text that is safe to show, how it ended the request)."""
         sampling, stop, is_cut = self._request.sampling, None, False
         if self._stops is not None:
             # As in vLLM: a stop string counts if a token after the first `min_tokens` completes it.
@@ -315,7 +312,7 @@ class _Stream:
         return text + (stop if stop is not None and sampling.include_stop_str_in_output else ""), stop
 
     def _flush(self) -> str:
-        """The text that is held at the end."""
+        """Return the text that is held."""
         text = "" if self._stops is None else self._stops.flush()
         if self._lines is None:
             return text
@@ -323,7 +320,7 @@ class _Stream:
         return shown + self._lines.flush()
 
     def _visible(self, event: TokenEvent) -> tuple[int, ...]:
-        """The event's tokens without the stop token that ended it, unless the user wants to see it (as in vLLM)."""
+        """Return the event's tokens without its stop token, unless the user wants to see it (as in vLLM)."""
         is_stop_token = event.finish_reason is FinishReason.STOP and isinstance(event.stop_reason, int)
         if is_stop_token and not self._request.sampling.include_stop_str_in_output:
             return event.token_ids[:-1]

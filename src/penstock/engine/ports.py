@@ -1,8 +1,7 @@
-"""The interfaces that the engine needs and that others implement; and for observers, groups of several and one that listens
-to nothing.
+"""The interfaces that the engine needs and others implement, and observers: groups of several, and one that does nothing.
 
-`Executor` is implemented by every backend, by the simulator and by the hash executor of `testing`;
-`tests/contracts` runs one suite over all of them.
+`Executor` is implemented by every backend, the simulator and the hash executor of `testing`. `tests/contracts` runs one
+suite over all of them.
 """
 
 from __future__ import annotations
@@ -18,35 +17,32 @@ from penstock.types.result import StepResult, TokenLogprobs
 from penstock.types.stats import PlanNews, RequestStats, StepStats
 
 Ready = Callable[[], None]
-"""Waits until what was begun is there. May be called by any thread, and again. Raises whatever went wrong."""
+"""Waits until what was begun is there. Any thread may call it, and again. Raises whatever went wrong."""
 
 
 class BlockMover(Protocol):
     """Copies the content of an executor's blocks to the host's memory and back. Raises `ExecutorFailure`.
 
     These two and `Executor.copy_blocks` take effect in the order of the calls, and before steps that are submitted later.
-    With steps in flight they are called only for blocks that no row of those steps has, and need not wait for them.
+    They are called only for blocks that no row of a step in flight has.
     """
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of what `read_blocks` copies for one block."""
+        """Bytes that `read_blocks` copies for one block."""
         ...
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         """Copy the content of full blocks, each to its own writable `out` of `block_bytes`.
 
-        None: it is there. Otherwise it is what the blocks contain now, whatever is done to them next, and it is there when what
-        is returned was called; one thread at a time calls it.
-        The format is the executor's own affair. It means the same to another executor of the same model, weights, kernels
-        and KV type.
+        Returns None if it is there. Otherwise the content is that of now, whatever is done to the blocks next, and is there
+        once the result was called; one thread at a time calls it. The format is the executor's own, and the same for another
+        executor of the same model, weights, kernels and KV type.
         """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
-        """Put contents that `read_blocks` gave into blocks that no row holds. The memory that they came from is the caller's
-        again when this returns.
-        """
+        """Put contents from `read_blocks` into blocks that no row holds. The caller may reuse the memory when this returns."""
         ...
 
 
@@ -62,7 +58,7 @@ class Executor(BlockMover, Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight, 1 or 2. With 2, the host plans one step while another is computed."""
+        """Steps that may be in flight, 1 or 2. With 2, the host plans one step while another is computed."""
         ...
 
     @property
@@ -71,48 +67,42 @@ class Executor(BlockMover, Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole KV blocks (source, destination), in order, before the next submitted step.
 
-        With a step in flight that may be now or when it has ended: it writes to no token of a source that anybody reads, and
-        has nothing to do with a destination.
+        A step in flight writes to no token of a source that anybody reads, and never touches a destination.
         """
         ...
 
     @property
     def max_adapter_rank(self) -> int:
-        """Greatest rank of an adapter that it computes; 0: it computes none, and refuses rows with one."""
+        """Greatest rank of an adapter that it computes; 0: none, and rows with one are refused."""
         ...
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
         """Put an adapter into as many blocks as it has pages, which no row holds: its own until it is dropped.
 
-        Rows that are admitted from now on may name it. Called in the order of `drop_adapter`, `copy_blocks` and `submit`, also
-        while a step without these blocks is in flight. This executor packed it, or another of the same model and
-        settings. Raises `ExecutorFailure`; ValueError for one that is placed already.
+        Rows admitted from now on may name it. Called in the order of `drop_adapter`, `copy_blocks` and `submit`, also while
+        a step without these blocks is in flight. Raises `ExecutorFailure`, and ValueError if it is placed already.
         """
         ...
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter: rows that name it are not in flight, and are released with the next step. One that is not placed
-        is ignored. Its blocks may be anybody's from now on.
-        """
+        """Forget an adapter. Rows that name it are not in flight, and are released with the next step. One that is not
+        placed is ignored."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Start a step: releases, then admits, then rows.
 
-        No row reads keys or values that another row of the same step computes, but for padding, whose KV is noise: rows may be
-        computed in any order.
-
-        Raises `ExecutorFailure` if the device failed. A plan that breaks the contract (unknown
-        request, more rows than capacity, a token outside the vocabulary) is a programmer's error: AssertionError or ValueError.
+        No row reads keys or values that another row of the same step computes, except padding, so rows may be computed in
+        any order. Raises `ExecutorFailure` if the device failed, and AssertionError or ValueError for a plan that breaks the
+        contract (unknown request, more rows than capacity, a token outside the vocabulary).
         """
         ...
 
     def restrict(self, ticket: Ticket, masks: Mapping[str, bytes]) -> None:
-        """Say what rows that follow a grammar may sample in a step: request id -> mask, as `types.sampling` has it.
+        """Restrict what rows that follow a grammar may sample in a step: request id -> mask (`types.sampling`).
 
-        Once for each step in which such a row samples, after its `submit` and before it is collected, and before the next one
-        is submitted: what the mask of a row is depends on the token before, which may be known only when the step before was
-        collected. No other step may be told. Rows that are not named are not restricted: nobody wants their token any more.
+        Called once for each step with such a row, after its `submit`, and before it is collected and the next one is
+        submitted. Rows that are not named are not restricted: nobody wants their token any more.
 
         Raises `ExecutorFailure`; ValueError for a step that waits for no masks, a row that does not sample or follows no
         grammar, and for a mask of another size.
@@ -120,16 +110,16 @@ class Executor(BlockMover, Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step, without the GIL where there is something to wait for. Raises `ExecutorFailure`."""
+        """Wait for a step, without the GIL. Raises `ExecutorFailure`."""
         ...
 
     def close(self) -> None:
-        """Free threads and memory. Idempotent. Steps that are in flight, after a failure, are lost."""
+        """Free threads and memory. Idempotent. Steps in flight, after a failure, are lost."""
         ...
 
 
 class BlockStore(Protocol):
-    """Memory for contents of blocks outside of the executor's, in numbered slots. Called by one thread at a time.
+    """Memory for contents of blocks outside the executor's, in numbered slots. Called by one thread at a time.
 
     Raises `OSError` where the device fails or is full.
     """
@@ -139,39 +129,37 @@ class BlockStore(Protocol):
 
     @property
     def outlives_process(self) -> bool:
-        """Whether what is in it can be of use to the next process."""
+        """True if the next process can use what is in it."""
         ...
 
     def entries(self) -> Sequence[tuple[int, bytes]]:
-        """(slot, hash) of what is there from an earlier time, the oldest first; it is verified when it is read."""
+        """Return (slot, hash) of what is there from an earlier time, the oldest first; it is verified when it is read."""
         ...
 
     def write(self, slot: int, block_hash: bytes, content: memoryview) -> None:
-        """Put content into a slot under its name; what was there is lost, also if this fails."""
+        """Put content into a slot under its name. What was there is lost, even if this fails."""
         ...
 
     def read(self, slot: int, block_hash: bytes, out: memoryview) -> None:
-        """Copy a slot's content. Raises `CorruptBlock` if it is not, bit by bit, what was written under this name."""
+        """Copy a slot's content. Raises `CorruptBlock` if it is not exactly what was written under this name."""
         ...
 
     def emptied(self) -> BlockStore:
-        """The same memory with nothing in it. This one is closed: whoever has it and writes on gets an OSError."""
+        """Return the same memory with nothing in it. This object is closed: later writes through it raise OSError."""
         ...
 
-    def close(self) -> None:
-        """Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class Detokenizer(Protocol):
     """Text of one request's output, token by token. Never emits part of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that became certain with these tokens; incomplete UTF-8 is held back."""
+        """Return the text that became certain with these tokens. Incomplete UTF-8 is held back."""
         ...
 
     def flush(self) -> str:
-        """The text that is still held, with incomplete bytes replaced by U+FFFD."""
+        """Return the text that is still held, with incomplete bytes replaced by U+FFFD."""
         ...
 
 
@@ -181,11 +169,11 @@ DetokenizerFactory = Callable[[bool], Detokenizer]
 
 @dataclass(slots=True)
 class OutputChunk:
-    """The piece that one step adds to the answer of one request, as `serve` and the command line see it."""
+    """The piece that one step adds to the answer of one request."""
 
     request_id: str
     text: str
-    """New text, stop strings already removed. May be empty."""
+    """Without stop strings. May be empty."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     at_ns: int
@@ -196,21 +184,21 @@ class OutputChunk:
     stop_reason: int | str | None = None
     detail: str = ""
     reject_reason: str = ""
-    """A `RejectReason` value: for REJECTED, for a missed deadline, and if it ended because the engine failed or was closed."""
+    """A `RejectReason`: for REJECTED, for a missed deadline, and if the engine failed or was closed."""
     first_scheduled_ns: int | None = None
     """On the first chunk and the finish chunk: when the first step with this request began."""
     first_token_ns: int | None = None
     states: bytes = b""
-    """The answer to a text, as in `StepResult.states`, on its one chunk."""
+    """The answer to a text, as in `StepResult.states`."""
 
 
 OutputSink = Callable[[list[OutputChunk]], None]
-"""Called by the engine thread, once per step that had anything to say, and once when requests end between two steps;
-for a request that comes after the engine has ended, by the thread that submits it. Must not block."""
+"""Called by the engine thread, at most once per step and once when requests end between two steps; for a request that comes
+after the engine has ended, by the thread that submits it. Must not block."""
 
 
 class Observer(Protocol):
-    """Told by the engine thread; must not block or raise."""
+    """Called by the engine thread; must not block or raise."""
 
     def on_step(self, stats: StepStats) -> None: ...
 
@@ -218,47 +206,41 @@ class Observer(Protocol):
 
 
 class RequestJournal(Observer, Protocol):
-    """Writes down what becomes of each request; told by the engine thread, of a step before the requests that ended in it.
-
-    Must not block or raise.
-    """
+    """Records what becomes of each request. A step is reported before the requests that ended in it."""
 
     def on_queued(self, request: Request, now_ns: int) -> None:
-        """It waits from now on. Ends, like any other, with `on_finish`."""
+        """Note that a request waits from now on."""
         ...
 
     def on_news(self, news: PlanNews) -> None:
-        """Somebody was admitted, preempted or set aside, or those who wait lack something else. Before the step runs."""
+        """Note who was admitted, preempted or set aside, or that waiting requests lack something else. Before the step runs."""
         ...
 
 
 class TokenObserver(Protocol):
-    """Told by the engine thread when tokens came, once per step; must not block or raise."""
+    """Called by the engine thread when tokens came, once per step; must not block or raise."""
 
     def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        """`first`: requests whose first token this step brought (`first_token_ns` is set).
-
-        `gaps_ns`: of every other request with new tokens, the time since its previous ones.
-        """
+        """Note requests whose first token this step brought, and of every other request with new tokens the time since its
+        last."""
         ...
 
     def on_itl(self, num_gaps: int, num_late: int) -> None:
-        """A request with a target of its inter-token latency has ended: of its gaps, so many were longer."""
+        """Note that a request with a target for its inter-token latency has ended: of its gaps, so many were longer."""
         ...
 
 
 class TurnObserver(Protocol):
-    """Told by the engine thread what a step cost it outside of the executor; must not block or raise."""
+    """Called by the engine thread; must not block or raise."""
 
     def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        """`schedule`: commands and the plan. `commit`: the core's books. `grammar`, where answers follow one: their masks.
-        `output`: text and the sink.
-        """
+        """Note what a step cost outside the executor: `schedule` (commands and plan), `commit` (the core), `grammar` (masks,
+        where answers follow one) and `output` (text and the sink)."""
         ...
 
 
 class ObserverGroup:
-    """Tells each of its observers, in order."""
+    """Calls each of its observers, in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -273,7 +255,7 @@ class ObserverGroup:
 
 
 class JournalGroup(ObserverGroup):
-    """Tells each of its journals, in order."""
+    """Calls each of its journals, in order."""
 
     def __init__(self, journals: Sequence[RequestJournal]) -> None:
         super().__init__(journals)
@@ -289,7 +271,7 @@ class JournalGroup(ObserverGroup):
 
 
 class TurnObserverGroup:
-    """Tells each of its turn observers, in order."""
+    """Calls each of its turn observers, in order."""
 
     def __init__(self, observers: Sequence[TurnObserver]) -> None:
         self._observers = tuple(observers)
@@ -300,7 +282,7 @@ class TurnObserverGroup:
 
 
 class TokenObserverGroup:
-    """Tells each of its token observers, in order."""
+    """Calls each of its token observers, in order."""
 
     def __init__(self, observers: Sequence[TokenObserver]) -> None:
         self._observers = tuple(observers)
@@ -315,25 +297,18 @@ class TokenObserverGroup:
 
 
 class NullObserver:
-    """Listens to nothing."""
+    """Does nothing."""
 
-    def on_step(self, stats: StepStats) -> None:
-        del stats
+    def on_step(self, stats: StepStats) -> None: ...
 
-    def on_finish(self, stats: RequestStats) -> None:
-        del stats
+    def on_finish(self, stats: RequestStats) -> None: ...
 
-    def on_queued(self, request: Request, now_ns: int) -> None:
-        del request, now_ns
+    def on_queued(self, request: Request, now_ns: int) -> None: ...
 
-    def on_news(self, news: PlanNews) -> None:
-        del news
+    def on_news(self, news: PlanNews) -> None: ...
 
-    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None:
-        del first, gaps_ns
+    def on_tokens(self, first: Sequence[Request], gaps_ns: Sequence[int]) -> None: ...
 
-    def on_itl(self, num_gaps: int, num_late: int) -> None:
-        del num_gaps, num_late
+    def on_itl(self, num_gaps: int, num_late: int) -> None: ...
 
-    def on_turn(self, parts_ns: Mapping[str, int]) -> None:
-        del parts_ns
+    def on_turn(self, parts_ns: Mapping[str, int]) -> None: ...

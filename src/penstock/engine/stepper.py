@@ -1,32 +1,8 @@
 """The stepper: does one turn after another with a core and an executor, and owns the steps in flight.
 
-Driven by the engine's thread under the wall clock, and by the test driver and the simulation under a virtual clock: one turn
-is the same in all of them. It takes the commands that have come and the time; it never waits for either, and makes no text.
-
-    begin    arrivals    take over the contents that came from the tier below the pool, if there is one
-             commands    apply them; requests that end by one (refused, cancelled) are told at once, with what still waits
-             plan        ask the core for the next step
-             departures  copy what is spilled, begin loads; they go on while the step runs
-             adapters    dropped, also without a plan, as the next two: what was evicted may be the destination of a copy
-             copies      of blocks: the next arrival may be written to either block of a copy
-             adapters    placed: one may get a block that was the source of a copy
-             submit      the step takes off
-             masks       of the rows that follow a grammar, once the step before was collected: layers are computed meanwhile
-             tell        the events of the step before, if they had to wait for these masks
-    finish   collect     wait for the oldest step in flight
-             aborts      apply those that came during the step, before its tokens are shown
-             commit      the core takes over the tokens, and grammars follow them
-             grammars    the step that waits for masks gets them
-             tell        the events of the step go to the driver. If answers follow grammars and nothing is in flight, the next
-                         step and its masks come first: what the driver does would delay them
-
-A turn begins a step if there is one to begin. It finishes one if as many are in flight as the executor takes, or if none began.
-So with a depth of 1 each turn finishes the step that it began, and with a depth of 2 the step of the turn before:
-
-    depth 1   host     | plan 0 |........| finish 0, plan 1 |........| finish 1, plan 2 |........
-              device   |........| step 0 |..................| step 1 |..................| step 2
-    depth 2   host     | plan 0 | plan 1 |....| finish 0, plan 2 |.| finish 1, plan 3 |.| ...
-              device   |........| step 0      | step 1             | step 2             |
+The engine's thread drives it under the wall clock, the test driver and the simulation under a virtual one. It takes commands
+and the time and never waits for either. A turn begins a step if it can, and finishes the oldest if as many are in flight as
+the executor takes, or if none began. docs/architecture.md, "The step", shows the order of a turn.
 """
 
 from __future__ import annotations
@@ -45,22 +21,20 @@ from penstock.types.plan import StepPlan, Ticket
 from penstock.types.result import StepResult
 
 Tell = Callable[[list[TokenEvent], int], None]
-"""Takes events in their order, and the instant in nanoseconds at which they were known. It may apply commands to the core."""
+"""Takes events in their order, and the time at which they were known. It may apply commands to the core."""
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight."""
-
     plan: StepPlan
     schedule_ns: int
-    """How long commands and plan took."""
+    """Time of commands and plan."""
     awaits_masks: bool
-    """The step has rows that follow a grammar, and the executor has not been told what they may sample."""
+    """The executor has not been given the masks of its rows that follow a grammar."""
     ticket: Ticket | None = None
     """None while the step is being submitted."""
     masks_ns: int = 0
-    """How long its masks took, if nothing was in flight before it."""
+    """Time of its masks, if nothing was in flight before it."""
 
 
 class Stepper:
@@ -79,9 +53,9 @@ class Stepper:
         read_end: ReadEnd | None = None,
         turn_observer: TurnObserver | None = None,
     ) -> None:
-        """Make a stepper with nothing in flight. Raises ValueError for an executor whose depth is neither 1 nor 2.
+        """Raises ValueError for an executor whose depth is neither 1 nor 2.
 
-        `poll_aborts` gives the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
+        `poll_aborts` returns the aborts that came while a step ran. `collect` stands in for the executor's, in drivers that
         move a virtual clock to the end of the step. `read_end` is passed to `EngineCore.finish`.
         """
         if executor.depth not in (1, 2):
@@ -98,11 +72,11 @@ class Stepper:
         self._depth = executor.depth
         self._flights: deque[StepInFlight] = deque()
         self._finishing: StepInFlight | None = None
-        """The step that is being collected and told."""
+        """The step that is being collected and reported."""
         self._untold: tuple[list[TokenEvent], int] = [], 0
-        """Events that wait to be told, and the instant at which they are known."""
+        """Events that wait to be reported, and when they were known."""
         self._output_ns = 0
-        """How long it took to tell events since the last `finish`."""
+        """Time taken to report events since the last `finish`."""
 
     @property
     def has_flights(self) -> bool:
@@ -121,19 +95,19 @@ class Stepper:
         return [flight.plan for flight in (*finishing, *self._flights)]
 
     def turn(self, commands: Sequence[Command] = ()) -> tuple[StepPlan | None, StepPlan | None]:
-        """Begin a step, finish a step, or both. Returns the plan that was begun and the one that was finished.
+        """Begin a step, finish a step, or both. Return the plan that was begun and the one that was finished.
 
-        Two times None: there was nothing to do. Raises whatever the core or the executor raises; then no turn may follow.
+        Both are None if there was nothing to do. If the core or the executor raises, no turn may follow.
         """
         begun = self.begin(commands)
         return begun, self.finish() if self.must_finish(begun) else None
 
     def must_finish(self, begun: StepPlan | None) -> bool:
-        """Whether the turn that began this step has to finish the oldest in flight, too."""
+        """Return whether the turn that began this step has to finish the oldest in flight too."""
         return bool(self._flights) and (begun is None or len(self._flights) == self._depth)
 
     def begin(self, commands: Sequence[Command] = ()) -> StepPlan | None:
-        """The first half of a turn. Returns the plan of the step that was submitted, if there was one to begin."""
+        """Do the first half of a turn. Return the plan that was submitted, or None."""
         try:
             return self._begin(commands)
         finally:
@@ -175,7 +149,7 @@ class Stepper:
             executor.place_adapter(placement.number, placement.packed, placement.block_ids)
 
     def finish(self) -> StepPlan:
-        """The second half of a turn: wait for the oldest step in flight, and take over what it computed."""
+        """Do the second half of a turn: wait for the oldest step in flight, and take over what it computed."""
         core, clock = self._core, self._clock
         flight = self._finishing = self._flights.popleft()
         assert flight.ticket is not None, "it was submitted"
@@ -202,7 +176,7 @@ class Stepper:
         return flight.plan
 
     def tell_untold(self) -> None:
-        """Tell the events that wait. Turns do so; for one who ends all after a turn that failed."""
+        """Report the events that wait. Also called after a turn that failed."""
         (events, now_ns), self._untold = self._untold, ([], 0)
         if events:
             began_ns = self._clock.now_ns()
@@ -210,7 +184,7 @@ class Stepper:
             self._output_ns += self._clock.now_ns() - began_ns
 
     def close(self) -> None:
-        """Tell nobody any more: the one who is told knows the stepper, and two that know each other are freed late or never."""
+        """Report to nobody any more: a cycle of references would be freed late or never."""
         self._tell = _tell_nobody
 
     def forget(self) -> None:
@@ -220,7 +194,6 @@ class Stepper:
 
     @property
     def _awaits_masks(self) -> bool:
-        """Whether a step waits for masks, and all steps before it were collected."""
         return len(self._flights) == 1 and self._flights[0].awaits_masks
 
     def _restrict(self) -> None:

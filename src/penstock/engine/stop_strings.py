@@ -1,14 +1,8 @@
-"""Finds stop strings in text that arrives in pieces. Called by the output stage; never sees tokens.
+"""Finds stop strings in text that arrives in pieces. Called by the output stage.
 
-The first stop string to be complete wins; of several that end at the same character the longest wins. This
-needs no look-ahead, so the answer does not depend on how the text was cut into pieces, and the request stops at
-the first character at which it can. (Where `bc` and `abcd` are both stop strings, `abc` ends with `bc`.)
-
-The search is an Aho-Corasick automaton ("Efficient string matching", CACM 18(6), 1975): one state, whose depth
-is the length of the longest suffix of the text that is the beginning of a stop string. That suffix is held back.
-
-    stops "END", "\\n\\n"        text so far "so be it\\nEN"
-                                 emitted     "so be it\\n"   held "EN" (state of depth 2)
+The first stop string to be complete wins, and of several that end at the same character the longest. So the answer does not
+depend on how the text was cut into pieces. The search is an Aho-Corasick automaton ("Efficient string matching", CACM 18(6),
+1975). The longest suffix of the text that begins a stop string is held back.
 """
 
 from __future__ import annotations
@@ -25,26 +19,24 @@ class _Node:
     fail: _Node | None = None
     """The node of the longest proper suffix that is in the tree; None at the root."""
     stop: str | None = None
-    """The longest stop string that ends here."""
     num_held: int = 0
-    """Characters that may still become part of a match: the depth, less what no longer can (at a leaf)."""
+    """Characters that may still become part of a match: the depth, or less at a leaf."""
 
 
 class StopTree:
-    """The automaton of some stop strings; never changes, so that requests with the same ones share it.
+    """The automaton of some stop strings; never changes, so requests with the same ones share it.
 
-    Time and memory to make it are in proportion to the summed length of the strings; who accepts them bounds that.
+    Building takes time and memory linear in the total length of the strings. Callers must limit that length.
     """
 
     __slots__ = ("__weakref__", "root")
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """Raises ValueError for an empty stop string."""
         self.root = _build(stops)
 
 
 class StopStrings:
-    """How far the text of one request has come in a tree of stop strings."""
+    """The text of one request in a tree of stop strings."""
 
     def __init__(self, tree: StopTree) -> None:
         self._tree = tree
@@ -52,10 +44,10 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str, *, is_armed: bool = True) -> tuple[str, str | None]:
-        """Take the next piece of text; return (text that is safe to show, the stop string that matched or None).
+        """Take the next piece of text. Return (text that is safe to show, the stop string that matched or None).
 
-        The shown text ends before the stop string; what follows the match is dropped. While not `is_armed`, stop strings that
-        end within `text` do not count, but one that begins in it and ends in a later, armed piece does.
+        The shown text ends before the stop string. While not `is_armed`, stop strings that end within `text` do not count,
+        but one that begins in it and ends in a later, armed piece does.
         """
         node, root = self._node, self._tree.root
         for idx, char in enumerate(text):
@@ -71,7 +63,7 @@ class StopStrings:
         return seen[:num_shown], None
 
     def flush(self) -> str:
-        """The text that is held at the end: the beginning of a stop string that never came."""
+        """Return the text that is held."""
         held, self._held, self._node = self._held, "", self._tree.root
         return held
 

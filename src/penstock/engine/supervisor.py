@@ -1,15 +1,8 @@
-"""Keeps an engine running: watches it, and puts a new one in the place of one that died or hangs. Made by the composition root.
+"""Keeps an engine running: watches it, and replaces one that died or hangs. Made by the composition root.
 
-Owns the present engine, and passes on what others want of it. Never repairs an engine: KV that was being written when a step
-failed can't be trusted, so everything behind the port of the executor is made anew.
-
-    READY --- executor raises --------------> requests end with ERROR --+
-      |  \\--- step longer than step_timeout -> requests end with ERROR --+--> RESTARTING --> READY
-      |                                                                  |
-      |                           more than MAX_RESTARTS within WINDOW_S +--> FAILED: the process has to be restarted
-      drain --> DRAINING --> STOPPED
-
-While it restarts, requests are refused (503 with `Retry-After` over HTTP). Before each further attempt it waits twice as long.
+An engine is never repaired: KV that was being written when a step failed can't be trusted, so everything behind the
+executor's port is made anew. While it restarts, requests are refused (503 with `Retry-After` over HTTP). Each further
+attempt waits twice as long, and after more than MAX_RESTARTS within WINDOW_S the state is FAILED.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ FIRST_DELAY_S = 1.0
 
 
 class Supervisor:
-    """Looks like the one engine that it always has. Everything but the constructor may be called by any thread."""
+    """Looks like the one engine that it always has. Any thread may call the methods."""
 
     def __init__(
         self,
@@ -56,11 +49,11 @@ class Supervisor:
         self._on_restart = on_restart or (lambda: None)
         self._first_delay_s = first_delay_s
         self._lock = threading.Lock()
-        """Held to put another engine in place, and to close: one that is closing gets no successor."""
+        """Held to replace the engine, and to close: a closing engine gets no successor."""
         self._is_closing = False
         self._has_given_up = False
         self._restarts_ns: deque[int] = deque()
-        """Instants of the restarts within the window."""
+        """Times of the restarts within the window."""
         self._news = threading.Event()
         self._engine = make_engine(self._news.set)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
@@ -72,12 +65,11 @@ class Supervisor:
         return EngineState.RESTARTING if state is EngineState.FAILED and has_successor else state
 
     def start(self) -> None:
-        """Start the engine and the watch."""
         self._engine.start()
         self._thread.start()
 
     def submit(self, *requests: Request) -> None:
-        """As `Engine.submit`: a request that comes while there is no engine ends in one REJECTED chunk."""
+        """As `Engine.submit`. Without an engine a request ends in one REJECTED chunk."""
         self._engine.submit(*requests)
 
     def abort(self, request_id: str, detail: str = "cancelled") -> None:
@@ -93,18 +85,17 @@ class Supervisor:
         return self._engine.kv_waste_ratio()
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the present engine as `Engine.held` does: until the block ends, its drain waits."""
         return self._engine.held()
 
     def drain(self) -> None:
-        """As `Engine.drain`; an engine that fails from now on is not replaced."""
+        """As `Engine.drain`. An engine that fails from now on is not replaced."""
         with self._lock:
             self._is_closing = True
             self._engine.drain()
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """As `Engine.close`; requests in a step that never ends are told so. Idempotent."""
+        """As `Engine.close`. Requests in a step that never ends are ended. Idempotent."""
         self.drain()
         ended_cleanly = self._engine.close(timeout_s)
         if not ended_cleanly:
@@ -129,14 +120,14 @@ class Supervisor:
         return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
 
     def _free(self, engine: Engine) -> None:
-        """Close an engine, since its memory is needed. A fault that broke a step may break this, too."""
+        """Close an engine, since its memory is needed. A fault that broke a step may break this too."""
         try:
             engine.close(0.0)
         except Exception:
             _logger.exception("the executor of the engine that failed could not be closed; its memory may be lost")
 
     def _restart(self, reason: str) -> bool:
-        """False if there will be no other engine."""
+        """Return False if there will be no other engine."""
         while not self._is_closing and self._may_restart():
             if self._news.wait(self._delay_s()):  # closing
                 self._news.clear()

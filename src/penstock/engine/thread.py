@@ -1,16 +1,8 @@
-"""The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out through the sink.
+"""The engine: one thread that drives a core and an executor. Requests go in from any thread, chunks come out of the sink.
 
-    any thread   submit, abort --> inbox --+
-                                           v
-    engine thread                       stepper  <-->  core, executor, transfers       one turn after another
-                                           |
-                                           +--> output stage (text, stop strings) --> outbox --> sink
-
-The thread sleeps when a turn had no step to begin and none to finish, until there is a command or a deadline. Every request
-that `submit` took ends in exactly one chunk with a `finish_reason`, also if the executor or the core breaks. An engine that has
-failed stays so; `supervisor` puts another one in its place.
-
-Other threads see the core as the snapshot that it makes in every turn. A reader that needs more takes its books (`books.py`).
+Commands wait in the inbox until the next turn; the output stage makes text of events, and the outbox gives chunks to the
+sink. The thread sleeps when there is nothing to do. Every request that `submit` took ends in exactly one chunk with a
+`finish_reason`, even if the executor or the core breaks. `supervisor` replaces an engine that has failed.
 """
 
 from __future__ import annotations
@@ -41,35 +33,34 @@ SHUTTING_DOWN = "its model was unloaded, or the server is shutting down"
 ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 KEEP_TIMEOUT_S = 5.0
-"""For how long the end of an engine is put off to spill what the pool contains, so that sessions can go on after a restart."""
+"""Longest time that the end of an engine takes to spill the pool, so that sessions can go on after a restart."""
 ABORT_GRACE_S = 10.0
-"""How long `close` waits, after its time-out, for the step in flight to come back."""
+"""How long `close` waits, after its timeout, for the step in flight."""
 MAX_PLAN_CHARS = 4000
-"""How much of a plan is logged."""
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
-    """Told by the supervisor, between two engines."""
+    """Reported by the supervisor, between two engines."""
     DRAINING = "draining"
     FAILED = "failed"
     STOPPED = "stopped"
 
     @property
     def refuses_with(self) -> RejectReason | None:
-        """Why a new request would be refused; None if it would be taken."""
+        """Why a new request would be refused, or None."""
         if self is EngineState.READY:
             return None
         return RejectReason.DRAINING if self is EngineState.DRAINING else RejectReason.UNAVAILABLE
 
 
 class Engine:
-    """The face of the engine for other threads, and the loop of its own.
+    """The engine for other threads, and the loop of its own.
 
-    The sink is called on the engine thread; for a request that comes after the engine has ended, on the thread that
-    submits it.
+    The sink is called on the engine thread; for a request that comes after the engine has ended, on the thread that submits
+    it.
     """
 
     def __init__(
@@ -87,12 +78,12 @@ class Engine:
         on_failed: Callable[[], None] | None = None,
         make_transfers: Callable[[BlockMover, Callable[[], None]], Transfers | None] = lambda *_: None,
     ) -> None:
-        """`observer` hears of the requests that the core never saw; pass the core's. `name` is the thread's. Raises ValueError
-        for an executor whose depth is neither 1 nor 2.
+        """`observer` hears of requests that the core never saw; pass the core's. Raises ValueError for an executor whose
+        depth is neither 1 nor 2.
 
-        After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never.
-        `on_failed` is called by the engine thread when all is over, its requests have been told, and nothing more will come.
-        `make_transfers` is given the executor's blocks and what wakes the engine when something has arrived; None: no tier.
+        After `idle_check_s` without work the core verifies its invariants once (0.5 us per block); None: never. `on_failed`
+        is called by the engine thread once its requests have ended and nothing more will come. `make_transfers` gets the
+        executor's blocks and what wakes the engine when something has arrived; None: no tier.
         """
         self._core = core
         self._num_blocks, self._max_rows = core.scheduler.kv.num_total_blocks, core.scheduler.max_rows
@@ -122,7 +113,7 @@ class Engine:
         self._num_holds = 0
         """Calls that have more requests to submit."""
         self._has_waited = False
-        """The time-out of `close` has passed: a drain waits for nobody any more."""
+        """The timeout of `close` has passed: a drain waits for nobody any more."""
         self._was_cut_short = False
         self._is_verified = True
         """The core has not worked since its last check."""
@@ -136,17 +127,17 @@ class Engine:
         return self._state
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError if it was started or closed before."""
+        """Start the thread. Raises RuntimeError after `close`."""
         if self._state is EngineState.STOPPED:
             raise RuntimeError("a closed engine can't be started")
         self._thread.start()
         self._move_to(EngineState.READY)
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, which come to the same step; never blocks. When draining, failed or stopped each ends in one REJECTED
-        chunk.
+        """Queue requests, which come to the same step; never blocks. When draining, failed or stopped each ends in one
+        REJECTED chunk.
 
-        Raises `Rejected` (INVALID) if a request with the id of one is in flight; then none is queued, and nothing else is told.
+        Raises `Rejected` (INVALID), and queues none, if a request with the same id is in flight.
         """
         self._outbox.add(requests)
         if not self._inbox.put(*map(Add, requests)):
@@ -158,7 +149,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Until the block ends, a drain waits and requests are taken: they are those of a call that was let in before."""
+        """Take requests, and let a drain wait, until the block ends: they belong to a call that was admitted before."""
         with self._state_lock:
             self._num_holds += 1
         try:
@@ -170,7 +161,7 @@ class Engine:
                 self._refuse_unless_held()
 
     def drain(self) -> None:
-        """Refuse new requests from now on and finish the others; the thread ends when they have. Returns at once."""
+        """Refuse new requests from now on and finish the others; the thread then ends. Returns at once."""
         self._move_to(EngineState.DRAINING)
         self._refuse_unless_held()
 
@@ -185,8 +176,8 @@ class Engine:
     def close(self, timeout_s: float) -> bool:
         """Drain, wait, abort what is left after `timeout_s`, join the thread, close the executor. Idempotent.
 
-        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S` after
-        the time-out, the executor is left open, since the thread is still inside it.
+        Returns whether every request ended by itself. If a step does not come back within `ABORT_GRACE_S` after the timeout,
+        the executor is left open, since the thread is still inside it.
         """
         self.drain()
         if self._thread.ident is None:
@@ -210,15 +201,15 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Its thread goes on. After `close` or `abandon`: a step has not come back, and holds the executor until it does."""
+        """The thread runs. After `close` or `abandon`: a step has not come back, and holds the executor."""
         return self._thread.is_alive()
 
     def step_age_ns(self) -> int:
-        """For how long the engine has waited for the executor's present step; 0 if it does not."""
+        """Return how long the engine has waited for the executor's present step; 0 if it does not."""
         return self._books.waiting_ns()
 
     def abandon(self) -> bool:
-        """End every request with ERROR although the executor does not come back from its step. False if it just did.
+        """End every request with ERROR although the executor does not come back. Return False if it just did.
 
         Called by the supervisor's thread. The engine thread ends when the step comes back, and frees the executor then.
         """
@@ -229,7 +220,7 @@ class Engine:
         return is_abandoned
 
     def load(self) -> EngineLoad:
-        """How busy the engine is: the core's snapshot, and the requests that the core has not seen yet. Never waits."""
+        """Return how busy the engine is, with requests that the core has not seen yet. Never waits."""
         core = self._core.snapshot
         num_in_flight, num_prompt_tokens = self._outbox.counts()
         return core.load(
@@ -240,17 +231,17 @@ class Engine:
         )
 
     def pool_map(self) -> PoolMap:
-        """Every block with its state and owner. O(blocks): a millisecond for tens of thousands.
+        """Return every block with its state and owner. O(blocks): a millisecond for tens of thousands.
 
-        May wait for the engine thread to plan or to commit a step, so not for an event loop. Raises TimeoutError.
+        May wait for the engine thread to plan or commit a step, so not for an event loop. Raises TimeoutError.
         """
         scheduler = self._core.scheduler
         return self._books.read(lambda: draw(scheduler.kv, scheduler.running.values()))
 
     def kv_waste_ratio(self) -> float:
-        """The share without a token of the KV positions that requests hold. O(requests).
+        """Return the share of the held KV positions that have no token. O(requests).
 
-        May wait, as `pool_map` does; if that is in vain, it is the ratio that was read last.
+        Waits as `pool_map` does; after a timeout, returns the ratio that was read last.
         """
         scheduler = self._core.scheduler
         with suppress(TimeoutError):
@@ -260,7 +251,7 @@ class Engine:
     # For the engine thread, or for a driver that has no thread.
 
     def turn(self) -> bool:
-        """One turn. False if there was no step to begin and none to finish."""
+        """Do one turn. Return False if there was no step to begin and none to finish."""
         commands = self._inbox.poll()
         for request in _added(commands):
             self._output.add(request)
@@ -287,7 +278,6 @@ class Engine:
         return self._state is EngineState.DRAINING and not self._is_held and self._inbox.is_empty and not has_work
 
     def _idle(self) -> None:
-        """Sleep until there is a command or a deadline."""
         if self._is_done():  # The drain may have been polled by the turn just made; nothing else would wake us.
             return
         now_ns = self._clock.now_ns()
@@ -302,7 +292,7 @@ class Engine:
             self._is_verified = True
 
     def _tell(self, events: Sequence[TokenEvent], now_ns: int) -> None:
-        """Make text of events, end the requests whose text has ended, and hand the chunks out."""
+        """Make text of events, end the requests whose text has ended, and deliver the chunks."""
         output = self._output.push(events)
         ended: Sequence[TokenEvent] = ()
         try:
@@ -322,7 +312,7 @@ class Engine:
         self._executor.close()
 
     def _stop(self) -> None:
-        """Nothing is left to do; requests that came in at the last moment are refused."""
+        """Stop; requests that came in at the last moment are refused."""
         if self._transfers is not None:
             with self._books:
                 self._transfers.keep(KEEP_TIMEOUT_S)
@@ -330,7 +320,7 @@ class Engine:
         self._move_to(EngineState.STOPPED)
 
     def _fail(self) -> None:
-        """End every request with ERROR; the exception being handled goes to the log with the plan."""
+        """End every request with ERROR, and log the exception being handled with the plan."""
         _logger.critical("the engine failed; plans in flight: %s", self._plans(), exc_info=True)
         with self._books:
             self._end_all(ENGINE_FAILED)
@@ -364,7 +354,7 @@ class Engine:
         self._outbox.refuse(requests, self._state.refuses_with or RejectReason.UNAVAILABLE, self._clock.now_ns())
 
     def _move_to(self, state: EngineState) -> None:
-        """Change the state; from FAILED and STOPPED there is no way back, and a drain is not undone by a late start."""
+        """Change the state. FAILED and STOPPED are final, and a late start does not undo a drain."""
         order = list(EngineState)
         with self._state_lock:
             is_over = self._state in (EngineState.FAILED, EngineState.STOPPED)
@@ -379,7 +369,7 @@ class Engine:
 
 
 class Inbox:
-    """A queue of commands from any thread to the engine thread, first in, first out. It can be closed for good.
+    """A queue of commands from any thread to the engine thread. Once closed it stays closed.
 
     Every command is either handed out exactly once or was refused by `put`.
     """
@@ -393,7 +383,7 @@ class Inbox:
         self._is_nudged = False
 
     def put(self, *commands: Command) -> bool:
-        """Append commands and wake the engine; never blocks. False, and nothing kept, if the inbox is closed."""
+        """Append commands and wake the engine; never blocks. Return False, and keep none, if the inbox is closed."""
         num_aborts = sum([isinstance(command, Abort) for command in commands])
         with self._changed:
             if self._is_closed:
@@ -404,20 +394,20 @@ class Inbox:
         return True
 
     def nudge(self) -> None:
-        """Let the present sleep, or the next one, end at once: there is something to do that is no command."""
+        """End the present sleep, or the next one: there is something to do that is not a command."""
         with self._changed:
             self._is_nudged = True
             self._changed.notify_all()
 
     def poll(self) -> list[Command]:
-        """All commands, in order; at once."""
+        """Return all commands, in order, without waiting."""
         if not self._commands:  # Read without the lock: a command that comes just now is found by the next poll.
             return []
         with self._changed:
             return self._take_all()
 
     def poll_aborts(self) -> list[Command]:
-        """Only the aborts of requests that were handed out before; an abort never overtakes its own Add."""
+        """Return only the aborts of requests that were handed out before."""
         if not self._num_aborts:
             return []
         with self._changed:
@@ -432,9 +422,10 @@ class Inbox:
         return aborts
 
     def wait(self, until_ns: int | None) -> None:
-        """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no limit).
+        """Sleep until there is a command or a nudge, the inbox is closed, or the clock has reached `until_ns` (None: no
+        limit).
 
-        The clock is read once: one that is moved by hand does not wake a sleeper. A spurious return is harmless.
+        The clock is read once: one that is moved by hand does not wake a sleeper. May return early.
         """
         timeout_s = None if until_ns is None else max(0, until_ns - self._clock.now_ns()) / 1e9
         with self._changed:
@@ -442,7 +433,7 @@ class Inbox:
             self._is_nudged = False
 
     def close(self) -> list[Command]:
-        """Refuse commands from now on; return those that nobody has polled. Idempotent."""
+        """Refuse commands from now on. Return those that nobody has polled. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -458,19 +449,19 @@ class Inbox:
 
 
 class Outbox:
-    """The requests in flight, from `submit` to their finish chunk, and the sink that their chunks go to. For any thread."""
+    """The requests in flight, from `submit` to their finish chunk, and the sink of their chunks. For any thread."""
 
     def __init__(self, sink: OutputSink, observer: Observer) -> None:
         self._sink = sink
         self._observer = observer
         self._lock = threading.Lock()
         self._prompt_lens: dict[str, int] = {}
-        """Prompt tokens of each request in flight, by request id."""
+        """Request id -> prompt tokens, of the requests in flight."""
         self._num_prompt_tokens = 0
         self._cut_short_ids: frozenset[str] = frozenset()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Requests are in flight from now on. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
+        """Note that requests are in flight. Raises `Rejected` (INVALID), and adds none, if an id is taken."""
         coming: dict[str, int] = {}
         with self._lock:
             for request in requests:
@@ -483,19 +474,19 @@ class Outbox:
             self._num_prompt_tokens += sum(coming.values())
 
     def counts(self) -> tuple[int, int]:
-        """(requests in flight, their prompt tokens)."""
+        """Return (requests in flight, their prompt tokens)."""
         with self._lock:
             return len(self._prompt_lens), self._num_prompt_tokens
 
     def cut_short(self) -> list[str]:
-        """The ids of all requests in flight. Their clients are told that the server shuts down, should they be aborted."""
+        """Return the ids of all requests in flight. If they are aborted, their clients hear that the server shuts down."""
         with self._lock:
             request_ids = list(self._prompt_lens)
             self._cut_short_ids |= frozenset(request_ids)
         return request_ids
 
     def deliver(self, chunks: list[OutputChunk]) -> None:
-        """Hand chunks to the sink. Requests that end by one of them are in flight no more."""
+        """Hand chunks to the sink, and forget the requests that end by one of them."""
         ended = [chunk for chunk in chunks if chunk.finish_reason is not None]
         if ended:
             with self._lock:

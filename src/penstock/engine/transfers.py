@@ -1,20 +1,9 @@
-"""Transfers: carries contents of blocks between the executor and the store of the tier below. Called by the engine thread,
-before a step is submitted; decides neither what moves nor what it is good for.
+"""Transfers: carries contents of blocks between the executor and the store of the tier below, on the engine's thread.
 
-    arrive    contents that were read are copied into free blocks and published
-    plan      blocks are taken from the free ones, and what they contain is named
-    depart    contents that are spilled are copied into staging memory (14 us for 193 KB), or begin to be; loads begin
-    submit    from now on other content is written to these blocks
-    ...       a worker thread writes and reads the store while steps run; it touches staging memory alone, and waits for devices
-
-All that is read here or written lies in blocks that were free when it was named. No row of a step in flight has such a block:
-who runs holds its own, and who ended with a row in flight has left them behind the fence (`kv/manager.py`). So contents move
-whether or not a step is in flight, and nobody waits for the other.
-
-Staging memory is bounded. When it is full, what would be spilled is dropped and counted, and a load is cut short: no step
-ever waits for the store. Every failure means that the tier forgets the block, and whoever wants it computes it
-again. After `MAX_FAILURES` in a row the tier is closed. One block is then tried every `RETRY_NS`: when that was written
-and could be read, the tier is open again.
+All that is read here or written lies in blocks that were free when it was named, so no row of a step in flight has such a
+block. A worker thread reads and writes the store while steps run. Staging memory is bounded: when it is full, spills are
+dropped and loads cut short, so no step waits for the store. After a failure the tier forgets the block, and whoever wants it
+computes it again.
 """
 
 from __future__ import annotations
@@ -38,23 +27,23 @@ from penstock.types.stats import TierStats
 _logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 16
-"""In a row, of blocks."""
+"""After this many failures in a row the tier is closed."""
 RETRY_NS = 60_000_000_000
-"""A disk that is full is often not so for long; and one write a minute harms nobody."""
+"""How often a closed tier is tried with one block: it opens again if that can be written and read."""
 STAGING_BYTES = 64 << 20
 MAX_STAGED_BLOCKS = 256
 MIN_STAGED_BLOCKS = 4
 LOAD_SHARE = 4
-"""One in so many staged blocks is kept for loads: a request waits for these, and for spills nobody does."""
+"""One in this many staged blocks is kept for loads, since requests wait for these."""
 BLOCKS_PER_JOB = 8
-"""Number of blocks written by one job. A load that comes meanwhile waits for one job."""
+"""Blocks written by one job. A load that comes meanwhile waits for one job."""
 CLOSE_TIMEOUT_S = 5.0
 """How long the end of an engine waits for a store that does not answer."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FailureReason(StrEnum):
-    """Why a block did not get to the store or back; the value is what metrics show."""
+    """Why a block did not get to the store or back, as shown in metrics."""
 
     FULL = "full"
     IO = "io"
@@ -64,7 +53,7 @@ class FailureReason(StrEnum):
 
 Job = Callable[[], None]
 Worker = Callable[[Job, bool], object]
-"""Runs what it is given, one at a time, at any time, in any thread. Those with True, somebody waits for: they go first."""
+"""Runs what it is given, one at a time, in any thread. Jobs with True go first, since somebody waits for them."""
 
 
 @dataclass(slots=True)
@@ -74,7 +63,7 @@ class _Move:
     order: Spill | Load
     buffer: int
     is_probe: bool = False
-    """The block tries whether a closed tier works again."""
+    """The block tests whether a closed tier works again."""
     failure: FailureReason | None = None
     duration_ns: int = 0
 
@@ -96,7 +85,7 @@ class WorkerThread:
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """Run what was given, then end. False if that took longer. Idempotent."""
+        """Run what was given, then end. Return False if that took longer. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -108,7 +97,6 @@ class WorkerThread:
             job()
 
     def _next(self) -> Job | None:
-        """None: it is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._urgent or self._others or self._is_closing)
             jobs = self._urgent or self._others
@@ -116,7 +104,7 @@ class WorkerThread:
 
 
 class Transfers:
-    """Between the blocks of one executor and one store. `stats` may outlive it: another one may go on counting."""
+    """Moves between the blocks of one executor and one store. Another one may go on counting in `stats`."""
 
     def __init__(
         self,
@@ -130,7 +118,7 @@ class Transfers:
         worker: Worker | None = None,
         num_staged_blocks: int | None = None,
     ) -> None:
-        """`wake` is called by the worker when something has arrived; None for `worker`: a thread of its own.
+        """`wake` is called by the worker when something has arrived. Without `worker` it starts a thread.
 
         Raises ValueError if the manager has no tier, MemoryError if there is no room for staging.
         """
@@ -157,13 +145,13 @@ class Transfers:
 
     @property
     def num_moving_blocks(self) -> int:
-        """On their way to the store or back."""
+        """Blocks on their way to the store or back."""
         return len(self._buffers) - len(self._free)
 
     # For the engine thread.
 
     def arrive(self) -> None:
-        """Take over what has ended: books, and contents that were loaded."""
+        """Take over what has ended: bookkeeping, and contents that were loaded."""
         if self._retry_ns is not None and self._clock.now_ns() >= self._retry_ns:
             self._retry_ns = self._clock.now_ns() + RETRY_NS
             self._tier.probe()
@@ -173,7 +161,7 @@ class Transfers:
             self._free += [move.buffer for move in moves]
 
     def depart(self) -> None:
-        """Begin what was ordered, before a step is submitted that writes to the blocks that are spilled, or a copy is made."""
+        """Begin what was ordered, before a step or a copy may write to the spilled blocks."""
         self._spill(self._tier.take_spills())
         for loads in self._tier.take_loads():
             self._load(loads)
@@ -181,7 +169,7 @@ class Transfers:
     def keep(self, timeout_s: float) -> None:
         """Spill what the free blocks of the pool contain, the last used first, while there is time. For the end of a server.
 
-        Does nothing if the store ends with the process, too.
+        Does nothing if the store ends with the process.
         """
         if not self._store.outlives_process:
             return
@@ -237,7 +225,7 @@ class Transfers:
             self._start(partial(self._run, moves, self._read), True)
 
     def _record(self, move: _Move) -> bool:
-        """Whether it brought content that somebody may use."""
+        """Record the end of a move. Return whether it brought content that somebody may use."""
         is_useful = False
         order, is_sound = move.order, move.failure is None
         if isinstance(order, Spill):
@@ -258,7 +246,7 @@ class Transfers:
         return is_useful
 
     def _place(self, moves: Sequence[_Move]) -> None:
-        """Put the loaded blocks of one request into the pool. Blocks that make place for them are spilled first."""
+        """Put the loaded blocks of one request into the pool. Blocks that make room for them are spilled first."""
         buffers = {move.order.block_hash: self._buffers[move.buffer] for move in moves}
         placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())
@@ -328,12 +316,11 @@ class Transfers:
 
 
 def num_staged_blocks(block_bytes: int) -> int:
-    """How many blocks there is staging memory for: as many are read or written at once, at most."""
+    """Return how many blocks may be read or written at once."""
     return max(MIN_STAGED_BLOCKS, min(MAX_STAGED_BLOCKS, STAGING_BYTES // block_bytes))
 
 
 def _staging(block_bytes: int, num_blocks: int | None) -> list[memoryview]:
-    """Buffers of a block each."""
     if num_blocks is None:
         num_blocks = num_staged_blocks(block_bytes)
     memory = memoryview(bytearray(num_blocks * block_bytes))

@@ -1,18 +1,9 @@
 """Adapters in the KV pool. Part of `KVManager`.
 
 An adapter is paged like KV. While running requests use it, its blocks are held (it is pinned). After that they lie in the
-free
-list with their content, like blocks of a prefix, and the least recently used content of either kind is evicted first. Taking
-one
-block evicts the whole adapter:
-
-    pinned    2 requests    blocks 7 2 5 held
-    idle                    blocks 7 2 5 cached in the free list       -> pinned again without a new placement
-    evicted                 block 7 was taken: 2 and 5 move to the head of the free list, and the executor drops the adapter
-
-Before the next step the executor drops evicted adapters, then copies blocks, then places adapters: a copy may overwrite an
-evicted
-adapter, and may read a block that a new adapter overwrites. An adapter evicted in the same step is not placed at all.
+free list like blocks of a prefix, and taking one block evicts the whole adapter. Before the next step the executor drops
+evicted adapters, then copies blocks, then places adapters: a copy may overwrite an evicted adapter, and may read a block
+that a new adapter overwrites.
 """
 
 from __future__ import annotations
@@ -34,7 +25,6 @@ class Resident:
 
 class AdapterPages:
     def __init__(self, pool: BlockPool, take: Callable[[int], list[int]]) -> None:
-        """`take` allocates blocks through the manager."""
         self.residents: dict[int, Resident] = {}
         """Adapter number -> its blocks. Written only here."""
         self._numbers = self.residents.keys()
@@ -60,14 +50,14 @@ class AdapterPages:
         return resident is not None and resident.num_pins > 0
 
     def num_blocks(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Return the adapter's blocks; for one outside the pool, as many as `packed` needs, or 0 if that is unknown."""
+        """Return the number of the adapter's blocks; for one outside the pool, as many as `packed` needs, or 0 if unknown."""
         resident = self.residents.get(number)
         if resident is not None:
             return len(resident.block_ids)
         return 0 if packed is None else packed.num_pages
 
     def num_missing(self, number: int, packed: PackedAdapter | None = None) -> int:
-        """Return the available blocks that `pin` would take."""
+        """Return the number of available blocks that `pin` would take."""
         return 0 if self.is_pinned(number) else self.num_blocks(number, packed)
 
     def pin(self, number: int, packed: PackedAdapter | None = None) -> None:
@@ -103,7 +93,7 @@ class AdapterPages:
                 self._pool.release(block_id, keep=True, group=group)
 
     def num_freed(self, pins: Mapping[int, int]) -> int:
-        """Return the blocks that become available if each adapter loses that many pins."""
+        """Return how many blocks become available if each adapter loses that many pins."""
         residents = self.residents
         return sum(len(residents[number].block_ids) for number, count in pins.items() if residents[number].num_pins == count)
 
@@ -143,7 +133,7 @@ class AdapterPages:
         return placements
 
     def check(self, pins: Counter[int]) -> None:
-        """Verify the invariants; `pins`: number -> tables that use it. Raises AssertionError. O(adapter blocks)."""
+        """Raise AssertionError if an invariant is broken; `pins`: number -> tables that use it. O(adapter blocks)."""
         pool = self._pool
         assert BASE not in pins, "a table has the base as its adapter"
         found = {number: resident.num_pins for number, resident in self.residents.items() if resident.num_pins}

@@ -1,23 +1,9 @@
-"""The block pool: free list and reference counts of all KV blocks.
+"""The block pool: free list and reference counts of all KV blocks. The free list is the prefix cache.
 
-The free list *is* the prefix cache. A freed block with content worth keeping goes to the tail and keeps that content until
-the
-head of the list reaches it. A block without content goes to the head. So eviction is least recently freed first:
-
-    head -> [no content ...] -> [oldest content ... newest content] <- tail
-
-The list is intrusive: two arrays of neighbours, indexed by block id. So taking a block out of the middle (a prefix hit
-revives it)
-is O(1), and no operation allocates memory.
-
-A block may be freed into a group, such as a tenant. Each group has a list of its own. When the list above is empty, the
-eviction
-policy names the group that loses its head (`eviction.py`).
-
-Blocks that were found again, and those of conversations, rest: each group has a second list for them. A resting block counts
-as
-freed `rest_ns` later than it was, while at most `MAX_RESTING_SHARE` of the group's blocks rest. The older of the two heads
-goes.
+A freed block with content joins the tail of the free list, one without content the head, so eviction is least recently freed
+first. The list is intrusive: two arrays of neighbours by block id. A block may be freed into a group with a list of its own;
+when the list is empty, the eviction policy names the group that loses its head. Blocks that were found again, and those of
+conversations, rest in a second list of their group and count as freed `rest_ns` later.
 """
 
 from __future__ import annotations
@@ -31,8 +17,8 @@ from penstock.types.errors import PolicyError
 NULL_BLOCK_ID = 0
 """Never allocated; padding writes to it."""
 MAX_RESTING_SHARE = 0.75
-"""Share of a group's cached blocks that may rest. Measured by `benchmarks/resting.py`: half helps agents little, and with
-all of them new prompts are lost before they can be found again."""
+"""Share of a group's cached blocks that may rest: half helps agents little, and with all of them new prompts are lost before
+they can be found again (`benchmarks/resting.py`)."""
 
 
 @dataclass(slots=True)
@@ -143,11 +129,9 @@ class BlockPool:
         self.num_shared += self._ref_counts[block_id] == 2
 
     def release(self, block_id: int, *, keep: bool, group: Hashable = None, rests: bool = False) -> None:
-        """Drop a reference. With the last one the block joins the free list, and keeps its content if `keep`.
+        """Drop a reference. With the last one the block joins the free list, and keeps its content in `group` if `keep`.
 
-        `group` is where kept content counts. `rests`: the block rests whenever it is cached, until its content is lost.
-
-        Raises ValueError if nobody holds it.
+        `rests`: the block rests whenever it is cached, until its content is lost. Raises ValueError if nobody holds it.
         """
         if self._ref_counts[block_id] == 0:
             raise ValueError(f"block {block_id} was freed twice")
@@ -235,7 +219,6 @@ class BlockPool:
         return end_idx
 
     def _leave(self, block_id: int) -> None:
-        """Record that a cached block left its list."""
         name = self._group_of.pop(block_id, None)
         group = self._ungrouped if name is None else self._groups[name]
         group.num_resting -= self._rests[block_id]

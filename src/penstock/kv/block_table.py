@@ -1,8 +1,8 @@
 """The block table: one request's blocks and the hashes of their content.
 
 A block's hash covers everything before it: hash(i) = H(hash(i - 1), tokens of block i) and hash(-1) = H(salt, adapter). So
-equal hashes mean equal prefixes from position 0, and requests of different salts or adapters never share a block. H is
-BLAKE2b with a digest of 128 bits (RFC 7693).
+equal hashes mean equal prefixes, and requests of different salts or adapters never share a block. H is BLAKE2b with a digest
+of 128 bits (RFC 7693).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)
     """In order of position; empty while the request waits. The first `num_released` are null blocks."""
     num_released: int = 0
-    """Blocks that the request gave back, or never held, because no layer reads them any more."""
+    """Blocks that the request gave back, or never held, because no layer reads them."""
     window: int = 0
     """`Capacity.window`, or 0 for a beam, which keeps all blocks so that others can fork from earlier positions."""
     root: bytes = b""
@@ -66,11 +66,10 @@ class BlockTable:
     """Hashes of full blocks. Each block is hashed once, even across preemptions."""
     contents: list[bytes] = field(default_factory=list)
     num_full: int = 0
-    """Leading blocks that are full and committed: never written again, and published if there is a cache."""
+    """Leading blocks that are full and committed: never written again."""
     group: Hashable = None
-    """Eviction group of the request's blocks (`eviction.py`)."""
     rests: bool = False
-    """The request is part of a conversation: its cached blocks outlast others for a while (`block_pool.py`)."""
+    """The request is part of a conversation: its cached blocks rest (`block_pool.py`)."""
     adapter: int = BASE
     """The adapter pinned while the request holds blocks."""
     leads: bytes = b""

@@ -1,12 +1,8 @@
 """Eviction policies: which cached blocks are lost first. A policy knows groups and their sizes, never single blocks.
 
 A cached block belongs to the group of the request that held it last. When blocks without content are used up, the policy
-names a group, and that group's least recently freed block goes:
-
-    tenant-fair    "light"  head -> oldest ... newest          2 blocks
-                   "heavy"  head -> oldest ......... newest    5 blocks: loses its oldest, however new that is
-
-A policy is told each change of a group's size, so it can answer at once. Each pool has its own policy object.
+names a group, and that group's least recently freed block is evicted. It hears of each change of a group's size, so it can
+answer at once. Each pool has its own policy object.
 """
 
 from __future__ import annotations
@@ -58,10 +54,7 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 class LowestPriorityFirst(EvictionPolicy):
     """Blocks of the lowest class first, least recently used within a class. A class loses nothing while a lower one has
-    blocks.
-
-    Classes beyond +-`MAX_CLASS` count as that.
-    """
+    blocks."""
 
     MAX_CLASS = 20
 
@@ -87,8 +80,8 @@ class LowestPriorityFirst(EvictionPolicy):
 class TenantFair(EvictionPolicy):
     """The least recently used block of the tenant with the most cached blocks.
 
-    A tenant that wants no more than an equal share loses nothing to others, however many requests they send. Among tenants
-    with equally many, the one that has had as many for longest loses one.
+    A tenant that wants no more than an equal share loses nothing to others. Among tenants with equally many, the one that
+    has had as many for longest loses one.
     """
 
     def __init__(self, *, rest_ns: int = REST_NS) -> None:

@@ -10,22 +10,7 @@ from penstock.types.adapter import BASE
 
 
 def check(manager: KVManager) -> None:
-    """Raise AssertionError, naming the invariant, if one is broken. O(blocks + table entries).
-
-    1. free + held = total. `num_cached` free blocks have content, and `num_shared` held ones have several holders.
-    2. A block's reference count is the number of tables that hold it, fenced ones included, or 1 if a pinned adapter lies in
-    it. No
-       table holds a block twice. Null blocks stand only for a table's first blocks that were full and given back.
-    3. A block is free if and only if its count is 0, and kept if and only if it is published or holds an adapter.
-    4. Hash and block are one to one, and the index finds each content under its parent. Tables share only full blocks, or
-    after a
-       fork blocks that they must ask to write.
-    5. A group's size is its number of cached blocks, each kept and in that group alone. The policy chooses a group that has
-    blocks.
-    6. Each slot of the tier below is free, present or busy, and has at most one hash.
-    7. An adapter is pinned as often as tables use it, and a table without blocks uses none.
-    8. A request that others wait for holds blocks and computes the awaited block next, as part of a prefill.
-    """
+    """Raise AssertionError, naming the invariant, if one is broken. O(blocks + table entries)."""
     _check_free_list(manager)
     _check_groups(manager)
     _check_references(manager)

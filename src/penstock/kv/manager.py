@@ -1,31 +1,9 @@
-"""The KV manager: every request's block table. Only the scheduler calls it. Its parts are used directly: `pool` counts
-blocks, `prefix`
-finds shared ones, `adapters` holds adapters, `swapping` moves blocks to and from a tier below.
-
-A table of block size 4, for a request of 11 tokens with 9 computed that is about to compute 2 more:
-
-    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .
-    block_ids     7    |    2    |    5          append-only while the request runs
-    content    published, shared | own, written by this step
+"""The KV manager: every request's block table. Only the scheduler calls it.
 
 Full blocks are published in the prefix index when the step that filled them is committed, so a failed step leaves no entry
-for
-KV that was never written. Published blocks may be shared. A request writes only to blocks of its own; after a fork it first
-gets
-a copy.
-
-Where every layer has a window, blocks before it become null blocks in the table while the request runs. Their content stays
-cached for others like that of any freed block:
-
-    position   0 1 2 3 | 4 5 6 7 | 8 9 10 .      a window of 5: positions from 9 on read only 5 and later
-    block_ids     -    |    2    |    5          block 7 is free, and cached
-
-A prefix hit may end inside a block: in another request's last block, or in a full one that continues differently. The
-request gets
-a copy of that block and computes the rest. Copies are made in order before anything else of their step, so the source may be
-re-used right after.
-
-Where blocks hold recurrent state, hits end at block boundaries: docs/decisions/recurrent-state.md.
+for KV that was never written. Published blocks may be shared; a request writes only to blocks of its own, and first gets a
+copy after a fork or a hit that ends inside a block. Copies are made in order before anything else of their step.
+docs/memory.md has the pictures.
 """
 
 from __future__ import annotations
@@ -73,7 +51,6 @@ class KVManager:
         self.prefix = PrefixCache(self.pool, block_size, self.tables, is_shared=enable_prefix_caching, has_state=has_state)
         self.tier = tier
         self.swapping: Swapping | None = None
-        """Moves between pool and tier; None without a tier."""
         if tier is not None:
             self.swapping = Swapping(tier, self.pool, self.prefix, self.tables, self.eviction, self._take, block_size)
         self.adapters = AdapterPages(self.pool, self._take)
@@ -99,17 +76,17 @@ class KVManager:
         return tuple(table.block_ids) if table else ()
 
     def num_held_blocks(self, request_id: str) -> int:
-        """Return the blocks that the request holds, shared ones included."""
+        """Return the number of blocks that the request holds, shared ones included."""
         table = self.tables.get(request_id)
         return len(table.block_ids) - table.num_released if table else 0
 
     def num_own_blocks(self, request_id: str) -> int:
-        """Return the blocks that only this request holds, which suspending it would free. O(its blocks)."""
+        """Return the number of blocks that suspending the request would free. O(its blocks)."""
         table = self.tables.get(request_id)
         return sum(self.pool.ref_count(block_id) == 1 for block_id in table.held) if table else 0
 
     def num_freed_blocks(self, request_ids: Iterable[str], kept: Collection[int] = ()) -> int:
-        """Return the blocks freed by suspending all these requests, without those in `kept`. O(their blocks)."""
+        """Return the number of blocks freed by suspending all these requests, without those in `kept`. O(their blocks)."""
         holds: Counter[int] = Counter()
         for request_id in request_ids:
             if request_id in self.tables:
@@ -120,7 +97,7 @@ class KVManager:
         return sum(ref_count(block_id) == count for block_id, count in holds.items())
 
     def num_freed_adapter_blocks(self, request_ids: Iterable[str], kept: int) -> int:
-        """Return the adapter blocks freed by suspending all these requests, without those of adapter `kept`."""
+        """Return the same for blocks of adapters, without those of adapter `kept`."""
         pins = Counter(self.tables[request_id].adapter for request_id in request_ids if request_id in self.tables)
         for number in (BASE, kept):
             pins.pop(number, None)
@@ -139,8 +116,8 @@ class KVManager:
     ) -> tuple[int, ...]:
         """Give a request its table for positions [0, num_tokens): the hit's blocks, then fresh ones. Also pins its adapter.
 
-        Takes `num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks` available blocks plus the adapter's
-        `num_missing`. Raises ValueError, and changes nothing, if there are fewer.
+        Raises ValueError, and changes nothing, if too few blocks are available for those, the hit's free blocks and the
+        adapter.
         """
         table = self._table(request)
         if self.tier is not None:
@@ -177,8 +154,7 @@ class KVManager:
     def extend(self, request_id: str, context_len: int, num_tokens: int) -> tuple[int, ...] | None:
         """Make positions [context_len, num_tokens) writable. Return the blocks appended, or None if too few are available.
 
-        Shared blocks among them are replaced by copies (`take_block_copies`). Then the executor's table is out of date and
-        the row must be sent in full.
+        Shared blocks among them are replaced by copies (`take_block_copies`). Then the row must be sent in full.
         """
         num_slots = self.num_slots[request_id]
         if num_tokens <= num_slots:
@@ -210,7 +186,7 @@ class KVManager:
             self.prefix.lead(table, request)
 
     def release_unread(self, request: Request) -> None:
-        """Give back blocks that no layer reads any more, after `publish`. Steps in flight read only later positions."""
+        """Release blocks that no layer reads any more, after `publish`. Steps in flight read only later positions."""
         table = self.tables[request.request_id]
         first, end = table.num_released, table.num_unread(request.num_computed_tokens, self.block_size)
         if end > first:
@@ -220,7 +196,7 @@ class KVManager:
             table.num_released = end
 
     def publish_tail(self, request: Request) -> None:
-        """Make the computed part of the last, partly filled block findable, so that others may copy it."""
+        """Make the computed part of the last block findable, so that others may copy it."""
         if not self.prefix.shares_parts:
             return
         table = self.tables[request.request_id]
@@ -312,7 +288,6 @@ class KVManager:
             self.pool.release(block_id, keep=block_id in published, group=group, rests=rests)
 
     def _end(self, table: BlockTable) -> None:
-        """Free the blocks of a request that will not come again."""
         self._unpin(table)
         if not self._names_content:
             for block_id in reversed(table.held):
@@ -328,7 +303,7 @@ class KVManager:
             table.adapter = number
 
     def _unpin(self, table: BlockTable) -> None:
-        """Call this before freeing the table's blocks: freed blocks are evicted in order, and the adapter is cheap to copy
+        """Call this before freeing the table's blocks. Freed blocks are evicted first, and the adapter is cheap to copy
         again."""
         if table.adapter != BASE:
             self.adapters.unpin(table.adapter, table.group)
@@ -376,7 +351,6 @@ class KVManager:
         return fresh
 
     def _shared_indices(self, table: BlockTable, context_len: int) -> list[int]:
-        """Return the indices of shared blocks from position `context_len` on."""
         first = context_len // self.block_size
         return [idx for idx in range(first, len(table.block_ids)) if self.pool.ref_count(table.block_ids[idx]) > 1]
 

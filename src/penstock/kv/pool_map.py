@@ -18,14 +18,12 @@ from penstock.types.request import Request
 
 class BlockState(StrEnum):
     FREE = "free"
-    """No holder and no content."""
     CACHED = "cached"
     """No holder, but content that a prefix hit or a request with the adapter may revive."""
     HELD = "held"
     SHARED = "shared"
     ADAPTER = "adapter"
     NULL = "null"
-    """Block 0, which padding writes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,6 @@ class Run:
 class BlockOwner:
     request_id: str
     num_blocks: int
-    """Shared ones included."""
     num_tokens: int
     """0 for an ended request whose last step is still in flight."""
     num_computed_tokens: int
@@ -91,9 +88,7 @@ def draw(manager: KVManager, running: Iterable[Request]) -> PoolMap:
 
 def waste_ratio(manager: KVManager, running: Iterable[Request]) -> float:
     """Return the share of positions in held blocks without a token, counting the running step's tokens as there.
-
-    O(requests): only a request's last blocks can have such positions. A shared block counts once.
-    """
+    O(requests)."""
     size = manager.block_size
     filled: dict[int, int] = {}
     """Block id -> tokens, as seen by the holder with the most."""

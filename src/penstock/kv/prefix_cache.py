@@ -1,11 +1,8 @@
-"""The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended. Part of
-`KVManager`.
+"""The prefix cache: which block holds which prefix, which request computes a prefix now, and why a lookup ended.
 
 A block is found by the hash of its prefix (`block_table.py`). Since a hit may end inside a block, each block is also listed
-among
-its parent's children, by the parent's hash and its own first token. Partly filled blocks (tails) are found only that way.
-
-A request need not compute what a running request is computing: it may wait for that block, which is "coming".
+under its parent's hash and its own first token; partly filled blocks (tails) are found only that way. A request may wait for
+a block that a running request is computing ("coming").
 """
 
 from __future__ import annotations
@@ -32,13 +29,12 @@ MAX_EVICTED = 8192
 """Evicted blocks that are remembered for explanations."""
 MAX_BEGINNINGS = 1024
 MAX_CONVERSATIONS = 1024
-"""Conversations whose longest prompt is remembered."""
+"""First blocks, and conversations with their longest prompt, that are remembered."""
 MARK_TOKENS = 2
 """Tokens at the end of a prompt that the next turn may lack: a template may open the reasoning (`<think>` and a newline) in
 the prompt. Any other end of a message is longer."""
 MIN_AWAITED_TOKENS = 8
-"""Least tokens of a prompt's last, partial block that are worth waiting for: computing fewer takes less than a step's
-overhead. Whole blocks are always waited for."""
+"""Least tokens of a prompt's partial block that are worth waiting for. Whole blocks are always waited for."""
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -53,7 +49,7 @@ class PrefixHit:
     num_tokens: int
     """Positions [0, num_tokens) need not be computed."""
     num_free_blocks: int
-    """Blocks of the hit that are in the free list: holding them makes that many unavailable."""
+    """Blocks of the hit in the free list: holding them makes that many unavailable."""
     tail_block_id: int = NULL_BLOCK_ID
     """The block to copy if the hit ends inside one."""
 
@@ -86,7 +82,6 @@ class PrefixCache:
         """While a step is planned ahead: requests of which the step in flight computes several tokens."""
         self.is_shared = is_shared
         self.shares_parts = is_shared and not has_state
-        """Hits may end inside a block."""
         self._pool, self._block_size, self._tables = pool, block_size, tables
         self._evicted_ns: Recent[bytes, int] = Recent(MAX_EVICTED)
         self._roots: Recent[tuple[str, bytes], bytes] = Recent(MAX_BEGINNINGS)
@@ -116,8 +111,8 @@ class PrefixCache:
         return PrefixHit(tuple(found), num_tokens, num_free, tail_id)
 
     def find(self, table: BlockTable, num_blocks: int) -> list[int]:
-        """Return the blocks of the longest usable prefix of at most `num_blocks`, null blocks standing for those before the
-        window. O(num_blocks)."""
+        """Return the blocks of the longest usable prefix of at most `num_blocks`, with null blocks before the window.
+        O(num_blocks)."""
         hashes = table.hashes[:num_blocks]
         if not table.window:
             return self.index.lookup(hashes)
@@ -230,9 +225,10 @@ class PrefixCache:
     # Blocks that are coming.
 
     def find_coming(self, request: Request, hit: PrefixHit) -> Awaited | None:
-        """Return the block that `request` needs next, if a running request computes it now or in its next step.
+        """Return the block that `request` needs next, if a running request computes it now or in its next step. `hit` is
+        fresh.
 
-        Only a whole block, or the rest of the prompt but its last token where hits may end inside a block. `hit` is fresh.
+        Only a whole block, or the rest of the prompt but its last token where hits may end inside a block.
         """
         if not self.leaders or not request.is_scored:
             return None
@@ -283,8 +279,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_ids: dict[bytes, int] = {}
         self._contents: dict[int, bytes] = {}
-        """Block id -> hash or `TAIL`, then parent and packed tokens if known. One string, because tuples and lists per block
-        would more than double the garbage collector's runs."""
+        """Block id -> hash or `TAIL`, then parent and packed tokens if known. One string: tuples and lists per block would
+        more than double the garbage collector's runs."""
         self._children: dict[bytes, int | list[int]] = {}
         """Child key -> the block, or a list with the newest last."""
         self._num_children: dict[bytes, int] = {}
@@ -297,21 +293,18 @@ class PrefixIndex:
         return block_hash in self._block_ids
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """Return the hash of a published full block, or None."""
         content = self._contents.get(block_id)
         return None if content is None or content.startswith(TAIL) else content[:HASH_BYTES]
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Return the block published under a hash, or None."""
         return self._block_ids.get(block_hash)
 
     @property
     def block_ids(self) -> Collection[int]:
-        """A view of all published blocks, tails included."""
+        """All published blocks, tails included."""
         return self._contents.keys()
 
     def items(self) -> Iterable[tuple[bytes, int]]:
-        """Return (hash, block id) of every full block; for checks."""
         return self._block_ids.items()
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:

@@ -1,22 +1,9 @@
-"""The tier below the pool: block contents in a file or in host memory. Used by `KVManager`, and by the engine's `Transfers`,
-which
-moves the bytes. This file decides with integers and hashes only.
+"""The tier below the pool: block contents in a file or in host memory. Only integers and hashes here; the engine's
+`Transfers` moves the bytes.
 
-One rule serves preempted requests, evicted prefixes and returning sessions. Every block with content has a name, the hash of
-its
-prefix. Before such a block is re-used, its content is spilled to a slot under that name. If the first waiting request could
-be
-admitted and the tier has the continuation of its prefix, that is loaded first:
-
-    pool     A B C - - -        the request waits while steps of others run
-    tier         C D E -        D and E are read into memory beside the pool
-    pool     A B C D E -        after verification they are placed into free blocks like any cached prefix
-
-So no plan depends on content that has not arrived, and no block is held for it. Content that is damaged or late is forgotten
-and
-computed again. Loaded content also stays in the tier.
-
-A slot is busy while it is written or read. Otherwise the least recently used slot is overwritten first.
+Before a block with content is re-used, the content is spilled to a slot under its hash. If the tier has the continuation of
+the prefix of the first waiting request, that is loaded into memory beside the pool, verified, and placed into free blocks
+like any cached prefix. No plan depends on content that has not arrived. The least recently used slot is overwritten.
 """
 
 from __future__ import annotations
@@ -33,9 +20,8 @@ from penstock.kv.prefix_cache import PrefixCache, PrefixHit, PrefixIndex
 from penstock.types.request import Request
 
 LOAD_TIMEOUT_NS = 2_000_000_000
-"""Longest wait of a request for its loads. If a load is still under way then, the tier counts as slow."""
+"""Longest wait of a request for its loads. After it the tier counts as slow."""
 OLD_COST_WEIGHT = 0.875
-"""Weight of earlier load costs in the running mean."""
 FORGIVING = 0.98
 """Each load that the remembered cost prevents multiplies it by this, so that a load is tried again some day."""
 
@@ -71,8 +57,7 @@ class Tier:
     """Slots and the moves under way. Moves are ordered here, fetched by `take_spills` and `take_loads`, and reported back."""
 
     def __init__(self, num_slots: int, *, max_load_blocks: int = 64, entries: Iterable[tuple[int, bytes]] = ()) -> None:
-        """`entries`: (slot, hash) of content from an earlier process, oldest first. A load has at most `max_load_blocks`; a
-        longer prefix needs several."""
+        """`entries`: (slot, hash) of content from an earlier process, oldest first. A load has at most `max_load_blocks`."""
         self.slots = SlotIndex(num_slots)
         self.slots.restore(entries)
         self.is_open = True
@@ -89,7 +74,6 @@ class Tier:
     # For the manager.
 
     def spill(self, block_ids: Iterable[int], index: PrefixIndex) -> None:
-        """Spill blocks that are about to be re-used."""
         if not (self.is_open or self._may_probe):
             return
         for block_id in block_ids:
@@ -210,7 +194,6 @@ class Tier:
         self._waits.clear()
 
     def probe(self) -> None:
-        """Let a closed tier take the next spilled block, to see whether writing works."""
         self._may_probe = not self.is_open
 
     def open(self) -> None:
@@ -264,13 +247,12 @@ class Swapping:
                 pool.release(block_id, keep=True, group=group)
 
     def place(self, loads: Sequence[Load]) -> list[tuple[Load, int]]:
-        """Allocate blocks for content that arrived for one request, in prefix order, and publish it: (load, block id).
+        """Allocate blocks for content that arrived for one request, in prefix order, and publish it. Return (load, block
+        id).
 
         The caller must write the content before anything else, and before that carry out the spills that made room. Content
-        that is already here, or finds no free block, is skipped.
-
-        The last blocks are allocated first, since blocks released later are evicted later. All of them, and what the request
-        already has in the pool, are held meanwhile, so that the request does not evict its own prefix.
+        that is already here, or finds no free block, is skipped. What the request has in the pool is held meanwhile, so that
+        it does not evict its own prefix; the last blocks are released first, since blocks released later are evicted later.
         """
         if not loads:
             return []
@@ -292,7 +274,7 @@ class Swapping:
 
     def content_to_keep(self) -> list[int]:
         """Return free blocks whose content the tier lacks, last used first within a group, at most as many as fit. Empty if
-        requests share nothing: the content would be of no use to others."""
+        requests share nothing."""
         if not self._prefix.is_shared:
             return []
         pool, slots = self._pool, self._tier.slots
@@ -311,7 +293,7 @@ class Swapping:
         return missing[: max(0, slots.num_slots - num_there)]
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Forget private content, in the pool and below: once its request has ended nobody can use it."""
+        """Forget private content, in the pool and below: nobody can use it once its request has ended."""
         pool, index = self._pool, self._index
         for block_hash in hashes:
             self._tier.slots.forget(block_hash)
@@ -324,7 +306,6 @@ class Swapping:
 
 class SlotState(IntEnum):
     WRITING = 0
-    """Ordered; it can't be read yet."""
     PRESENT = 1
     READING = 2
 
@@ -381,13 +362,12 @@ class SlotIndex:
         return slot
 
     def begin_read(self, block_hash: bytes) -> int:
-        """Return the slot of content that is present. Raises KeyError otherwise."""
         del self._present[block_hash]
         self._busy[block_hash] = SlotState.READING
         return self._slots[block_hash]
 
     def end(self, block_hash: bytes, *, is_sound: bool) -> None:
-        """End a write or read; damaged content is forgotten. Raises KeyError if none was begun."""
+        """End a write or read; damaged content is forgotten."""
         del self._busy[block_hash]
         if is_sound and block_hash not in self._doomed:
             self._present[block_hash] = None
@@ -408,7 +388,7 @@ class SlotIndex:
             self._doomed.add(block_hash)
 
     def check(self) -> None:
-        """Verify that each slot is free, present or busy, with at most one hash. Raises AssertionError. O(slots)."""
+        """Raise AssertionError unless each slot is free, present or busy, with at most one hash. O(slots)."""
         used = list(self._slots.values())
         assert len(set(used)) == len(used), "two hashes have one slot"
         assert sorted([*used, *self._free]) == list(range(self.num_slots)), "a slot was lost, or is free and used"

@@ -1,15 +1,9 @@
 """The file of the disk tier: equal slots, each with a block's content, hash and checksum. `Transfers` calls it from its
 worker.
 
-    page 0     magic, sizes and fingerprint of the writer; the content of any other writer is discarded
-    slot 0     checksum, sequence number, hash, length | content | rest of the page
-    slot 1     ...
-
 The file may be lost, truncated, damaged or cut short by a crash at any moment. Each read verifies a checksum over hash and
-content,
-so order does not matter and nothing is synced. System calls are used rather than a mapping, where an unreadable page would
-end the
-process. One process at a time has the file (`flock`). It contains users' text as keys and values: mode 0600.
+content, so nothing is synced. Reads use system calls, since an unreadable page of a mapping would end the process. One
+process at a time has the file (`flock`). It contains users' text: mode 0600.
 """
 
 from __future__ import annotations

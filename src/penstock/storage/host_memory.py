@@ -18,7 +18,6 @@ import numpy as np
 from penstock.types.errors import CorruptBlock
 
 LOCK_TIMEOUT_S = 1.0
-"""A copy of a block takes milliseconds."""
 
 
 class HostMemory:

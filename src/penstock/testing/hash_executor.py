@@ -1,22 +1,8 @@
-"""The hash executor: a fake device whose KV slots hold hashes, and which checks every plan. A plan that breaks a rule raises
-AssertionError, a token outside the vocabulary ValueError.
+"""The hash executor: a fake device whose KV slots hold hashes, and which checks every plan.
 
-The hash model defines the right tokens without any weights. The "KV" of a position is a 64-bit hash of the previous
-position's
-value and the token, so it identifies the whole prefix. The next token is a function of the last value. Any wrong block,
-stale
-table, early re-use, lost or doubled token therefore changes everything generated after it.
-
-- With a window (`Capacity.window`, at least 2), a row reads the whole window and checks that each value follows from the one
-  before. Blocks before the window may belong to others.
-- With `Capacity.is_one_pass` there is no KV. The answer to a text is a hash of its tokens (`expected_state`), computed
-  whole.
-- An adapter replaces `ROOT` and fills its pages with content derived from it. Each step of its rows reads all pages, so a
-  page
-  given away too early shows.
-- `HashMatcher` is a made-up grammar: a hash of the tokens so far says which may come next. A mask used one token too early
-  or
-  late, or for another request, changes the answer.
+The "KV" of a position is a 64-bit hash of the previous position's value and the token, so it identifies the whole prefix,
+and any wrong block, stale table, early re-use or lost token changes everything generated after it. A plan that breaks a rule
+raises AssertionError, a token outside the vocabulary ValueError. `HashMatcher` is a made-up grammar.
 """
 
 from __future__ import annotations
@@ -108,7 +94,6 @@ class HashModel:
         return TokenLogprobs(token_id, -0.6931471805599453, 1, top)
 
     def prompt_logprobs(self, value: int, token_id: int, num_top: int) -> TokenLogprobs:
-        """Return made-up log-probabilities of a prompt token, derived from it and the prefix."""
         state = mix(value, token_id)
         top = tuple((self._draw(mix(value, idx)), -(idx + 1) / 4) for idx in range(num_top))
         return TokenLogprobs(token_id, -(state % 10_000) / 1000, 1 + state % 100, top)
@@ -132,7 +117,7 @@ def expected_tokens(
     matcher: Matcher | None = None,
     adapter: AdapterRef | None = None,
 ) -> Expected:
-    """The oracle: the answer computed from the whole prefix, without cache, blocks or steps. Uses up `matcher`."""
+    """Return the answer computed from the whole prefix, without cache, blocks or steps. Uses up `matcher`."""
     value = root_of(adapter)
     for token_id in prompt_token_ids:
         value = mix(value, token_id)
@@ -152,7 +137,6 @@ def expected_tokens(
 def expected_prompt_logprobs(
     prompt_token_ids: Sequence[int], num_top: int, *, model: HashModel, adapter: AdapterRef | None = None
 ) -> list[TokenLogprobs]:
-    """The oracle of a prompt's log-probabilities."""
     value, entries = root_of(adapter), []
     for token_id, following in pairwise(prompt_token_ids):
         value = mix(value, token_id)
@@ -164,7 +148,7 @@ STATE_WIDTH = 4
 
 
 def expected_state(token_ids: Sequence[int], second_at: int = 0) -> bytes:
-    """The oracle of texts: depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
+    """Return the answer to a text: depends on each token, and on where the second text begins. float32 [STATE_WIDTH]"""
     value = mix(ROOT, second_at)
     for token_id in token_ids:
         value = mix(value, token_id)
@@ -175,10 +159,8 @@ POISON = -1
 """The content of a slot before it is written; reading it is an error."""
 
 NULL_BLOCK = 0
-"""Only padding writes to it."""
 
 SLOT_BYTES = 8
-"""Bytes of a hash, as `read_blocks` returns it."""
 
 DEFAULT_CAPACITY = Capacity(num_blocks=257, block_size=16, max_rows=64, max_step_tokens=512, max_model_len=4096, max_scored=100)
 
@@ -226,10 +208,9 @@ class HashStep:
 class HashExecutor:
     """Checks a step in `submit` and prepares its blocks. Each step takes `step_ns` of its own time.
 
-    With a depth of 1 it computes the step there. With a depth of 2 it does so at a random time before the step is collected
-    (`seed`), so that later changes come sometimes before and sometimes after.
-
-    With `Capacity.has_state` a block is readable only at its last computed position.
+    With a depth of 2 it computes a step at a random time before it is collected (`seed`), so that later changes come
+    sometimes before and sometimes after. With a window a row reads and checks the whole window; with `Capacity.has_state` a
+    block is readable only at its last computed position; each step of a row with an adapter reads all its pages.
     """
 
     max_adapter_rank = 1
@@ -264,7 +245,6 @@ class HashExecutor:
         self._random = random.Random(seed)  # noqa: S311  # repeatable on purpose
         self._in_flight: deque[HashStep] = deque()
         self._to_compute: deque[HashStep] = deque()
-        """The last of those in flight."""
         self._results: dict[int, StepResult] = {}
         self._is_closed = False
 
@@ -427,7 +407,7 @@ class HashExecutor:
         self._holders.subtract(self._rows.pop(request_id).held)
 
     def _num_unread(self, num_computed_tokens: int) -> int:
-        """Return the blocks that lie before the window of the next position."""
+        """Return the number of blocks before the window of the next position."""
         window = self.capacity.window
         return max(0, num_computed_tokens - window + 1) // self.capacity.block_size if window else 0
 
@@ -600,7 +580,7 @@ class HashExecutor:
         return value
 
     def _read(self, row: HashRow, position: int) -> int:
-        """Return the block's content, plus its recurrent state if it has any."""
+        """Return the value of a position, after checking the block's recurrent state if it has any."""
         block_id, offset = divmod(self._slot(row, position), self.capacity.block_size)
         if self.capacity.has_state and block_id != NULL_BLOCK:
             end = self._ends[block_id]
@@ -616,14 +596,12 @@ def _scored(plan: RowPlan, row: HashRow) -> range:
 
 
 SHARE = 3
-"""One in this many tokens is allowed."""
 
 
 class HashMatcher:
     """Allows a third of the vocabulary, and after `max_tokens` only `end_token_id`, if these are given.
 
-    With `num_forced`, that many of 8 places, and the end, allow one token only. `forced` returns them, but not always all at
-    once.
+    With `num_forced`, that many of 8 places, and the end, allow one token only. `forced` returns some of them.
     """
 
     def __init__(
@@ -636,7 +614,6 @@ class HashMatcher:
         fails_after: int | None = None,
         num_forced: int = 0,
     ) -> None:
-        """It fails after `fails_after` tokens."""
         self.token_ids: list[int] = []
         self._vocab_size = vocab_size
         self._state = mix(ROOT, seed)
