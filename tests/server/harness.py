@@ -224,7 +224,7 @@ def make_client(*models: RunningModel, splits=(), **config_fields) -> httpx.Asyn
 
 @dataclass
 class LiveServer:
-    """uvicorn on a free port, in a thread."""
+    """A server on a free port, in a thread."""
 
     runtime: RunningModel
     config: ServerConfig = field(default_factory=lambda: ServerConfig(port=0))

@@ -18,8 +18,9 @@ from test_connections import LONG, load, send
 from test_http import GET, check_error, connected, post, read_answer
 
 from penstock.config import ServerConfig
+from penstock.serve.http import acceptor as acceptor_module
 from penstock.serve.http import connection as connection_module
-from penstock.serve.http.connection import Acceptor
+from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.listener import NUM_EXTRA_CONNECTIONS, connection_limit
 from penstock.types.errors import ConfigError
 
@@ -56,14 +57,14 @@ async def test_who_has_no_request_leaves_for_others(sent, caplog):
             for _ in range(3):
                 assert (await ask(server))[0] == 200
                 assert (await ask(server, post()))[0] == 200
-            assert len(server.server.server_state.connections) <= MOST
+            assert len(server.server.acceptor.connections) <= MOST
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) <= 10
     assert all("--max-connections" in message for message in warnings)
 
 
 async def test_who_waits_longest_leaves_first_and_is_told(monkeypatch):
-    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
     with narrow() as server:
         async with crowd(server, MAX) as clients:
             readers = [reader for reader, _ in clients]
@@ -74,11 +75,11 @@ async def test_who_waits_longest_leaves_first_and_is_told(monkeypatch):
             clients[0][1].write(GET)
             assert (await read_answer(readers[0]))[0] == 200
             clients[1][1].write(b"GET /health HT")
-            await until(lambda: any(connection._is_reading for connection in server.server.server_state.connections))
+            await until(lambda: any(connection.is_reading for connection in server.server.acceptor.connections))
             async with crowd(server, 2):
                 check_error(await read_answer(readers[1]), 503, "unavailable")
                 assert await readers[2].read() == b""
-                await until(lambda: len(server.server.server_state.connections) == MAX)
+                await until(lambda: len(server.server.acceptor.connections) == MAX)
                 assert not readers[0].at_eof()
                 assert not readers[3].at_eof()
                 clients[0][1].write(GET)
@@ -120,6 +121,11 @@ LARGE = {"prompt": "a", "max_tokens": 200, "n": 32, "logprobs": 20, "temperature
 """Its answer is megabytes, more than the system's buffers hold."""
 
 
+def is_written(connection):
+    """The app has given its answer, of which a part waits for the client."""
+    return not connection.exchanges and connection.transport.get_write_buffer_size() > 0
+
+
 @contextlib.asynccontextmanager
 async def large_answer(server, context=None):
     """A client that asks for it and reads only what the test reads; the app has written it all."""
@@ -131,18 +137,18 @@ async def large_answer(server, context=None):
     )
     try:
         writer.write(post(orjson.dumps(LARGE)))
-        await until(lambda: server.server.server_state.total_requests == 1)
+        await until(lambda: any(is_written(connection) for connection in server.server.acceptor.connections))
         yield reader
     finally:
         writer.transport.abort()
-        await until(lambda: not server.server._acceptor._connections)
+        await until(lambda: not server.server.acceptor.connections)
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
 async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certificate, has_tls):
     """Each piece is read only after others have come and needed a place."""
-    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
-    monkeypatch.setattr(connection_module, "_CLOSING_S", 0.0)
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(acceptor_module, "_CLOSING_S", 0.0)
     key, paper = certificate if has_tls else (None, None)
     config = ServerConfig(port=0, max_connections=MAX, ssl_keyfile=key, ssl_certfile=paper, shutdown_timeout_s=0.0)
     trust = ssl.create_default_context(cafile=paper) if has_tls else None
@@ -166,32 +172,31 @@ async def test_who_takes_its_answer_slowly_gets_all_of_it(monkeypatch, certifica
 
 
 async def test_who_takes_no_more_of_its_answer_leaves_for_others(monkeypatch):
-    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
     monkeypatch.setattr(connection_module, "STALL_S", 0.0)
     monkeypatch.setattr(connection_module, "_LOOK_EVERY_S", 0.01)
     with narrow() as server:
         async with large_answer(server):
-            (connection,) = server.server.server_state.connections
+            (connection,) = server.server.acceptor.connections
             assert connection.transport.get_write_buffer_size() > 1 << 20
-            await until(lambda: connection in server.server._acceptor._idle_since_s)
+            await until(lambda: connection in server.server.acceptor._idle_since_s)
             async with crowd(server, 2 * MOST):
-                await until(lambda: connection not in server.server.server_state.connections)
+                await until(lambda: connection not in server.server.acceptor.connections)
 
 
 async def test_who_takes_nothing_of_its_answer_holds_no_place(monkeypatch):
     """To close such a connection waits for the client; its place does not."""
-    monkeypatch.setattr(connection_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(acceptor_module, "GRACE_S", 0.0)
     with narrow() as server:
-        async with connected(server) as (_, writer):
+        async with connected(server) as (reader, writer):
             writer.write(GET)
-            await until(lambda: server.server.server_state.total_requests == 1)
-            (connection,) = server.server.server_state.connections
+            await read_answer(reader)
+            (connection,) = server.server.acceptor.connections
             transport = connection.transport
-            server.server._loop.call_soon_threadsafe(transport.set_write_buffer_limits, 1 << 30)
             server.server._loop.call_soon_threadsafe(transport.write, b"x" * (64 << 20))
             await until(lambda: transport.get_write_buffer_size() > 0)
             async with crowd(server, 2 * MOST):
-                await until(lambda: connection not in server.server.server_state.connections)
+                await until(lambda: connection not in server.server.acceptor.connections)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +220,7 @@ async def test_a_silent_crowd_with_tls_leaves_for_others(certificate, has_handsh
         connection.sendall(GET)
         assert (await asyncio.to_thread(connection.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
         stack.close()
-        await until(lambda: not server.server._acceptor._connections)
+        await until(lambda: not server.server.acceptor.connections)
 
 
 class ExhaustedListener:
@@ -234,12 +239,14 @@ class ExhaustedListener:
 
 
 async def test_without_descriptors_it_tries_again_and_tells_it_once(monkeypatch, caplog):
-    monkeypatch.setattr(connection_module, "_RETRY_S", 0.001)
+    monkeypatch.setattr(acceptor_module, "_RETRY_S", 0.001)
     readable, other = socket.socketpair()
     with readable, other:
         other.send(b"x")
         listener = ExhaustedListener(readable)
-        acceptor = Acceptor(listener, lambda acceptor: pytest.fail("there is none"), max_connections=MAX, ssl_context=None)
+        acceptor = Acceptor(
+            listener, lambda acceptor, encryption: pytest.fail("there is none"), max_connections=MAX, ssl_context=None
+        )
         await until(lambda: listener.num_tries >= 20)
         acceptor.close()
         assert acceptor._retry_timer is None
@@ -270,4 +277,3 @@ def test_a_limit_of_open_files_that_is_none(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert connection_limit(ServerConfig(max_connections=10**6)) == 10**6
     assert connection_limit(ServerConfig()) == 8192
-    assert connection_limit(ServerConfig(ssl_certfile="a.pem")) == 1024

@@ -90,7 +90,7 @@ async def test_nonsense_behind_a_request_ends_the_connection_after_its_answer(ga
     async with connected(gated) as (reader, writer):
         writer.write(post() + nonsense + GET)
         # All of it, so that the answer can't come before the nonsense.
-        await until(lambda: any(connection._is_refused for connection in gated.server.server_state.connections))
+        await until(lambda: any(connection.is_refused for connection in gated.server.acceptor.connections))
         gate.open()
         assert (await read_answer(reader))[0] == 200
         assert await reader.read() == b""
@@ -259,14 +259,14 @@ async def test_half_a_request_times_out(impatient, data, caplog):
                 assert (await read_answer(reader))[0] == 200
             check_error(await read_answer(reader), 408, "request_timeout")
             assert await reader.read() == b""
-    await until(lambda: not impatient.server.server_state.connections)
-    await until(lambda: not impatient.server.server_state.tasks)
+    await until(lambda: not impatient.server.acceptor.connections)
+    await until(lambda: not impatient.server.acceptor.tasks)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n"])
-async def test_a_connection_without_any_request_is_closed(impatient, data):
-    impatient.server.config.timeout_keep_alive = 0.1
+async def test_a_connection_without_any_request_is_closed(impatient, data, monkeypatch):
+    monkeypatch.setattr(HttpConnection, "keep_alive_s", 0.1)
     async with connected(impatient) as (reader, writer):
         writer.write(data)
         assert await reader.read() == b""
@@ -318,7 +318,7 @@ async def test_shutdown_does_not_wait_for_half_requests(caplog):
                 clients.append(await stack.enter_async_context(connected(server)))
                 clients[-1][1].write(data)
             assert (await read_answer(clients[-1][0]))[0] == 200
-            await until(lambda: len(server.server.server_state.tasks) == 2)
+            await until(lambda: len(server.server.acceptor.tasks) == 2)
             server.server.request_shutdown()
             for reader, _ in clients[1:]:
                 check_error(await read_answer(reader), 503, "unavailable")

@@ -234,7 +234,7 @@ def test_a_hangup_reads_keys_and_limits_again(file, monkeypatch):
         assert status(server, "alice") == 200
         write(file, requests_per_minute=1)
         server.server._has_terminal = False
-        server.server.handle_exit(signal.SIGHUP, None)
+        server.server.handle_signal(signal.SIGHUP, None)
         wait_until(lambda: status(server, "alice") == 429)
 
 

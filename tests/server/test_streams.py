@@ -11,12 +11,11 @@ import httpx
 import orjson
 import pytest
 from harness import GatedExecutor, LiveServer, running, until
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from penstock.engine.bridge import _MERGE_ABOVE_CHUNKS, Stream
 from penstock.serve.http import connection as connection_module
 from penstock.serve.http.connection import HttpConnection
+from penstock.serve.http.exchange import Exchange
 
 COMPLETION = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]})
@@ -33,19 +32,19 @@ class Watched:
         self.pieces: list[bytes] = []
         self.num_buffered_bytes: list[int] = []
         self.num_chunks: list[int] = []
-        send, put = RequestResponseCycle.send, Stream.put
+        send, put = Exchange.send, Stream.put
 
-        async def watched_send(cycle: RequestResponseCycle, message: Any) -> None:
-            await send(cycle, message)
+        async def watched_send(exchange: Exchange, message: Any) -> None:
+            await send(exchange, message)
             if message["type"] == "http.response.body":
                 self.pieces.append(message["body"])
-                self.num_buffered_bytes.append(cycle.transport.get_write_buffer_size())
+                self.num_buffered_bytes.append(exchange._connection.transport.get_write_buffer_size())
 
         def watched_put(stream: Stream, chunk: object) -> None:
             put(stream, chunk)
             self.num_chunks.append(len(stream._chunks))
 
-        monkeypatch.setattr(RequestResponseCycle, "send", watched_send)
+        monkeypatch.setattr(Exchange, "send", watched_send)
         monkeypatch.setattr(Stream, "put", watched_put)
 
 
@@ -119,8 +118,8 @@ async def test_a_client_that_does_not_read_is_bounded_and_nobody_notices(watched
             assert other.text.endswith("data: [DONE]\n\n")
             await until(lambda: server.runtime.engine.load().num_running == 0)
             largest_event = max(map(len, watched.pieces))
-            assert max(watched.num_buffered_bytes) > HIGH_WATER_LIMIT, "the client was not slow enough to be held back"
-            assert max(watched.num_buffered_bytes) <= HIGH_WATER_LIMIT + largest_event + len(b"fffff\r\n\r\n")
+            assert max(watched.num_buffered_bytes) > 0, "the client was not slow enough to be held back"
+            assert max(watched.num_buffered_bytes) <= largest_event + len(b"fffff\r\n\r\n")
             assert max(watched.num_chunks) <= _MERGE_ABOVE_CHUNKS
             num_written_while_unread = sum(map(len, watched.pieces))
             answer = await asyncio.wait_for(read_answer(unread), 20)
@@ -143,8 +142,8 @@ async def unread_stream(monkeypatch, write_timeout_s: float) -> AsyncIterator[tu
 
 async def test_a_client_that_never_reads_is_cut_off(monkeypatch):
     async with unread_stream(monkeypatch, write_timeout_s=0.1) as (server, unread):
-        await until(lambda: not server.server.server_state.connections)
-        await until(lambda: not server.server.server_state.tasks)
+        await until(lambda: not server.server.acceptor.connections)
+        await until(lambda: not server.server.acceptor.tasks)
         with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
             await asyncio.wait_for(read_answer(unread), 20)
 
@@ -157,13 +156,13 @@ async def test_a_client_that_never_reads_a_short_answer_is_cut_off_too(monkeypat
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER_BYTES)
         body = {"prompt": "a" * 5000, "return_token_strs": True}  # 45 kB are the answer
         with await ask_unread(server, "/tokenize", body, more_head) as unread:
-            await until(lambda: server.server.server_state.connections)
-            (connection,) = server.server.server_state.connections
-            await until(lambda: connection.cycle is not None and connection.cycle.response_complete)
-            assert 0 < connection.transport.get_write_buffer_size() < HIGH_WATER_LIMIT
+            await until(lambda: server.server.acceptor.connections)
+            (connection,) = server.server.acceptor.connections
+            await until(lambda: connection.transport.get_write_buffer_size() > 0)
+            assert not connection.exchanges
             monkeypatch.setattr(HttpConnection, "write_timeout_s", 0.2)
             monkeypatch.setattr(connection_module, "STALL_S", 0.1)
-            await until(lambda: not server.server.server_state.connections)
+            await until(lambda: not server.server.acceptor.connections)
             with pytest.raises((ConnectionResetError, AssertionError)):  # the end of it is missing
                 await asyncio.wait_for(read_answer(unread), 20)
 

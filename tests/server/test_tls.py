@@ -91,7 +91,7 @@ def test_a_hangup_without_a_terminal_reads_the_files_at_once(tmp_path, monkeypat
     with serving(key, paper) as server:
         make_certificate(tmp_path)
         server.server._has_terminal = False
-        server.server.handle_exit(signal.SIGHUP, None)
+        server.server.handle_signal(signal.SIGHUP, None)
         wait_until(lambda: presented(server) == text_of(paper))
         assert server.runtime.engine.state.value == "ready"
 
@@ -101,7 +101,7 @@ def test_a_hangup_drains_if_a_terminal_is_gone_or_there_is_nothing_to_read(tmp_p
     files = make_certificate(tmp_path) if has_files else (None, None)
     with serving(*files) as server:
         server.server._has_terminal = has_terminal
-        server.server.handle_exit(signal.SIGHUP, None)
+        server.server.handle_signal(signal.SIGHUP, None)
         server.thread.join(20)
         assert not server.thread.is_alive()
 

@@ -2,7 +2,7 @@
 `schema` behind it, the request asks for an answer that follows a JSON schema.
 
 A live server over the hash executor answers one request to warm up and one that is traced, with a profile function in every
-thread until the server has stopped. Prints the files in the order in which the request enters them, with the number of their
+thread until all work for it is done. Prints the files in the order in which the request enters them, with the number of their
 functions that ran.
 """
 
@@ -19,7 +19,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import penstock
-from server.harness import LiveServer, make_runtime
+from server.harness import LiveServer, make_runtime, wait_until
 
 ROOT = str(Path(penstock.__file__).parent) + "/"
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "stream": True, "max_tokens": 8}
@@ -55,7 +55,10 @@ def trace(body: dict[str, object]) -> Trace:
             for found.is_on in (False, True):
                 with httpx.stream("POST", server.url + "/v1/chat/completions", json=body) as answer:
                     assert any(line == "data: [DONE]" for line in answer.iter_lines())
-        found.is_on = False  # only now: some of the work comes after the last byte has left
+                # Some of the work comes after the last byte has left.
+                wait_until(lambda: runtime.bridge.num_open_requests == 0 and not server.server.acceptor.tasks)
+                wait_until(lambda: runtime.engine.load().num_running == 0)
+            found.is_on = False
     finally:
         runtime.close()
     return found

@@ -129,5 +129,3 @@ def set_up_logging(config: LogConfig) -> None:
     root.handlers[:] = [handler]
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     root.setLevel(level)
-    # Its own words about processes and signals would only repeat ours.
-    logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))

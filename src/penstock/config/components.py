@@ -509,7 +509,7 @@ class ServerConfig(Component):
         None,
         "Connections that may have a request at once. Idle ones beyond are closed for new ones, requests beyond answered 503.",
         minimum=1,
-        default_doc="8192, with TLS 1024, or as many as the limit of open files leaves",
+        default_doc="8192, or as many as the limit of open files leaves",
     )
     max_body_bytes: int = size(
         4 << 20, "Largest request body; a larger one is answered 413.", key="max_body_size", minimum=1024

@@ -27,7 +27,7 @@ from penstock.deploy.served import ServedModel
 from penstock.serve.asking import ARRIVAL_KEY, LOADED_KEY, LOOKED_UP_KEY, look_up, read_owner, read_terms
 from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, model_not_found, shorten, unavailable
 from penstock.serve.http.checks import JsonEndpoint, identity_of
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import ModelAway, NameUnknown, Rejected, RejectReason
 

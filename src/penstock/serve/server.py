@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn: the socket, the ready line, signals and the orderly end. `cli serve` calls it.
+"""Runs the app: the socket, the ready line, signals and the orderly end. `cli serve` calls it.
 
 - The first SIGTERM or SIGINT drains: `/ready` and new requests answer 503, running ones have the shutdown timeout to finish.
   Then the rest is aborted (its clients are told), the socket closes, and the process ends.
@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any
 
 import orjson
-import uvicorn
 
 import penstock
 from penstock.config import AccessLogKind, ServerConfig
@@ -35,9 +34,9 @@ from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.app import create_app, key_ring
+from penstock.serve.http.acceptor import Acceptor
 from penstock.serve.http.access_log import AccessLog
-from penstock.serve.http.checks import KeyRing
-from penstock.serve.http.connection import Acceptor, HttpConnection
+from penstock.serve.http.connection import HttpConnection
 from penstock.serve.http.cors import Cors
 from penstock.serve.http.listener import bind_socket, connection_limit
 from penstock.serve.http.tls import server_context
@@ -55,8 +54,6 @@ _NOTIFY_TIMEOUT_S = 1.0
 _NEW_OBJECTS = 10_000
 """The garbage collector looks through new objects when so many more were made than freed. A running request has some two
 hundred and leaves none behind; with Python's 700, the collector looked in vain for every third or fourth of a burst."""
-_KEEP_ALIVE_S = 75
-"""Time that an idle connection stays open: longer than proxies and client libraries keep theirs, so that they close first."""
 
 
 def print_line(text: str) -> None:
@@ -93,8 +90,8 @@ def _little_collecting() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server with another way to accept connections and to end. `request_shutdown` may be called from any thread."""
+class Server:
+    """Serves one deployment. `request_shutdown` may be called from any thread."""
 
     def __init__(
         self, deployment: Deployment, config: ServerConfig, listener: socket.socket, *, announce: Callable[[str], None]
@@ -102,66 +99,66 @@ class Server(uvicorn.Server):
         if config.ssl_keyfile and not config.ssl_certfile:
             raise ConfigError("A TLS key needs its certificate.", remedy="Give --ssl-certfile, too.")
         kind = AccessLogKind(config.access_log)
-        access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
+        self._access_log = None if kind is AccessLogKind.OFF else AccessLog(as_json=kind is AccessLogKind.JSON)
         self._keys = key_ring(config)
-        super().__init__(_uvicorn_config(deployment, config, access_log, self._keys))
-        self._access_log = access_log
+        self._app = create_app(deployment, config, self._access_log, self._keys)
         self._max_connections = connection_limit(config)
         self._deployment = deployment
-        self._server_config = config
+        self._config = config
         self._listener = listener
         self._announce = announce
         self._has_terminal = _has_terminal()
         self._tls = server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
         self._watch: FileWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._acceptor: Acceptor | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._has_ended = asyncio.Event()
+        self.acceptor: Acceptor
         self.ended_cleanly = True
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
+    def run(self) -> None:
+        """Serve until the end."""
         try:
-            super().run(sockets=sockets or [self._listener])
+            with self._handled_signals():
+                # docs/notes/2026-11-20-threads.md says why the event loop is asyncio's own.
+                asyncio.run(self._serve())
         finally:
             if self._access_log is not None:
                 self._access_log.close()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        del sockets
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets=[])  # uvicorn would accept as many connections as come.
+    async def _serve(self) -> None:
+        self._loop, config = asyncio.get_running_loop(), self._config
         make_connection = partial(
             HttpConnection,
-            self.config,
-            self.server_state,
-            self.lifespan.state,
-            max_body_bytes=self._server_config.max_body_bytes,
+            self._app,
+            max_body_bytes=config.max_body_bytes,
             access_log=self._access_log,
-            cors=Cors(origins) if (origins := self._server_config.allowed_origins) else None,
+            cors=Cors(config.allowed_origins) if config.allowed_origins else None,
         )
-        self._acceptor = Acceptor(self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls)
-        self._tell_of_keys()
-        if watched := self._watched(self._acceptor):
-            self._watch = FileWatch(watched)
-        warn_if_open(self._server_config, self._listener)
-        self._announce(ready_text(self._deployment, self._server_config, self._listener))
-        notify(READY)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        assert self._acceptor is not None
-        self._acceptor.close()
+        with self._listener:
+            self.acceptor = Acceptor(
+                self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls
+            )
+            self._tell_of_keys()
+            if watched := self._watched():
+                self._watch = FileWatch(watched)
+            warn_if_open(config, self._listener)
+            self._announce(ready_text(self._deployment, config, self._listener))
+            notify(READY)
+            await self._has_ended.wait()
+            self.acceptor.close()
         if self._watch is not None:
             self._watch.close()
-        await super().shutdown(sockets=sockets)
+        await self.acceptor.drain(_FLUSH_TIMEOUT_S)
 
-    def _watched(self, acceptor: Acceptor) -> list[Watched[Any]]:
+    def _watched(self) -> list[Watched[Any]]:
         """The files that are read again when they change."""
-        config = self._server_config
+        config = self._config
         found: list[Watched[Any]] = []
         if config.ssl_certfile:
             paths = [path for path in (config.ssl_certfile, config.ssl_keyfile) if path]
             read = partial(server_context, config.ssl_certfile, config.ssl_keyfile)
-            found.append(Watched("the TLS certificate", paths, read=read, use=acceptor.use_tls))
+            found.append(Watched("the TLS certificate", paths, read=read, use=self.acceptor.use_tls))
         if paths := key_paths(config):
             found.append(Watched("the file of API keys", paths, read=partial(api_keys, config), use=self._use_keys))
         return found
@@ -173,7 +170,7 @@ class Server(uvicorn.Server):
 
     def _tell_of_keys(self) -> None:
         """Have the metrics count by the names that a file gives, and warn of what has no effect."""
-        if not self._server_config.api_keys_file or self._keys is None:
+        if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
@@ -191,24 +188,23 @@ class Server(uvicorn.Server):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. It runs on the main thread between two bytecodes, so it only has the event loop told."""
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. Python calls this on the main thread between two bytecodes, so it only informs the event loop."""
         del frame
         if self._loop is None:
-            os._exit(128 + sig)
-        if sig == signal.SIGHUP and self._watch is not None and not self._has_terminal:
+            os._exit(128 + number)
+        if number == signal.SIGHUP and self._watch is not None and not self._has_terminal:
             self.reload()
         else:
             self.request_shutdown()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals as uvicorn does, but do not raise one again that was obeyed."""
+    def _handled_signals(self) -> Iterator[None]:
         handlers = {}
         if threading.current_thread() is threading.main_thread():  # Elsewhere the owner calls `request_shutdown`.
             is_hangup_heard = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
             heard = (*_STOP_SIGNALS, signal.SIGHUP) if is_hangup_heard else _STOP_SIGNALS
-            handlers = {number: signal.signal(number, self.handle_exit) for number in heard}
+            handlers = {number: signal.signal(number, self.handle_signal) for number in heard}
             end_at_second(*_STOP_SIGNALS)
         try:
             yield
@@ -224,7 +220,7 @@ class Server(uvicorn.Server):
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        timeout_s = self._server_config.shutdown_timeout_s
+        timeout_s = self._config.shutdown_timeout_s
         loads = [running.engine.load() for running in self._deployment.running]
         num_requests = counted(sum(load.num_running + load.num_waiting for load in loads), "request")
         _log.info("shutting down: %s may take up to %g s; a second signal ends at once", num_requests, timeout_s)
@@ -237,7 +233,7 @@ class Server(uvicorn.Server):
             self.ended_cleanly = False
             _log.exception("the engine could not be closed in order")
         finally:
-            self.should_exit = True
+            self._has_ended.set()
 
 
 def notify(state: str) -> None:
@@ -327,23 +323,3 @@ def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, f"[{config.host}]" if ":" in config.host else config.host)  # noqa: S104
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"
-
-
-def _uvicorn_config(
-    deployment: Deployment, config: ServerConfig, access_log: AccessLog | None, keys: KeyRing | None
-) -> uvicorn.Config:
-    settings = uvicorn.Config(
-        create_app(deployment, config, access_log, keys),
-        loop="asyncio",  # docs/notes/2026-11-20-threads.md says why no other
-        http=HttpConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_FLUSH_TIMEOUT_S,
-    )
-    settings.load()
-    return settings

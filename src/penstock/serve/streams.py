@@ -33,7 +33,7 @@ from penstock.serve.errors import (
     internal,
 )
 from penstock.serve.http.checks import entry_of
-from penstock.serve.http.connection import CLIENT_LEFT, ClientWatch
+from penstock.serve.http.exchange import CLIENT_LEFT, ClientWatch
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageTold
 from penstock.text.answers import (

@@ -21,7 +21,7 @@ from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import ApiError, invalid, renamed, shorten
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.streams import NewWriter
 

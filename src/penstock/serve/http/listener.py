@@ -22,8 +22,7 @@ NUM_EXTRA_CONNECTIONS = 32
 _NUM_SPARE_FILES = 32
 """Files that the server may open while it runs: weights and the disk tier, when the engine is made anew."""
 _MAX_CONNECTIONS = 8192
-_MAX_TLS_CONNECTIONS = 1024
-"""Defaults of `--max-connections`. An idle connection takes 6 kB of memory; with TLS 280 kB, most of it asyncio's buffer."""
+"""Default of `--max-connections`. An idle connection takes 6 kB of memory, with TLS 22 kB."""
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -70,8 +69,7 @@ def connection_limit(config: ServerConfig) -> int:
         )
     if asked is not None:
         return asked
-    most = _MAX_TLS_CONNECTIONS if config.ssl_certfile else _MAX_CONNECTIONS
-    return most if num_files == resource.RLIM_INFINITY else min(most, num_files - num_taken)
+    return _MAX_CONNECTIONS if num_files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, num_files - num_taken)
 
 
 def _bind_error(host: str, port: int, error: OSError) -> ConfigError:

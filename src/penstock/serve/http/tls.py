@@ -1,10 +1,11 @@
-"""The server's certificate and key, as a context for new connections. Read at the start, and again when the files change.
+"""TLS: the server's certificate and key as a context, and one connection's encryption.
 
-A context is made anew each time and never changed, so connections that are open keep theirs.
+A context is made when the server starts and again when the files change. Connections keep the context that they began with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _FLAGS = "--ssl-certfile and --ssl-keyfile"
 
 
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
-    """A context for TLS 1.2 and later. `key`: None if it is in the certificate's file. Raises `ConfigError`."""
+    """Return a context for TLS 1.2 and later. `key`: None if the certificate's file has the key too. Raises `ConfigError`."""
     for path in filter(None, (certificate, key)):
         if not Path(path).is_file():
             raise ConfigError(f"There is no file {path}.", remedy=f"Check {_FLAGS}.")
@@ -22,13 +23,57 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key, password=_refuse_password)
-    except OSError as error:  # ssl.SSLError is one, too.
+    except OSError as error:  # ssl.SSLError is a subclass
         remedy = f"Check {_FLAGS}: PEM files that belong together."
         raise ConfigError(f"The TLS files cannot be used: {error}.", remedy=remedy) from error
     return context
 
 
 def _refuse_password() -> str:
-    """Called for a key that has a password, which OpenSSL would ask for on the terminal, also when the file changes."""
+    """Called for a key with a password, which OpenSSL would otherwise request on the terminal."""
     remedy = "Take the password off (`openssl pkey -in key.pem -out plain.pem`) and let only the server's user read the file."
     raise ConfigError("The TLS key has a password, which nobody could type while the server runs.", remedy=remedy)
+
+
+class Encryption:
+    """The server's side of one TLS connection, in memory. The caller moves the bytes.
+
+    After each `decrypt`, the caller sends what `encrypt(b"")` returns: a part of the handshake, or an alert.
+    """
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
+        self._is_ready = False
+        self.is_over = False
+        """The client has said goodbye, or broken the protocol."""
+
+    def decrypt(self, data: bytes) -> bytes:
+        """Return what the client said in these bytes, empty if nothing is complete yet."""
+        self._received.write(data)
+        pieces = []
+        try:
+            if not self._is_ready:
+                self._tls.do_handshake()
+                self._is_ready = True
+            while piece := self._tls.read(1 << 16):
+                pieces.append(piece)
+            self.is_over = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError:
+            self.is_over = True
+        return b"".join(pieces)
+
+    def encrypt(self, data: bytes) -> bytes:
+        """Return the bytes to send for `data`, after whatever else waits to be sent."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._tls.write(rest) :]
+        return self._to_send.read()
+
+    def farewell(self) -> bytes:
+        """Return the bytes that end the connection. Nothing can be encrypted afterwards."""
+        with contextlib.suppress(ssl.SSLError):  # It wants the client's farewell, or the handshake was not complete.
+            self._tls.unwrap()
+        return self._to_send.read()

@@ -19,7 +19,7 @@ from penstock.serve.api import Parts
 from penstock.serve.asking import find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import invalid
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
 from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.shapes import Count

@@ -16,7 +16,7 @@ from penstock.deploy.off_loop import OffLoop
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.errors import ApiError, as_api_error, renamed
 from penstock.serve.http.checks import entry_of
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.openai.read import Reader
 from penstock.serve.openai.write import ChatWriter, CompletionWriter
 from penstock.serve.streams import NewWriter, respond

@@ -20,7 +20,7 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.asking import check_token_ids, find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, MAX_TOKEN_IDS, Body, IgnoredParameters, TokenId, parse_body
 from penstock.serve.errors import invalid
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.openai.read import read_conversation
 from penstock.serve.openai.schemas import ChatTemplateFields, Messages
 from penstock.serve.shapes import Count

@@ -16,7 +16,7 @@ from penstock.deploy.served import ServedModel
 from penstock.serve.bodies import Body, IgnoredParameters, parse_body
 from penstock.serve.errors import invalid, model_not_found
 from penstock.serve.http.checks import require_admin
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.shapes import Success
 
 MAX_UNLOAD_S = 24 * 3600.0

@@ -25,7 +25,7 @@ from penstock.serve.asking import read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, parse_body
 from penstock.serve.errors import ApiError, as_api_error, internal, invalid, renamed
 from penstock.serve.http.checks import add_header, entry_of, identity_of
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.read import NAMES, Question, read, references
 from penstock.serve.responses.schemas import ResponsesBody

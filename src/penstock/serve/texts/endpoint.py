@@ -21,7 +21,7 @@ from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, check_body, load_json
 from penstock.serve.http.checks import JsonEndpoint, entry_of
-from penstock.serve.http.connection import unless_gone
+from penstock.serve.http.exchange import unless_gone
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk
 from penstock.serve.texts.read import TextsRequest
