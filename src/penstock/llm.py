@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.deploy.running import RunningModel
     from penstock.engine.bridge import Stream
     from penstock.engine.ports import OutputChunk
-    from penstock.serve.openai.schemas import CompletionBody
+    from penstock.serve.generation import PythonFields
     from penstock.serve.texts.call import TextResult
     from penstock.types.adapter import AdapterRef
     from penstock.types.result import TokenLogprobs
@@ -151,7 +151,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        _body_of(self)
+        _fields_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -701,8 +701,8 @@ class _Asked:
 
     def answers(self, running: RunningModel) -> list[_Answer]:
         """An answer for each prompt, with its requests. May take a while. Raises PenstockError for what is wrong."""
+        from penstock.calls.check import check_token_ids
         from penstock.calls.run import check_encoded
-        from penstock.serve.asking import check_token_ids
 
         if running.model.encoder is not None:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy="Call embed, classify or score.")
@@ -761,13 +761,12 @@ class _Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; --raw)."
             raise ConfigError(f"{running.name} has no chat template.", remedy=remedy)
         from penstock.calls.run import render_here
-        from penstock.serve.openai.read import read_conversation
-        from penstock.serve.openai.schemas import ChatTemplateFields
+        from penstock.serve.generation import ChatTemplateFields, read_told_conversation
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}
         with _own_errors():
-            conversation = read_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
+            conversation = read_told_conversation(ChatTemplateFields.model_validate({**fields, "messages": messages}))
         return render_here(conversation, running)
 
 
@@ -791,54 +790,40 @@ def _requests(
     name: str,
     adapter: AdapterRef | None = None,
 ) -> list[Request]:
-    """A request for each of the `n` answers to a prompt."""
-    from penstock.calls.run import banned_sequences
-    from penstock.serve.openai.grammars import asked_grammar
-    from penstock.serve.openai.read import read_sampling
+    """Return a request for each of the `n` answers to a prompt. Raises `Rejected`."""
+    from penstock.calls.call import CompletionRequest, Names, Terms, TokenPrompt
+    from penstock.calls.check import make_call
+    from penstock.calls.run import make_requests, seed_of, tokenise
+    from penstock.serve.generation import fields_of, structured_grammar
 
-    model, limit = running.model, running.admission.max_len(adapter)
-    body = _body_of(params)
+    fields, prompt = _fields_of(params), TokenPrompt(tuple(token_ids), name)
     with _own_errors():
-        base, asked = read_sampling(body, params.logprobs, running), asked_grammar(body)
-    if (keep := params.truncate_prompt_tokens) is not None:
-        token_ids = token_ids[-(keep if keep > 0 else max(1, limit - (params.max_tokens or 1))) :]
+        request = CompletionRequest(
+            **fields_of(fields),
+            names=Names("python"),
+            prompts=(prompt,),
+            logprobs=params.logprobs,
+            grammar=structured_grammar(fields.structured_outputs),
+        )
+    parent_id = running.sources.new_request_id()
+    call = make_call(request, running, Terms(request_id=parent_id, arrival_ns=arrival_ns), adapter)
+    limit, num_tokens = running.admission.max_len(adapter), len(token_ids)
     if not token_ids:
         raise ConfigError(f"'{name}' has no tokens.", remedy="Give a text.")
-    room = limit - len(token_ids)
-    if room < max(1, params.min_tokens):
+    if params.truncate_prompt_tokens is None and num_tokens + max(1, params.min_tokens) > limit:
         raise Rejected(
             RejectReason.CONTEXT_LENGTH,
-            f"'{name}' has {len(token_ids)} tokens; {model.name} takes {limit}"
-            f"{' beside this adapter' * (limit < model.max_model_len)}, the answer included. Shorten it.",
+            f"'{name}' has {num_tokens} tokens; {running.name} takes {limit}"
+            f"{' beside this adapter' * (limit < running.model.max_model_len)}, the answer included. Shorten it.",
         )
-    max_tokens = min(room, params.max_tokens or room)
-    seed = running.sources.draw_seed() if params.seed is None else params.seed
-    parent_id = running.sources.new_request_id()
-    banned = banned_sequences(params.bad_words or (), base, running)
-    return [
-        Request(
-            f"{parent_id}.{nth}",
-            tuple(token_ids),
-            replace(
-                base,
-                max_tokens=max_tokens,
-                seed=(seed + nth) % 2**64,  # answers differ, and repeat
-                banned_token_sequences=banned,
-                follows_grammar=asked is not None,
-            ),
-            arrival_ns=arrival_ns,
-            parent_id=parent_id,
-            slo_itl_ns=running.slo_itl_ns,
-            matcher=None if asked is None else running.grammars.matcher(asked.grammar),
-            adapter=adapter,
-        )
-        for nth in range(params.n)
-    ]
+    tokenised = tokenise(call, [prompt], running)
+    matchers = None if call.grammar is None else [running.grammars.matcher(call.grammar.grammar) for _ in range(params.n)]
+    return make_requests(call, tokenised, parent_id, seed_of(call), matchers)
 
 
-def _body_of(params: SamplingParams) -> CompletionBody:
-    """The parameters as the server's, which checks types and ranges. Raises `Rejected`."""
-    from penstock.serve.openai.schemas import CompletionBody
+def _fields_of(params: SamplingParams) -> PythonFields:
+    """Return the parameters with types and ranges checked. Raises `Rejected`."""
+    from penstock.serve.generation import PythonFields
 
     fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
     if params.logit_bias is not None:
@@ -847,7 +832,7 @@ def _body_of(params: SamplingParams) -> CompletionBody:
         asked = params.structured_outputs
         fields["structured_outputs"] = {name: _plain(getattr(asked, name)) for name in asked.__slots__}
     with _own_errors():
-        return CompletionBody.model_validate({"prompt": "", **fields})
+        return PythonFields.model_validate(fields)
 
 
 def _plain(value: object) -> object:
@@ -894,7 +879,7 @@ def _check_not_empty(name: str, texts: Sequence[Prompt]) -> None:
 
 def _text_tokens(texts: Sequence[Prompt | tuple[str, str]], keep: int | None, running: RunningModel) -> list[TextTokens]:
     """The tokens of texts and of pairs, as the model reads them. Raises PenstockError for what it can't read."""
-    from penstock.serve.asking import check_token_ids
+    from penstock.calls.check import check_token_ids
     from penstock.serve.texts.read import read_truncation
 
     with _own_errors():

@@ -17,8 +17,8 @@ from penstock.serve.bodies import MAX_CONTAINERS, MAX_MESSAGES, MAX_TOKEN_IDS, p
 from penstock.serve.errors import ApiError
 from penstock.serve.llama_cpp.read import LlamaCompletionBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
-from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.responses.schemas import ResponsesBody
+from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
 from work_time import others_are_no_garbage, thread_s
 
 MAX_BYTES = 4 << 20

@@ -512,7 +512,7 @@ async def test_our_own_bug_is_a_500_with_the_request_id_and_no_stack(runtime, cl
     def broken(*args, **kwargs):
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr("penstock.serve.openai.read.read_sampling", broken)
+    monkeypatch.setattr("penstock.calls.check.check_sampling", broken)
     response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"X-Request-Id": "find-me"})
     error = check(response, 500, "internal_error")
     assert "find-me" in error["message"]

@@ -14,8 +14,8 @@ from penstock.serve.llama_cpp.endpoints import LlamaTokenizeBody
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
 from penstock.serve.ollama.read import OllamaChatBody, OllamaGenerateBody
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
-from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.tgi.generate import TgiBody, TgiParameters
+from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
 from penstock.text import fim
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

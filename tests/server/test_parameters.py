@@ -24,22 +24,19 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.cohere.chat import CohereChatBody
 from penstock.serve.errors import ApiError
+from penstock.serve.generation import PART_NO_EFFECT, ChatMessage, StructuredOutputs
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaFileBody
 from penstock.serve.ollama.models import OllamaPullBody, OllamaShowBody
 from penstock.serve.ollama.read import OptionsBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
-from penstock.serve.openai.read import PART_NO_EFFECT
 from penstock.serve.openai.schemas import (
     ChatCompletionBody,
-    ChatMessage,
     CompletionBody,
     GenerationBody,
     JsonSchemaFormat,
     ResponseFormat,
     StreamOptions,
-    StructuredOutputs,
 )
-from penstock.serve.openai.tokenize import DetokenizeBody, TokenizeBody
 from penstock.serve.responses.schemas import (
     FunctionCallItem,
     MessageItem,
@@ -48,6 +45,7 @@ from penstock.serve.responses.schemas import (
     TextOptions,
     TextPart,
 )
+from penstock.serve.vllm.tokenize import DetokenizeBody, TokenizeBody
 
 BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatCompletionBody}
 INPUTS = {COMPLETIONS: {"prompt": "Hello"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}

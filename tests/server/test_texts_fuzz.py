@@ -11,9 +11,9 @@ from test_fuzz import JSON, TEXT, as_json
 from penstock.serve.cohere.embed import CohereEmbedBody
 from penstock.serve.cohere.rerank import RerankBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
-from penstock.serve.openai.tokenize import TokenizeBody
 from penstock.serve.tei.texts import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
 from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
+from penstock.serve.vllm.tokenize import TokenizeBody
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TEXTS = TEXT | st.lists(TEXT.filter(bool), min_size=1, max_size=3) | st.lists(TEXT, max_size=3)

@@ -14,10 +14,10 @@ from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import ModelInfo, Sources
 from penstock.obs.metrics import Metrics
-from penstock.serve.errors import ApiError
+from penstock.serve.asking import Reader
 from penstock.serve.http.checks import RequestIdentity
 from penstock.serve.logprobs import ChatLogprobs, CompletionLogprobs
-from penstock.serve.openai.read import Reader
+from penstock.serve.openai.read import read_chat, read_completion
 from penstock.text.dialects import PLAIN
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.result import TokenLogprobs
@@ -56,7 +56,8 @@ def call_of(path="completion", **fields):
     """The call that a body becomes."""
     scope = {"headers": [], "penstock.request_identity": RequestIdentity("id", is_from_header=False)}
     body = {"prompt": "a"} | fields if path == "completion" else {"messages": HI} | fields
-    return getattr(Reader(Deployment.of(RUNNING), ServerConfig()), path)(orjson.dumps(body), scope)
+    read = read_completion if path == "completion" else read_chat
+    return read(Reader(Deployment.of(RUNNING), ServerConfig()), orjson.dumps(body), scope)
 
 
 def sampling(path="completion", **fields):
@@ -113,7 +114,7 @@ def test_tokens_that_the_model_s_files_ban_are_banned_unless_the_request_allows_
     assert tokenised(1).banned == ((9,),)
     assert tokenised(1, bad_words=["no"]).banned == ((9,), *no)
     assert tokenised(1, allowed_token_ids=[8, 9]).banned == ()
-    with pytest.raises(ApiError, match="--generation-config none"):
+    with pytest.raises(Rejected, match="--generation-config none"):
         sampling(use_beam_search=True, n=2)
 
 
@@ -190,7 +191,7 @@ def test_the_numbers_of_what_does_not_fit_are_told():
         tokenised(100, max_tokens=1)
     assert "The prompt has 100 and the answer may have 1, 101 together." in caught.value.detail
     for ids, stops, limit in (([], "1 stop token", 19), ([5], "2 stop tokens", 18)):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(Rejected) as caught:
             sampling(n=20, use_beam_search=True, temperature=0, stop_token_ids=ids)
         assert f"and {stops} it can be at most {limit}." in caught.value.message
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Protocol, Self, TypeVar
 
 from penstock.admission.door import Place
-from penstock.calls.call import Call, Owner, Terms
+from penstock.calls.call import Call, ChatRequest, Owner, Terms
 from penstock.clock import Clock
 from penstock.config import ServerConfig
 from penstock.config.keys import isolates_tenants
@@ -155,7 +155,7 @@ class RunningCall:
         self.answer = call.answer
         self.max_tokens = call.max_tokens
         """As the client asked; the requests have what the context leaves of it."""
-        self.num_choices = call.num_choices
+        self.num_choices = call.request.n
         """Answers to each prompt."""
         self.requests = requests
         """One for each choice: those of the first prompt, then those of the second. The engine writes to them."""
@@ -163,7 +163,7 @@ class RunningCall:
         """Text before the answers to each prompt; maybe empty."""
         self.form = form
         """How the answers are read; None: they are nothing but content."""
-        self.has_reasoning = call.has_reasoning
+        self.has_reasoning = not isinstance(call.request, ChatRequest) or call.request.has_reasoning
         self.stream = stream
         self.engine_ids = tuple([request.request_id for request in requests])
         self.index_of = {engine_id: index for index, engine_id in enumerate(self.engine_ids)}

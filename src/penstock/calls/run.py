@@ -38,7 +38,7 @@ from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, Lead, num_at
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.request import Request
-from penstock.types.sampling import Matcher, SamplingParams
+from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
     from penstock.text.answer_matcher import AnswerPlan
@@ -75,6 +75,12 @@ class Tokenised:
     """Further tokens that end the answers."""
 
 
+def seed_of(call: Call) -> int:
+    """Return the seed that the client gave, or draw one."""
+    seed = call.request.sampling.get("seed")
+    return call.running.sources.draw_seed() if seed is None else int(seed)
+
+
 async def run(call: Call, in_flight: InFlight) -> RunningCall:
     """Submit the call's requests. Close the result, whatever happens.
 
@@ -82,12 +88,12 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     """
     running = call.running
     # Drawn before the call waits for anything: `--seed` counts calls as they come.
-    seed = running.sources.draw_seed() if call.seed is None else call.seed
+    seed = seed_of(call)
     with at_the_door(running, _ask(call)) as place, in_flight.arriving(Arrival.of(call)) as arrival:
         tokenised, form = await _tokenised(call)
         matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
-            num_requests = len(tokenised.prompts) * call.num_choices
+            num_requests = len(tokenised.prompts) * call.request.n
             grammar, plan = _planned(call, form)
             arrival.since_ns = asked_ns = running.clock.now_ns()
             arrival.waits_for = GRAMMAR
@@ -96,7 +102,11 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
             finally:
                 grammar_wait_ns = running.clock.now_ns() - asked_ns
                 running.metrics.count_grammar_wait(grammar_wait_ns)
-        requests = _requests(call, in_flight, tokenised, seed, matchers, grammar_wait_ns)
+        salt = call.terms.cache_salt
+        if in_flight.isolates_tenants(running):
+            salt = call.terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
+        engine_id = in_flight.new_engine_id(call.terms.request_id)
+        requests = make_requests(call, tokenised, engine_id, seed, matchers, salt=salt, grammar_wait_ns=grammar_wait_ns)
         return in_flight.open(call, requests, tokenised.echoes, form, place)
 
 
@@ -167,7 +177,7 @@ def _ask(call: Call) -> Ask:
     return ask_of(
         terms,
         call.claim,
-        num_requests=num_prompts * call.num_choices,
+        num_requests=num_prompts * call.request.n,
         num_chars=num_chars,
         num_token_ids=num_token_ids,
         max_new_tokens=max_tokens,
@@ -195,7 +205,7 @@ async def _tokenised(call: Call) -> tuple[Tokenised, AnswerForm | None]:
     if isinstance(prompts, Conversation):
         text = await render(prompts, running, call.terms.owner.tenant, call.num_bytes)
         form = _form(call, prompts, text)
-        prompts, size = (TextPrompt(text, "messages"),), len(text) + sum([len(word) for word in call.bad_words])
+        prompts, size = (TextPrompt(text, prompts.param),), len(text) + sum([len(word) for word in call.request.bad_words])
     return await running.off_loop.run(size, partial(tokenise, call, prompts, running)), form
 
 
@@ -344,14 +354,14 @@ def without_billing_line(messages: Sequence[Message]) -> list[Message]:
 
 def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> Tokenised:
     """The tokens of a call. Raises `Rejected` if a prompt does not fit, or is refused by the tokenizer."""
-    banned = banned_sequences(call.bad_words, call.sampling, running)
+    banned = _banned_sequences(call)
     fim = _fill_in_the_middle(call, running)
     all_ids = [_token_ids(prompt, call, running, fim) for prompt in prompts]
     max_tokens = [_room(len(ids), prompt.param, call, running) for ids, prompt in zip(all_ids, prompts, strict=True)]
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
     if call.answer.has_prompt:  # as far as the model sees it
-        is_whole = call.truncate_prompt_tokens is None
+        is_whole = call.request.truncate_prompt_tokens is None
         echoes = [
             prompt.text
             if is_whole and isinstance(prompt, TextPrompt)
@@ -364,7 +374,7 @@ def tokenise(call: Call, prompts: Sequence[Prompt], running: RunningModel) -> To
 
 def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | None:
     """The model's tokens for it, if the call has a suffix, or a hole. Raises INVALID if it has none."""
-    param = "suffix"
+    param = call.request.names("suffix")
     if not call.suffix:
         if isinstance(call.prompts, Conversation) or not isinstance(call.prompts[0], InfillPrompt):
             return None
@@ -384,16 +394,16 @@ def _fill_in_the_middle(call: Call, running: RunningModel) -> FillInTheMiddle | 
 def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInTheMiddle | None = None) -> tuple[int, ...]:
     """The prompt's tokens, truncated as the client asked. With `fim` they ask for what stands before the suffix."""
     if isinstance(prompt, MixedPrompt):
-        return mixed_ids(prompt, running, adds_special_tokens=call.adds_special_tokens)
+        return mixed_ids(prompt, running, adds_special_tokens=call.request.adds_special_tokens)
     if isinstance(prompt, InfillPrompt):
         assert fim is not None, "else the call was refused"
         prompt = TextPrompt(_infill_text(prompt, call, running, fim), prompt.param)
     elif fim is not None:
-        check_text_size(call.suffix, running, "suffix")
+        check_text_size(call.suffix, running, call.request.names("suffix"))
         if isinstance(prompt, TokenPrompt):
             return tuple(fim.token_ids(prompt.token_ids, call.suffix, running.tokenizer))
         prompt = TextPrompt(fim.text(prompt.text, call.suffix), prompt.param)
-    max_model_len, keep = running.model.max_model_len, call.truncate_prompt_tokens
+    max_model_len, keep = running.model.max_model_len, call.request.truncate_prompt_tokens
     token_ids: Sequence[int]
     if isinstance(prompt, TokenPrompt):
         token_ids = prompt.token_ids
@@ -406,7 +416,7 @@ def _token_ids(prompt: Prompt, call: Call, running: RunningModel, fim: FillInThe
                     f"The model's context is {max_model_len} tokens; the prompt has at least {least}.", prompt.param
                 )
         check_text_size(prompt.text, running, prompt.param)
-        token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.adds_special_tokens)
+        token_ids = running.tokenizer.encode(prompt.text, add_special_tokens=call.request.adds_special_tokens)
         if not token_ids:
             raise _invalid(f"'{prompt.param}' has no tokens.", prompt.param)
         check_encoded(token_ids, running, prompt.param)
@@ -457,7 +467,7 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
     room = max_len - num_prompt_tokens
     asked = _asked_tokens(call)
     max_tokens = max(1, room) if asked is None else asked
-    if call.max_tokens is None or call.ends_with_context:
+    if call.max_tokens is None or call.request.ends_with_context:
         max_tokens = min(max_tokens, max(1, room))  # the model's limit is none that the client could keep
     if max_tokens > room:
         limit, remedy = f"The model's context is {max_model_len} tokens.", "Shorten the prompt or ask for fewer tokens."
@@ -467,13 +477,13 @@ def _room(num_prompt_tokens: int, param: str, call: Call, running: RunningModel)
         raise _too_long(
             f"{limit} The prompt has {num_prompt_tokens} and the answer may have {max_tokens}, "
             f"{num_prompt_tokens + max_tokens} together. {remedy}",
-            call.max_tokens_param if call.max_tokens_param is not None and room > 0 else param,
+            call.request.names("max_tokens") if call.request.max_tokens is not None and room > 0 else param,
             (num_prompt_tokens, max_len) if room <= 0 else None,
         )
     if call.sampling.min_tokens > max_tokens:
+        name = call.request.names("sampling", "min_tokens")
         raise _invalid(
-            f"'min_tokens' ({call.sampling.min_tokens}) is larger than the tokens that may be generated ({max_tokens}).",
-            "min_tokens",
+            f"'{name}' ({call.sampling.min_tokens}) is larger than the tokens that may be generated ({max_tokens}).", name
         )
     return max_tokens
 
@@ -483,13 +493,13 @@ def _check_scored(num_prompt_tokens: int, call: Call) -> None:
     num_top = call.sampling.prompt_logprobs
     if num_top is None:
         return
-    num_entries = num_prompt_tokens * (1 + num_top) * (call.num_choices if _each_scores(call) else 1)
+    num_entries = num_prompt_tokens * (1 + num_top) * (call.request.n if _each_scores(call) else 1)
     limit, kind = (MAX_SCORED_IN_STREAM, "a stream") if call.answer.is_streamed else (MAX_SCORED, "one answer")
     if num_entries > limit:
         raise _invalid(
             f"Prompts of {num_prompt_tokens} tokens with {num_top} alternatives each are {num_entries} log-probabilities; at "
             f"most {limit} are told in {kind}. Ask for fewer alternatives, send fewer prompts at once, or do not stream.",
-            "logprobs" if call.answer.num_prompt_logprobs is None else "prompt_logprobs",
+            call.request.names("logprobs" if call.request.prompt_logprobs is None else "prompt_logprobs"),
         )
 
 
@@ -506,17 +516,20 @@ def _asked_tokens(call: Call) -> int | None:
     return max(default, call.sampling.min_tokens)
 
 
-def banned_sequences(words: Sequence[str], sampling: SamplingParams, running: RunningModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenised at the beginning of a text and after a space, with what else is banned, by the call and by
-    the model's files."""
+def _banned_sequences(call: Call) -> tuple[tuple[int, ...], ...]:
+    """Return all token sequences that are banned by the call and by the model's files.
+
+    A bad word is banned as it is tokenised at the beginning of a text, and after a space.
+    """
+    running, sampling = call.running, call.sampling
     is_free = sampling.allowed_token_ids is None  # else the client says which tokens there are
     of_model = running.defaults.banned_token_sequences if is_free else ()
     sequences: dict[tuple[int, ...], None] = dict.fromkeys((*sampling.banned_token_sequences, *of_model))
-    for index, word in enumerate(words):
+    for index, word in enumerate(call.request.bad_words):
         stripped = word.lstrip(" ")
         for text in (stripped, " " + stripped):
             token_ids = running.tokenizer.encode(text, add_special_tokens=False)
-            check_encoded(token_ids, running, f"bad_words[{index}]")
+            check_encoded(token_ids, running, call.request.names("bad_words", index))
             sequences[tuple(token_ids)] = None
     return tuple(sequence for sequence in sequences if sequence)
 
@@ -548,27 +561,25 @@ def check_encoded(token_ids: Sequence[int], running: RunningModel, param: str) -
         )
 
 
-def _requests(
+def make_requests(
     call: Call,
-    in_flight: InFlight,
     tokenised: Tokenised,
+    engine_id: str,
     seed: int,
     matchers: Sequence[Matcher] | None,
-    grammar_wait_ns: int,
+    *,
+    salt: bytes = b"",
+    grammar_wait_ns: int = 0,
 ) -> list[Request]:
-    """`num_choices` requests for each prompt, in the order of the prompts."""
-    terms, running = call.terms, call.running
-    engine_id = in_flight.new_engine_id(terms.request_id)
-    salt = terms.cache_salt
-    if in_flight.isolates_tenants(running):
-        salt = terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
+    """Return `n` requests for each prompt, in the order of the prompts. Their ids begin with `engine_id`."""
+    terms, running, is_seeded = call.terms, call.running, "seed" in call.request.sampling
     slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
     requests: list[Request] = []
     for prompt_index, token_ids in enumerate(tokenised.prompts):
         # Equal prompts in one call get equal answers only if a seed was given.
-        prompt_seed = seed + len(requests) if call.seed is None else seed
-        for nth in range(call.num_choices):
+        prompt_seed = seed if is_seeded else seed + len(requests)
+        for nth in range(call.request.n):
             sampling = dataclasses.replace(
                 call.sampling,
                 max_tokens=tokenised.max_tokens[prompt_index],

@@ -415,6 +415,7 @@ def _model_info(maker: EngineMaker, model: LoadedModel, executor: Executor, temp
         encoder=None if model.encoder is None else replace(model.encoder, max_tokens=capacity.max_model_len),
         max_step_tokens=capacity.max_step_tokens,
         max_beams=capacity.max_rows,
+        unsupported_parameters=capacity.unsupported_parameters,
     )
 
 

@@ -64,6 +64,8 @@ class ModelInfo:
     """Tokens of one step at most. A list of texts comes to the engine by some steps' worth at once."""
     max_beams: int | None = None
     """Largest width of a beam search, as its beams run at once; None: the scheduler decides."""
+    unsupported_parameters: frozenset[str] = frozenset()
+    """Names of `types.sampling.PARAMETERS` that the backend does not compute. Requests that set them are refused."""
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from penstock.config.keys import api_keys
 from penstock.deploy.deployment import Deployment
 from penstock.serve.anthropic.routes import API as ANTHROPIC
 from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import IgnoredParameters
 from penstock.serve.cards import ModelCards
 from penstock.serve.cohere.routes import API as COHERE
@@ -36,11 +37,12 @@ from penstock.serve.http.checks import (
     words_of,
 )
 from penstock.serve.http.cors import Cors
-from penstock.serve.llama_cpp.routes import API as LLAMA_CPP
+from penstock.serve.llama_cpp.routes import api as llama_cpp
 from penstock.serve.loading import AdapterLooks, FolderWatch, when_loaded
 from penstock.serve.ollama.routes import API as OLLAMA
-from penstock.serve.openai.read import Reader
+from penstock.serve.openai.read import read_chat
 from penstock.serve.openai.routes import API as OPENAI
+from penstock.serve.openai.schemas import ChatCompletionBody
 from penstock.serve.openapi import Operation, write_document
 from penstock.serve.ops.docs_page import docs_page
 from penstock.serve.ops.page import PAGE_PATHS, page_routes
@@ -52,7 +54,8 @@ from penstock.serve.tgi.routes import API as TGI
 from penstock.serve.vllm.routes import API as VLLM
 from penstock.types.errors import ModelAway
 
-APIS: Sequence[Api] = (OPENAI, RESPONSES, ANTHROPIC, LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
+_LLAMA_CPP = llama_cpp(read_chat, ChatCompletionBody)
+APIS: Sequence[Api] = (OPENAI, RESPONSES, ANTHROPIC, _LLAMA_CPP, TEI, COHERE, VLLM, OLLAMA, TGI, OPS)
 """In the order in which they are asked whether a request of a shared path is theirs."""
 
 

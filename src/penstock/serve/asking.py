@@ -1,7 +1,7 @@
-"""The facts of a request outside its body: which model it asks, who asks, and on which terms.
+"""The way of every API from a request to an answer, and the facts of a request outside its body: model, owner and terms.
 
-Every API reads them through `find_model`, `read_owner` and `read_terms`. All of them may run on any thread and wait for
-nothing, except `look_up`, which asks the disk.
+`Reader` makes calls of neutral requests, and `CallEndpoint` answers them. All functions may run on any thread and wait for
+nothing, except `look_up`, which reads the disk.
 """
 
 from __future__ import annotations
@@ -9,29 +9,34 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.admission.checks import TenantLimits
-from penstock.calls.call import (
-    Owner,
-    Terms,
-)
+from penstock.calls.call import Call, ChatRequest, CompletionRequest, Owner, Terms
+from penstock.calls.check import make_call
+from penstock.calls.in_flight import InFlight
+from penstock.calls.run import run
 from penstock.config import ServerConfig
 from penstock.config.keys import NAME, NAME_RULE, ApiKey
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import OffLoop
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
-from penstock.serve.bodies import INT32_MAX, INT32_MIN
-from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, invalid, model_not_found, unavailable
-from penstock.serve.http.checks import headers_of, identity_of, key_name, key_of, values_of
+from penstock.serve.bodies import INLINE_MAX_BYTES, INT32_MAX, INT32_MIN, IgnoredParameters
+from penstock.serve.errors import MODEL_NOT_FOUND, ApiError, as_api_error, invalid, model_not_found, renamed, unavailable
+from penstock.serve.http.checks import entry_of, headers_of, identity_of, key_name, key_of, values_of
+from penstock.serve.http.exchange import unless_gone
+from penstock.serve.streams import NewWriter, respond
 from penstock.types.adapter import AdapterRef
-from penstock.types.errors import ConfigError, NameUnknown
+from penstock.types.errors import ConfigError, NameUnknown, Rejected
 
 _log = logging.getLogger(__name__)
 
-MAX_BIAS = 100
 _CLAIM_BYTES = 16
 _HASHED_BYTES = 1 << 16
 """The end of a body is hashed: two long conversations that begin alike differ there."""
@@ -156,13 +161,6 @@ def look_up(name: str, deployment: Deployment) -> tuple[ServedModel, AdapterRef]
 def _not_found(name: str | None, deployment: Deployment, *, is_no_adapter: bool = False) -> ApiError:
     asked = deployment.default.name if name is None else name
     return model_not_found(asked, deployment.names, is_no_adapter=is_no_adapter)
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise a 400 that names the first id outside the vocabulary."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-        raise invalid(f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size}).", param)
 
 
 def claim_of(tenant: str, data: bytes) -> bytes:
@@ -299,3 +297,75 @@ def _value(scope: Scope, name: str) -> str | None:
 
 def _bad_header(name: str, rule: str) -> ApiError:
     return invalid(f"The header {name} {rule}.", name)
+
+
+# From a request to an answer
+
+Read = Callable[[bytes, Scope], tuple[Call, NewWriter]]
+"""Makes a call of a body and the request's headers, and says who writes the answer. Raises `ApiError` and `Rejected`."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+class Reader:
+    """Makes calls of neutral requests, for the model that each one names. Thread-safe."""
+
+    def __init__(self, deployment: Deployment, config: ServerConfig, ignored: IgnoredParameters | None = None) -> None:
+        """`ignored`: as for `parse_body`."""
+        self.deployment = deployment
+        self.config = config
+        self.ignored = ignored
+
+    def find(self, name: str | None, scope: Scope, user: str = "") -> tuple[ServedModel, AdapterRef | None]:
+        """As `find_answering`."""
+        return find_answering(name, self.deployment, scope, self.config, user)
+
+    def call(self, request: ChatRequest | CompletionRequest, data: bytes, scope: Scope) -> Call:
+        """Return the checked call. Its adapter begins to be loaded. Raises `ApiError` and `Rejected`.
+
+        `data` is the body as the client sent it.
+        """
+        served, adapter = self.find(request.model, scope, request.user)
+        running = served.answerer()
+        if adapter is not None and running.adapters is not None and request.model is not None:
+            if (rejected := running.adapters.failure(request.model)) is not None:
+                raise rejected
+            running.adapters.want(adapter)
+        if running.model.encoder is not None:
+            name = request.names("model")
+            raise invalid(
+                f"{running.name} turns texts into numbers and writes none. Ask /v1/embeddings, /v1/rerank or /classify, or "
+                "another model.",
+                name,
+            )
+        terms = read_terms(
+            scope,
+            running.clock.now_ns(),
+            self.config,
+            is_priority_scheduled=running.model.is_priority_scheduled,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            conversation=request.conversation_name,
+        )
+        claim = claim_of(terms.owner.tenant, data)
+        return make_call(request, running, terms, adapter, num_bytes=len(data), claim=claim)
+
+
+class CallEndpoint:
+    """Answers a body of any API that asks a model to write. Only its `Read` and its `Writer` know which API it is."""
+
+    def __init__(self, reader: Reader, in_flight: InFlight, off_loop: OffLoop) -> None:
+        """`off_loop` is for large bodies, which have to be read before their model is known."""
+        self.reader = reader
+        self._in_flight = in_flight
+        self._off_loop = off_loop
+
+    async def answer(self, data: bytes, http: HttpRequest, read: Read, names: Mapping[str, str] = NO_NAMES) -> Response:
+        """Return the response. Raises `ApiError`. `names`: other names of fields in errors."""
+        try:
+            call, new_writer = await self._off_loop.run(len(data), lambda: read(data, http.scope), limit=INLINE_MAX_BYTES)
+            if (entry := entry_of(http.scope)) is not None:
+                entry.model = call.answer.model_name
+            opened = await unless_gone(http, run(call, self._in_flight))
+            return await respond(http, opened, new_writer)
+        except (ApiError, Rejected) as error:
+            raise renamed(as_api_error(error), names) from None

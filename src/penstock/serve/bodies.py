@@ -9,9 +9,9 @@ and every object has a limit.
 from __future__ import annotations
 
 import logging
-import re
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -25,18 +25,21 @@ from pydantic import (
     GetJsonSchemaHandler,
     ValidationError,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from penstock.calls.call import NAME_RULE, TOOL_NAME
+from penstock.calls.check import MAX_CHOICES as MAX_CHOICES
 from penstock.serve.errors import RULE, UNKNOWN_FIELDS, did_you_mean, from_finding, invalid, param_path
-from penstock.text.dialects import NAME_CHARS, PastCall
+from penstock.text.dialects import PastCall
 from penstock.types.errors import counted
+from penstock.types.sampling import PARAMETERS
 
 _log = logging.getLogger(__name__)
 
-MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SUFFIX_CHARS = 2**20
@@ -57,8 +60,6 @@ MAX_DESCRIPTION_CHARS = 1 << 15
 MAX_CALL_ID_CHARS = 256
 MAX_ANSWERS, MAX_ANSWER_CHARS = 4096, 1000
 """That one can be chosen from."""
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Logits are multiplied or divided by it; in this range none of a real model's overflows."""
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 INLINE_MAX_BYTES = 1 << 15
@@ -156,6 +157,35 @@ class Body(BaseModel):
         raise PydanticCustomError(UNKNOWN_FIELDS, "Unknown fields", told)
 
 
+_BodyType = TypeVar("_BodyType", bound=Body)
+
+
+def has_sampling(api: str) -> Callable[[type[_BodyType]], type[_BodyType]]:
+    """Return a decorator that gives a body the parameters of sampling that an API has, from `PARAMETERS`."""
+
+    def add(body_type: type[_BodyType]) -> type[_BodyType]:
+        fields: dict[str, Any] = {}
+        for parameter in PARAMETERS.values():
+            if api not in parameter.spellings:
+                continue
+            own = parameter.within(api)
+            low: dict[str, Any] = {"gt" if own.excludes_low else "ge": own.low}
+            limits: Any = Field(le=own.high, **({} if own.low == -math.inf else low))
+            number: Any = Annotated[int, limits] if parameter.kind is int else Annotated[float, limits]
+            fields[own.name] = (number | None, Field(None, description=parameter.text))
+        return create_model(
+            body_type.__name__, __base__=body_type, __module__=body_type.__module__, __doc__=body_type.__doc__, **fields
+        )
+
+    return add
+
+
+def sampling_of(body: Body, api: str) -> dict[str, float]:
+    """Return the parameters of sampling that a body sets, by their names in `PARAMETERS`."""
+    names = {name: parameter.spellings[api].name for name, parameter in PARAMETERS.items() if api in parameter.spellings}
+    return {name: value for name, own in names.items() if (value := getattr(body, own)) is not None}
+
+
 def at_most(num_entries: int) -> BeforeValidator:
     """Limits an object before its entries are looked at; `Field(max_length=...)` does so after them."""
 
@@ -197,8 +227,6 @@ StopStrings = Annotated[
 
 ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-RepeatLastN = Annotated[int, Field(ge=-1, le=INT32_MAX)]
-"""The penalties count only the last so many tokens. -1: all; 0: no penalties."""
 LogitBias = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
@@ -368,12 +396,6 @@ def _is_more(data: bytes, marks: bytes, limit: int) -> bool:
 
 def _count(data: bytes, marks: bytes) -> int:
     return sum([data.count(mark) for mark in marks])
-
-
-MAX_NAME_CHARS = 128
-"""Anthropic's limit. OpenAI's is 64."""
-TOOL_NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
-NAME_RULE = f"must be 1 to {MAX_NAME_CHARS} letters, digits or any of _ . -"
 
 
 def past_call(call_id: str, name: str, arguments: Any, at: str) -> PastCall:

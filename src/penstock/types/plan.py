@@ -124,6 +124,9 @@ class Capacity:
     """Each request is a text that is computed whole in one step and answered by `StepResult.states`. Nothing is cached: its
     one block only marks its place in the step."""
 
+    unsupported_parameters: frozenset[str] = frozenset()
+    """Names of `types.sampling.PARAMETERS` that the executor does not compute."""
+
     def __post_init__(self) -> None:
         if self.is_one_pass and self.max_model_len > min(self.max_step_tokens, self.block_size):
             raise ValueError(

@@ -15,9 +15,11 @@ The order is the same in every backend (`backends/reference/sampling.py` is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 
@@ -58,6 +60,196 @@ class EarlyStopping(Enum):
     """When the best running beam, at its present length, would not be among the best."""
     NEVER = "never"
     """When no running beam can get among the best, even at full length if the length penalty is positive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A parameter's name in one API, and the bounds there if they are narrower or wider."""
+
+    name: str
+    low: float | None = None
+    high: float | None = None
+    excludes_low: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that a request can set to say how tokens are chosen."""
+
+    name: str
+    kind: type[int] | type[float]
+    neutral: float | None
+    """Changes nothing, and holds if neither the request nor the model's files name a value. None: only absence is neutral."""
+    low: float
+    high: float
+    text: str
+    """One sentence for the docs and the OpenAPI document."""
+    spellings: Mapping[str, Spelling]
+    """By API. An API that is not listed does not have the parameter."""
+    excludes_low: bool = False
+    is_in_cli: bool = False
+    sampler: str = ""
+    """llama.cpp's name of the sampler that the parameter belongs to."""
+
+    def within(self, api: str) -> Spelling:
+        """Return the name and the bounds in an API."""
+        own = self.spellings[api]
+        low, excludes_low = (self.low, self.excludes_low) if own.low is None else (own.low, own.excludes_low)
+        return Spelling(own.name, low, self.high if own.high is None else own.high, excludes_low)
+
+
+def _in(name: str, *apis: str, **others: Spelling) -> Mapping[str, Spelling]:
+    """Return the spellings of a parameter that has one name in all these APIs, and those that differ."""
+    return MappingProxyType({**{api: Spelling(name) for api in apis}, **others})
+
+
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+
+PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
+    {
+        parameter.name: parameter
+        for parameter in (
+            Parameter(
+                "repetition_penalty",
+                float,
+                1.0,
+                0.01,
+                100,
+                "Makes tokens of the prompt and the answer less likely if above 1, more likely if below.",
+                _in(
+                    "repetition_penalty",
+                    *("openai", "responses", "tgi", "python"),
+                    ollama=Spelling("repeat_penalty"),
+                    llama_cpp=Spelling("repeat_penalty"),
+                ),
+                sampler="penalties",
+            ),
+            Parameter(
+                "presence_penalty",
+                float,
+                0.0,
+                -2,
+                2,
+                "Subtracted from the logits of the answer's tokens.",
+                _in(
+                    "presence_penalty",
+                    *("openai", "responses", "ollama", "llama_cpp", "python"),
+                    cohere=Spelling("presence_penalty", 0, 1),
+                ),
+                sampler="penalties",
+            ),
+            Parameter(
+                "frequency_penalty",
+                float,
+                0.0,
+                -2,
+                2,
+                "Subtracted from the logits of the answer's tokens once for each use.",
+                _in(
+                    "frequency_penalty",
+                    *("openai", "responses", "ollama", "tgi", "llama_cpp", "python"),
+                    cohere=Spelling("frequency_penalty", 0, 1),
+                ),
+                sampler="penalties",
+            ),
+            Parameter(
+                "temperature",
+                float,
+                1.0,
+                0,
+                2,
+                "Divides the logits. 0 always takes the likeliest token.",
+                _in(
+                    "temperature",
+                    *("openai", "responses", "anthropic", "cohere", "ollama", "python"),
+                    tgi=Spelling("temperature", 0, excludes_low=True),
+                    llama_cpp=Spelling("temperature", -math.inf),
+                ),
+                is_in_cli=True,
+                sampler="temperature",
+            ),
+            Parameter(
+                "top_k",
+                int,
+                0,
+                -1,
+                _INT32_MAX,
+                "Keeps the k likeliest tokens. 0 and -1 keep all.",
+                _in(
+                    "top_k",
+                    *("openai", "responses", "anthropic", "ollama", "llama_cpp", "python"),
+                    tgi=Spelling("top_k", 1),
+                    cohere=Spelling("k", 0, 500),
+                ),
+                is_in_cli=True,
+                sampler="top_k",
+            ),
+            Parameter(
+                "top_p",
+                float,
+                1.0,
+                0,
+                1,
+                "Keeps the smallest set of likeliest tokens with at least this probability.",
+                _in(
+                    "top_p",
+                    *("openai", "responses", "anthropic", "ollama", "tgi", "llama_cpp", "python"),
+                    cohere=Spelling("p"),
+                ),
+                excludes_low=True,
+                is_in_cli=True,
+                sampler="top_p",
+            ),
+            Parameter(
+                "min_p",
+                float,
+                0.0,
+                0,
+                1,
+                "Drops tokens that are less likely than this share of the likeliest one.",
+                _in("min_p", "openai", "responses", "ollama", "llama_cpp", "python"),
+                is_in_cli=True,
+                sampler="min_p",
+            ),
+            Parameter(
+                "repeat_last_n",
+                int,
+                -1,
+                -1,
+                _INT32_MAX,
+                "The penalties count only this many last tokens. -1: all; 0: no penalties.",
+                _in("repeat_last_n", "openai", "ollama", "llama_cpp", "python"),
+            ),
+            Parameter(
+                "min_tokens",
+                int,
+                0,
+                0,
+                _INT32_MAX,
+                "No stop token comes before this many tokens.",
+                _in("min_tokens", "openai", "python"),
+            ),
+            Parameter(
+                "seed",
+                int,
+                None,
+                -(2**63),
+                _INT64_MAX,
+                "The same seed gives the same answer, whatever else runs. Without it one is drawn.",
+                _in(
+                    "seed",
+                    *("openai", "responses", "ollama", "python"),
+                    cohere=Spelling("seed", 0),
+                    tgi=Spelling("seed", 0),
+                    llama_cpp=Spelling("seed", high=2**64 - 1),
+                ),
+                is_in_cli=True,
+            ),
+        )
+    }
+)
+"""The numbers that say how tokens are chosen, by name, in the order in which they apply. Every API, the Python interface and
+the docs take them from here."""
 
 
 MAX_LENGTH_PENALTY = 10.0

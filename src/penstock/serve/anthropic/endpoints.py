@@ -17,12 +17,11 @@ from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.read import NAMES, MessagesReader
 from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, AnthropicModelList, MessageWriter
 from penstock.serve.api import Parts
-from penstock.serve.asking import read_owner
+from penstock.serve.asking import CallEndpoint, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import ApiError, invalid, renamed, shorten
 from penstock.serve.http.exchange import unless_gone
-from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.streams import NewWriter
 
 DEFAULT_PAGE, MAX_PAGE = 20, 1000

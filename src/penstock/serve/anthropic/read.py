@@ -12,17 +12,15 @@ from typing import Any
 
 from starlette.types import Scope
 
-from penstock.calls.call import Call, Conversation
+from penstock.calls.call import NAME_RULE, TOOL_NAME, Call, Conversation
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.serve.anthropic.schemas import ClientTool, CountTokensBody, MessagesBody
 from penstock.serve.anthropic.write import NO_THREADS
-from penstock.serve.asking import find_model
+from penstock.serve.asking import Reader, find_model
 from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_TOOLS,
-    NAME_RULE,
-    TOOL_NAME,
     FunctionBody,
     IgnoredParameters,
     NotYet,
@@ -31,8 +29,9 @@ from penstock.serve.bodies import (
     parse_body,
 )
 from penstock.serve.errors import ApiError, invalid, shorten, unknown
-from penstock.serve.openai.read import Reader, read_conversation
-from penstock.serve.openai.schemas import ChatCompletionBody, ChatTemplateFields, JsonSchemaFormat, ResponseFormat
+from penstock.serve.generation import ChatTemplateFields, read_told_conversation
+from penstock.serve.openai.read import call_of_chat
+from penstock.serve.openai.schemas import ChatCompletionBody, JsonSchemaFormat, ResponseFormat
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 
@@ -110,7 +109,7 @@ class MessagesReader:
             user=user,
             **self._chat_fields(body, running.dialect),
         )
-        call = self._reader.read_chat(chat, data, scope)
+        call = call_of_chat(self._reader, chat, data, scope)
         assert isinstance(call.prompts, Conversation)
         return dataclasses.replace(
             call,
@@ -130,7 +129,7 @@ class MessagesReader:
         template = ChatTemplateFields.model_construct(
             **{name: value for name, value in fields.items() if name in ChatTemplateFields.model_fields}
         )
-        return running, _conversation(body, read_conversation(template))
+        return running, _conversation(body, read_told_conversation(template))
 
     def _chat_fields(self, body: CountTokensBody, dialect: Dialect) -> dict[str, Any]:
         """The fields of a chat that speak of tools, reasoning and the form of the answer; its messages come later."""

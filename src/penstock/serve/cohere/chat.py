@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from penstock.calls.call import Call
 from penstock.serve.api import Parts
+from penstock.serve.asking import CallEndpoint
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
@@ -35,7 +36,7 @@ from penstock.serve.bodies import (
 )
 from penstock.serve.cohere.write import CohereWriter
 from penstock.serve.errors import invalid
-from penstock.serve.openai.endpoints import CallEndpoint
+from penstock.serve.openai.read import call_of_chat
 from penstock.serve.openai.schemas import ChatCompletionBody
 from penstock.serve.streams import NewWriter
 
@@ -115,7 +116,7 @@ class CohereChat(CallEndpoint):
 
     def _read(self, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
         body = parse_body(data, CohereChatBody, self.reader.ignored)
-        return self.reader.read_chat(check_body(_chat(body), ChatCompletionBody), data, scope), CohereWriter
+        return call_of_chat(self.reader, check_body(_chat(body), ChatCompletionBody), data, scope), CohereWriter
 
 
 def _chat(body: CohereChatBody) -> dict[str, Any]:

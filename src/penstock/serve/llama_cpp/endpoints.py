@@ -13,20 +13,22 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from penstock.calls.call import Call, Conversation
+from penstock.calls.check import check_prompt
 from penstock.calls.run import check_text_size, mixed_ids, render
 from penstock.deploy.running import RunningModel
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_model, read_owner
+from penstock.serve.asking import CallEndpoint, Reader, find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, Body, NotYet, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.llama_cpp.read import LlamaBody, LlamaCompletionBody, LlamaInfillBody, LlamaReader, read_body, read_mixed
-from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.shapes import Count
 from penstock.serve.streams import NewWriter
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 _Body = TypeVar("_Body", bound=LlamaBody)
+ReadChat = Callable[[Reader, bytes, Scope], Call]
+"""Reads a body of `/v1/chat/completions`."""
 
 
 class LlamaTokenizeBody(Body):
@@ -46,11 +48,12 @@ LlamaTokens = TypedDict("LlamaTokens", {"tokens": list[Count] | list[LlamaPiece]
 
 
 class LlamaFace(CallEndpoint):
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, read_chat: ReadChat) -> None:
         super().__init__(parts.reader, parts.in_flight, parts.off_loop)
         self._deployment = parts.deployment
         self._config = parts.config
-        self._read = LlamaReader(parts.reader, parts.deployment)
+        self._read_chat = read_chat
+        self._read = LlamaReader(parts.reader)
 
     async def completion(self, data: bytes, http: HttpRequest) -> Response:
         """Continue one or more prompts, in the words of llama.cpp's server."""
@@ -59,7 +62,7 @@ class LlamaFace(CallEndpoint):
         def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
             return self._read.completion(body, data, scope)
 
-        return await self.answer(data, http, read, body.names())
+        return await self.answer(data, http, read)
 
     async def infill(self, data: bytes, http: HttpRequest) -> Response:
         """Fill a hole in a text, beside which other files may stand, in the words of llama.cpp's server."""
@@ -68,7 +71,7 @@ class LlamaFace(CallEndpoint):
         def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
             return self._read.infill(body, data, scope)
 
-        return await self.answer(data, http, read, body.names())
+        return await self.answer(data, http, read)
 
     async def apply_template(self, data: bytes, http: HttpRequest) -> Response:
         """The prompt that the model's chat template makes of a chat, whose fields are those of `/v1/chat/completions`."""
@@ -88,7 +91,9 @@ class LlamaFace(CallEndpoint):
         self, data: bytes, http: HttpRequest, tell: Callable[[str, RunningModel], InputTokens | LlamaPrompt]
     ) -> Response:
         """Return what `tell` makes of the prompt of a chat, and of its model."""
-        call = await self._off_loop.run(len(data), lambda: self.reader.chat(data, http.scope), limit=INLINE_MAX_BYTES)
+        call = await self._off_loop.run(
+            len(data), lambda: self._read_chat(self.reader, data, http.scope), limit=INLINE_MAX_BYTES
+        )
         assert isinstance(call.prompts, Conversation)
         tenant, running = read_owner(http.scope, self._config).tenant, call.running
         with running.using():
@@ -116,7 +121,8 @@ def _tokens(body: LlamaTokenizeBody, running: RunningModel) -> LlamaTokens:
     parts = [body.content] if isinstance(body.content, str) else body.content
     if not isinstance(parts, list):
         raise invalid("'content' must be a string, or a list of token ids and strings.", "content")
-    prompt = read_mixed(parts, "content", running.model.vocab_size)
+    prompt = read_mixed(parts, "content")
+    check_prompt(prompt, running.model.vocab_size)
     token_ids = mixed_ids(prompt, running, adds_special_tokens=bool(body.add_special))
     if not body.with_pieces:
         return {"tokens": list(token_ids)}

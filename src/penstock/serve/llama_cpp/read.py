@@ -1,12 +1,9 @@
-"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), and what is made of
-them: a completion in OpenAI's words, which `openai.read` checks further and makes a `Call` of.
-
-Called by the faces of this package; may run on any thread, and waits for nothing.
+"""Bodies of llama.cpp's server (https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md), and the neutral
+requests that they make. Runs on any thread and waits for nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,34 +14,33 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 
-from penstock.calls.call import Call, InfillPrompt, MixedPrompt, Prompt, TextPrompt
-from penstock.deploy.deployment import Deployment
+from penstock.calls.call import AskedGrammar, Call, CompletionRequest, InfillPrompt, MixedPrompt, Names, Prompt, TextPrompt
+from penstock.calls.check import MAX_BIAS, MAX_CHOICES
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import MAX_BIAS, check_token_ids
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import (
-    INT32_MAX,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
-    MAX_CHOICES,
     MAX_SUFFIX_CHARS,
     MAX_TOKENS_LIMIT,
     Body,
     IgnoredParameters,
     NotYet,
-    RepeatLastN,
     Schema,
     StopStrings,
     Unread,
-    check_body,
+    has_sampling,
     parse_body,
+    sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid, shorten
+from penstock.serve.generation import grammar_of, json_grammar
 from penstock.serve.llama_cpp.write import NOT_SUPPORTED, SAMPLERS, LlamaWriter, Shown, generation_settings
-from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import CompletionBody
 from penstock.serve.streams import NewWriter
 from penstock.text.fim import NAMES as FIM_NAMES
 from penstock.text.fim import find_fim
+from penstock.text.grammar import MAX_LARK_CHARS, GrammarKind
+from penstock.types.errors import counted
 from penstock.types.sampling import MAX_LOGPROBS, LineLimits, SamplingParams
 
 _Body = TypeVar("_Body", bound="LlamaBody")
@@ -61,7 +57,9 @@ MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
 
-_OTHER_SAMPLERS = ("dry", "top_n_sigma", "typ_p", "xtc", "adaptive_p")
+_LLAMA_ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+"""llama.cpp's default."""
+_OTHER_SAMPLERS = tuple(name for name in (*_LLAMA_ORDER, "adaptive_p") if name not in SAMPLERS)
 """They do nothing, as the fields that would make them do something are refused."""
 _INFILL = "infill"
 """A sampler that leaves little but the likeliest token. Here that one is taken."""
@@ -80,8 +78,6 @@ _LETTERS: Mapping[str, str] = MappingProxyType(
         "i": _INFILL,
     }
 )
-_DEFAULT_ORDER = ["penalties", "top_k", "top_p", "min_p", "temperature"]
-"""The samplers of this server in the order of llama.cpp's default list. Older versions' has no penalties."""
 _INTERCHANGEABLE = ({"top_k", "temperature"}, {"top_k", "min_p"})
 """Samplers that leave the same candidates with the same weights, whichever of the two is applied first."""
 
@@ -93,6 +89,7 @@ Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NumProbs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
+@has_sampling("llama_cpp")
 class LlamaBody(Body):
     """Fields that `/completion` and `/infill` have alike. Null is the same as absent."""
 
@@ -113,17 +110,6 @@ class LlamaBody(Body):
     t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_PREDICT_MS)] | None = None
     """The answer ends so long after its first token, once it has a line; 0 and -1: it has time."""
 
-    temperature: Annotated[float, Field(le=2)] | None = None
-    """0 or negative: greedy."""
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repeat_last_n: RepeatLastN | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
-    """64 bits, with or without a sign: answers tell it without. -1: a random one."""
     samplers: Annotated[
         Any, WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]})
     ] = None
@@ -196,17 +182,10 @@ class LlamaBody(Body):
     def num_probs(self) -> int:
         return _said(self, *_PROBS)[1] or 0
 
-    def names(self) -> Mapping[str, str]:
-        """Fields of a completion as this client calls them, for errors."""
-        return {
-            "structured_outputs.json": "json_schema",
-            "structured_outputs.grammar": "grammar",
-            "structured_outputs": "grammar" if self.grammar else "json_schema",
-            "max_tokens": self.limit[0],
-            "repetition_penalty": "repeat_penalty",
-            "logprobs": _said(self, *_PROBS)[0],
-            "n": _said(self, *_CHOICES)[0],
-        }
+    def names(self) -> Names:
+        """Return the client's names of fields, for errors."""
+        fields = {"max_tokens": self.limit[0], "logprobs": _said(self, *_PROBS)[0], "n": _said(self, *_CHOICES)[0]}
+        return Names("llama_cpp", fields=fields)
 
 
 class LlamaCompletionBody(LlamaBody):
@@ -260,17 +239,16 @@ def read_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters | 
 class LlamaReader:
     """From bodies to calls. Thread-safe."""
 
-    def __init__(self, reader: Reader, deployment: Deployment) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._deployment = deployment
 
     def completion(self, body: LlamaCompletionBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        """Raises `ApiError`."""
+        """Raises `ApiError` and `Rejected`."""
         running = self._reader.find(body.model, scope)[0].answerer()
-        return self._call(body, running, read_prompts(body.prompt, "prompt", running.model.vocab_size), data, scope)
+        return self._call(body, running, read_prompts(body.prompt, "prompt"), data, scope)
 
     def infill(self, body: LlamaInfillBody, data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
-        """Raises `ApiError`, also for a model that was not trained for it."""
+        """Raises `ApiError` and `Rejected`, also for a model that was not trained for it."""
         running = self._reader.find(body.model, scope)[0].answerer()
         if running.model.encoder is None and find_fim(running.tokenizer) is None:
             raise ApiError(
@@ -289,27 +267,34 @@ class LlamaReader:
         _, limit = body.limit
         biases, banned = _biases(body.logit_bias, running)
         samplers = None if body.samplers is None else _sampler_names(body.samplers)
-        fields = _sampling(body, samplers) | {
-            "model": body.model,
-            "prompt": "",
-            "n": _said(body, *_CHOICES)[1],
-            "stream": body.stream,
-            "stop": body.stop,
-            "max_tokens": None if limit is None or limit < 0 else limit,
-            "seed": None if body.seed is None or body.seed in RANDOM_SEEDS else _signed(body.seed),
-            "ignore_eos": body.ignore_eos,
-            "logit_bias": biases,
-            "structured_outputs": _structured(body),
-            "logprobs": body.num_probs or None,
+        fields = tuple(body.response_fields or ())
+        request = CompletionRequest(
+            names=body.names(),
+            model=body.model,
+            prompts=prompts,
+            n=_said(body, *_CHOICES)[1] or 1,
+            max_tokens=None if limit is None or limit < 0 else limit,
+            sampling=_sampling(body, samplers),
+            logit_bias=biases,
+            banned_token_sequences=banned,
+            grammar=_grammar(body),
+            stop=body.stop or (),
+            ignore_eos=bool(body.ignore_eos),
+            lines=_lines(body),
+            answer_prefix="cmpl-",
+            echo=not fields or "prompt" in fields,
+            is_streamed=bool(body.stream),
+            has_timings=bool(body.timings_per_token),
+            has_progress=bool(body.return_progress),
+            logprobs=body.num_probs or None,
             # A salt that nobody else has.
-            "cache_salt": self._deployment.sources.new_request_id() if body.cache_prompt is False else None,
-        }
-        call = self._reader.read_completion(check_body(fields, CompletionBody), data, scope, prompts)
+            cache_salt=self._reader.deployment.sources.new_request_id() if body.cache_prompt is False else "",
+        )
+        call = self._reader.call(request, data, scope)
         if samplers is not None:
             _check_order(samplers, call.sampling)
-        sampling = dataclasses.replace(call.sampling, lines=_lines(body), banned_token_sequences=banned)
         shown = Shown(
-            settings=generation_settings(sampling, n_predict=-1 if limit is None else limit)
+            settings=generation_settings(call.sampling, n_predict=-1 if limit is None else limit)
             | {
                 "stream": bool(body.stream),
                 "ignore_eos": bool(body.ignore_eos),
@@ -317,33 +302,26 @@ class LlamaReader:
                 "grammar": body.grammar or "",
                 "timings_per_token": bool(body.timings_per_token),
             },
-            fields=tuple(body.response_fields or ()),
+            fields=fields,
             has_tokens=bool(body.return_tokens),
             has_timings=bool(body.timings_per_token),
             has_progress=bool(body.return_progress),
         )
-        call = dataclasses.replace(
-            call,
-            max_tokens=None if fields["max_tokens"] is None else call.max_tokens,  # OpenAI's default is a few tokens
-            ends_with_context=True,
-            sampling=sampling,
-            answer=dataclasses.replace(call.answer, has_prompt=shown.has_prompt),
-        )
         return call, partial(LlamaWriter, shown=shown)
 
 
-def read_prompts(value: Any, param: str, vocab_size: int) -> tuple[Prompt, ...]:
+def read_prompts(value: Any, param: str) -> tuple[Prompt, ...]:
     """A prompt, or a list of several. A list with a number in it is one prompt. Raises 400."""
     if not isinstance(value, list) or any(type(item) is int for item in value):
-        return (_prompt(value, param, vocab_size),)
+        return (_prompt(value, param),)
     if not 0 < len(value) <= MAX_CHOICES:
         raise invalid(f"'{param}' has {len(value)} prompts; 1 to {MAX_CHOICES} are taken at once.", param)
-    prompts = tuple([_prompt(item, f"{param}[{index}]", vocab_size) for index, item in enumerate(value)])
+    prompts = tuple([_prompt(item, f"{param}[{index}]") for index, item in enumerate(value)])
     _check_texts(prompts, param)
     return prompts
 
 
-def _prompt(value: Any, param: str, vocab_size: int) -> Prompt:
+def _prompt(value: Any, param: str) -> Prompt:
     if isinstance(value, dict):
         if unknown := next((name for name in value if name not in ("prompt_string", "multimodal_data")), None):
             raise invalid(f"Unknown parameter: '{param}.{shorten(unknown)}'.", param)
@@ -357,16 +335,14 @@ def _prompt(value: Any, param: str, vocab_size: int) -> Prompt:
         raise invalid(f"'{param}' must be a string, or a list of token ids and strings.", param)
     if not value:
         raise invalid(f"'{param}' is empty.", param)
-    return read_mixed(value, param, vocab_size)
+    return read_mixed(value, param)
 
 
-def read_mixed(parts: Sequence[Any], param: str, vocab_size: int) -> MixedPrompt:
+def read_mixed(parts: Sequence[Any], param: str) -> MixedPrompt:
     """Token ids and texts. Raises 400."""
     for index, part in enumerate(parts):
         if type(part) is not int and not isinstance(part, str):
             raise invalid(f"'{param}[{index}]' must be a token id or a string.", f"{param}[{index}]")
-        if isinstance(part, int) and not 0 <= part < vocab_size:
-            check_token_ids(parts[index : index + 1], vocab_size, f"{param}[{index}]")
     prompt = MixedPrompt(tuple(parts), param)
     _check_texts([prompt], param)
     return prompt
@@ -380,29 +356,19 @@ def _check_texts(prompts: Sequence[Prompt], param: str) -> None:
         raise invalid(f"'{param}' has {num_texts} strings between token ids; at most {MAX_TEXTS_BETWEEN} are taken.", param)
 
 
-def _signed(seed: int) -> int:
-    """The same 64 bits as a completion's seed has them."""
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
-def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, Any]:
-    """The fields of a completion that samplers have; those of samplers that are not listed are switched off. Raises 400."""
-    fields: dict[str, Any] = {
-        "temperature": None if body.temperature is None else max(0.0, body.temperature),
-        "top_k": body.top_k,
-        "top_p": body.top_p,
-        "min_p": body.min_p,
-        "repetition_penalty": body.repeat_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repeat_last_n": body.repeat_last_n,
-    }
+def _sampling(body: LlamaBody, samplers: Sequence[str] | None) -> dict[str, float]:
+    """Return the parameters of sampling. Samplers that are not listed are switched off."""
+    values = sampling_of(body, "llama_cpp")
+    if "temperature" in values:
+        values["temperature"] = max(0.0, values["temperature"])
+    if values.get("seed") in RANDOM_SEEDS:
+        del values["seed"]
     if samplers is None:
-        return fields
+        return values
     for sampler, switched_off in SAMPLERS.items():
         if sampler not in samplers:
-            fields |= switched_off
-    return fields | ({"temperature": 0.0} if _INFILL in samplers else {})
+            values |= switched_off
+    return values | ({"temperature": 0.0} if _INFILL in samplers else {})
 
 
 def _sampler_names(value: Any) -> list[str]:
@@ -426,10 +392,12 @@ def _sampler_names(value: Any) -> list[str]:
 def _check_order(names: Sequence[str], sampling: SamplingParams) -> None:
     """Raise 400 for samplers in an order that gives other answers than the order in which they are applied here.
 
-    llama.cpp's default is taken: clients send it without having chosen it.
+    llama.cpp's default is taken, also without the samplers that older versions do not list: clients send it without having
+    chosen it.
     """
     listed = [name for name in names if name in SAMPLERS or name == _INFILL]
-    if listed in (_DEFAULT_ORDER, _DEFAULT_ORDER[1:]):
+    is_default = listed == [name for name in _LLAMA_ORDER if name in listed]
+    if is_default and {"top_k", "top_p", "min_p", "temperature"} <= set(listed):
         return
     places = {name: place for place, name in enumerate(SAMPLERS)}
     places[_INFILL] = places["temperature"]
@@ -457,18 +425,22 @@ def _lines(body: LlamaBody) -> LineLimits | None:
     return LineLimits(min_indent=min_indent, max_ns=max_ms * 1_000_000 if max_ms > 0 else None)
 
 
-def _structured(body: LlamaBody) -> dict[str, Any] | None:
-    if body.json_schema is None:
-        return {"grammar": body.grammar, "grammar_syntax": "gbnf"} if body.grammar else None
-    if body.grammar:
+def _grammar(body: LlamaBody) -> AskedGrammar | None:
+    if body.json_schema is not None and body.grammar:
         raise invalid("'grammar' and 'json_schema' both say what the answer must be: leave one of them out.", "grammar")
-    return {"json": body.json_schema}
+    if body.json_schema is not None:
+        return json_grammar(body.json_schema, "json_schema")
+    if not body.grammar:
+        return None
+    if len(body.grammar) > MAX_LARK_CHARS:
+        raise invalid(f"'grammar' must have at most {counted(MAX_LARK_CHARS, 'character')}.", "grammar")
+    return grammar_of(GrammarKind.GBNF, body.grammar, "grammar")
 
 
-def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float] | None, tuple[tuple[int, ...], ...]]:
-    """Biases by token id, as OpenAI has them, and the tokens that may never come. Raises 400."""
+def _biases(value: Any, running: RunningModel) -> tuple[dict[str, float], tuple[tuple[int, ...], ...]]:
+    """Return biases by token id, and the tokens that can never come. Raises 400."""
     if value is None:
-        return None, ()
+        return {}, ()
     if isinstance(value, dict):
         pairs = [(int(key) if _INTEGER.fullmatch(key) else key, bias) for key, bias in value.items()]
     elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):

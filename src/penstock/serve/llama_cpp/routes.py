@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.bodies import Body
 from penstock.serve.http.checks import Wording
-from penstock.serve.llama_cpp.endpoints import InputTokens, LlamaFace, LlamaPrompt, LlamaTokenizeBody, LlamaTokens
+from penstock.serve.llama_cpp.endpoints import InputTokens, LlamaFace, LlamaPrompt, LlamaTokenizeBody, LlamaTokens, ReadChat
 from penstock.serve.llama_cpp.read import LlamaCompletionBody, LlamaInfillBody
 from penstock.serve.llama_cpp.status import LlamaProps, LlamaSlot, LlamaStatus
 from penstock.serve.llama_cpp.texts import LlamaEmbedding, LlamaEmbeddingBody, embedding
 from penstock.serve.llama_cpp.write import LlamaCompletion, llama_words
-from penstock.serve.openai.schemas import ChatCompletionBody
 
 
-def _routes(parts: Parts) -> Sequence[Route]:
-    llama, status = LlamaFace(parts), LlamaStatus(parts)
+def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequence[Route]:
+    llama, status = LlamaFace(parts, read_chat), LlamaStatus(parts)
     embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
     completion = LlamaCompletion | list[LlamaCompletion]
     return [
@@ -26,11 +27,11 @@ def _routes(parts: Parts) -> Sequence[Route]:
             "/v1/chat/completions/input_tokens",
             "Count a chat's tokens",
             llama.input_tokens,
-            ChatCompletionBody,
+            chat_body,
             InputTokens,
             also_at="/chat/completions/input_tokens",
         ),
-        Route("POST", "/apply-template", "Make a prompt of a chat", llama.apply_template, ChatCompletionBody, LlamaPrompt),
+        Route("POST", "/apply-template", "Make a prompt of a chat", llama.apply_template, chat_body, LlamaPrompt),
         Route("POST", "/tokenize", "Tokenize", llama.tokenize, LlamaTokenizeBody, LlamaTokens, when=with_content),
         Route("POST", "/embedding", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding]),
         Route("POST", "/embeddings", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding], when=with_content),
@@ -42,17 +43,20 @@ def _routes(parts: Parts) -> Sequence[Route]:
 _NO_SLOTS = "No slot is saved or erased: all requests share prefixes, which stay in the cache by themselves."
 _NO_LIST = "Name an adapter in 'model': GET /v1/models lists them."
 
-API = Api(
-    "llama.cpp",
-    _routes,
-    Wording(
-        llama_words,
-        paths=("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/"),
-    ),
-    takes_any_type=True,
-    refused=[
-        Refused(method, path, reason, status=404, code="not_found")
-        for path, reason in (("/lora-adapters", _NO_LIST), ("/slots/{slot_id}", _NO_SLOTS))
-        for method in ("GET", "POST")
-    ],
-)
+
+def api(read_chat: ReadChat, chat_body: type[Body]) -> Api:
+    """Return the API. Two of its routes take the body of `/v1/chat/completions`."""
+    return Api(
+        "llama.cpp",
+        partial(_routes, read_chat=read_chat, chat_body=chat_body),
+        Wording(
+            llama_words,
+            paths=("/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots", "/lora-adapters", "/slots/"),
+        ),
+        takes_any_type=True,
+        refused=[
+            Refused(method, path, reason, status=404, code="not_found")
+            for path, reason in (("/lora-adapters", _NO_LIST), ("/slots/{slot_id}", _NO_SLOTS))
+            for method in ("GET", "POST")
+        ],
+    )

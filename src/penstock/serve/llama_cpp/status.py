@@ -12,14 +12,14 @@ from starlette.requests import Request as HttpRequest
 from typing_extensions import TypedDict
 
 import penstock
+from penstock.calls.call import CompletionRequest
+from penstock.calls.check import check_sampling
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ModelCard
 from penstock.serve.api import Parts
 from penstock.serve.asking import find_allowed, find_model, read_owner
 from penstock.serve.errors import unavailable
 from penstock.serve.llama_cpp.write import generation_settings
-from penstock.serve.openai.read import read_sampling
-from penstock.serve.openai.schemas import GenerationBody
 from penstock.serve.shapes import Count, Object
 from penstock.text.dialects import Dialect, find_dialect
 from penstock.types.errors import ModelAway
@@ -78,7 +78,9 @@ class LlamaStatus:
         except ModelAway:
             return _of_files(served.name, await self._cards.of(served))
         model, template, special = running.model, running.chat_template, running.tokenizer.special_tokens
-        settings = {} if model.encoder else generation_settings(read_sampling(GenerationBody(), None, running), n_predict=-1)
+        settings: dict[str, Any] = {}
+        if not model.encoder:
+            settings = generation_settings(check_sampling(CompletionRequest(prompts=()), running), n_predict=-1)
         return {
             **_props(model.name, is_sleeping=False),
             "default_generation_settings": {"params": settings, "n_ctx": model.max_model_len},

@@ -22,7 +22,7 @@ from penstock.serve.timings import Timings
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import PARAMETERS, SamplingParams
 
 _ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
@@ -59,15 +59,11 @@ _OFF: Mapping[str, Any] = MappingProxyType(
 """Settings that no request here can change."""
 SAMPLERS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
-        "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-        "temperature": {"temperature": 1.0},
-        "top_k": {"top_k": 0},
-        "top_p": {"top_p": 1.0},
-        "min_p": {"min_p": 0.0},
+        sampler: {name: one.neutral for name, one in PARAMETERS.items() if one.sampler == sampler and one.neutral is not None}
+        for sampler in dict.fromkeys(one.sampler for one in PARAMETERS.values() if one.sampler)
     }
 )
-"""Samplers of this server in the order in which they are applied (`types.sampling`); the fields of `SamplingParams`, and of a
-completion, that each is made of, with the values that switch it off."""
+"""Samplers in the order in which they apply. Each has its fields of `SamplingParams`, with the values that switch it off."""
 
 
 LlamaToken = TypedDict("LlamaToken", {"id": Count, "token": str, "bytes": list[Count], "logprob": float})
@@ -130,13 +126,7 @@ def generation_settings(sampling: SamplingParams, *, n_predict: int) -> dict[str
     lines = sampling.lines
     return {
         **_OFF,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repeat_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+        **{one.spellings["llama_cpp"].name: getattr(sampling, name) for name, one in PARAMETERS.items() if one.sampler},
         "repeat_last_n": -1 if sampling.penalty_window is None else sampling.penalty_window,
         "stop": sampling.stop,
         "logit_bias": [{"bias": bias, "token": token_id} for token_id, bias in sampling.logit_bias],

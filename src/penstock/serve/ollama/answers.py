@@ -13,13 +13,11 @@ from starlette.types import Scope
 from penstock.calls.call import Call
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.api import Parts
-from penstock.serve.asking import find_allowed
+from penstock.serve.asking import CallEndpoint, find_allowed
 from penstock.serve.bodies import INLINE_MAX_BYTES, load_json
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import entry_of
 from penstock.serve.ollama.read import (
-    NAMES,
-    NAMES_OF_PROMPT,
     OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
@@ -30,7 +28,6 @@ from penstock.serve.ollama.read import (
     read_body,
 )
 from penstock.serve.ollama.write import OllamaWriter, utc
-from penstock.serve.openai.endpoints import CallEndpoint
 from penstock.serve.streams import NewWriter
 from penstock.text.tokenizer import Tokenizer
 
@@ -41,7 +38,7 @@ class OllamaFace(CallEndpoint):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts.reader, parts.in_flight, parts.off_loop)
         self._deployment = parts.deployment
-        self._read = OllamaReader(parts.reader, parts.deployment)
+        self._read = OllamaReader(parts.reader)
 
     async def chat(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a conversation, in Ollama's words. Without messages the model is loaded, or unloaded."""
@@ -52,7 +49,7 @@ class OllamaFace(CallEndpoint):
         def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
             return self._read.chat(body, data, scope), partial(_writer, body.model, True)
 
-        return await self.answer(data, http, read, NAMES)
+        return await self.answer(data, http, read)
 
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Answer a prompt, in Ollama's words, through the chat template unless it is `raw`. Without one the model is loaded."""
@@ -63,7 +60,7 @@ class OllamaFace(CallEndpoint):
         def read(data: bytes, scope: Scope) -> tuple[Call, NewWriter]:
             return self._read.generate(body, data, scope), partial(_writer, body.model, False)
 
-        return await self.answer(data, http, read, NAMES_OF_PROMPT)
+        return await self.answer(data, http, read)
 
     async def _body(self, data: bytes, body_type: type[_Body]) -> _Body:
         return await self._off_loop.run(

@@ -1,26 +1,23 @@
-"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), and what is made of them: a chat or a
-completion in OpenAI's words, which `openai.read` checks further and makes a `Call` of.
-
-Called by the faces of this package; may run on any thread, and waits for nothing.
+"""Bodies of Ollama's API (https://github.com/ollama/ollama/blob/main/docs/api.md), and the neutral requests that they make.
+Runs on any thread and waits for nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, WithJsonSchema
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from penstock.calls.call import Call
+from penstock.calls.call import AskedGrammar, Call, ChatRequest, CompletionRequest, Conversation, Names, TextPrompt
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
 from penstock.deploy.served import ServedModel
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -29,39 +26,35 @@ from penstock.serve.bodies import (
     Body,
     IgnoredParameters,
     NotYet,
-    RepeatLastN,
     StopStrings,
     ToolBody,
     Unread,
     check_body,
+    has_sampling,
+    past_call,
+    sampling_of,
 )
 from penstock.serve.errors import ApiError, invalid
+from penstock.serve.generation import json_grammar, read_tools
 from penstock.serve.http.checks import is_admin
-from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
+from penstock.text.dialects import Message, PastCall
 from penstock.types.sampling import MAX_LOGPROBS
 
 _Body = TypeVar("_Body", bound="OllamaBody")
 
 LATEST = ":latest"
 """The tag that Ollama's clients put after a name that has none."""
-NAMES: Mapping[str, str] = MappingProxyType(
+_NAMES = Names(
+    "ollama",
+    "options.",
     {
-        "response_format.json_schema.schema": "format",
-        "response_format": "format",
         "reasoning_effort": "think",
-        "repetition_penalty": "options.repeat_penalty",
-        "presence_penalty": "options.presence_penalty",
-        "frequency_penalty": "options.frequency_penalty",
         "max_tokens": "options.num_predict",
-        "temperature": "options.temperature",
         "stop": "options.stop",
-    }
+        "tools.*": "tools[{}].function",
+    },
 )
-"""Fields of a chat as this API calls them, for errors."""
 _EFFORTS = ("low", "medium", "high")
-NAMES_OF_PROMPT: Mapping[str, str] = MappingProxyType({**NAMES, "messages[0].content": "prompt", "messages": "prompt"})
-
 _DURATION = re.compile(r"-?(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:ns|us|µs|ms|s|m|h))+")
 _PART_OF_DURATION = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
 _UNITS_NS = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "h": 3600e9}
@@ -69,21 +62,13 @@ _MAX_KEEP_NS = 10 * 365 * 24 * 3600 * 10**9
 """A longer time is for good."""
 
 
+@has_sampling("ollama")
 class OptionsBody(Body):
     """Null is the same as absent."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopStrings | None = None
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS_LIMIT)] | None = None
     """-1 and -2: no limit but the context."""
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_last_n: RepeatLastN | None = None
     num_keep: Unread = None
     """No token of a prompt is ever dropped."""
 
@@ -239,40 +224,38 @@ def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: S
 class OllamaReader:
     """From bodies to calls. Thread-safe."""
 
-    def __init__(self, reader: Reader, deployment: Deployment) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._deployment = deployment
 
     def chat(self, body: OllamaChatBody, data: bytes, scope: Scope) -> Call:
-        """Raises `ApiError`."""
+        """Raises `ApiError` and `Rejected`."""
         running = self._begin(body, scope)
-        messages = _messages(body.messages or ())
-        return self._chat(body, running, messages, data, scope, tools=body.tools or ())
+        return self._chat(body, running, Conversation(_messages(body.messages or ())), data, scope, body.tools or ())
 
     def generate(self, body: OllamaGenerateBody, data: bytes, scope: Scope) -> Call:
-        """Raises `ApiError`. A prompt goes through the chat template as a user's message, unless the model has none."""
+        """Raises `ApiError` and `Rejected`. A prompt goes through the chat template, if there is one, as a user's message."""
         running = self._begin(body, scope)
+        prompt = body.prompt or ""
         if not body.raw and not body.suffix and running.chat_template is not None:
-            messages = [{"role": "system", "content": body.system}] if body.system else []
-            return self._chat(body, running, [*messages, {"role": "user", "content": body.prompt or ""}], data, scope)
+            messages = [Message(role="system", content=body.system)] if body.system else []
+            conversation = Conversation([*messages, Message(role="user", content=prompt)], param="prompt")
+            return self._chat(body, running, conversation, data, scope)
         if body.system:
             reason = "with 'raw' or 'suffix'" if body.raw or body.suffix else "with a model that has no chat template"
             raise invalid(f"'system' means nothing {reason}: put it into 'prompt'.", "system")
         if body.think:
             raise invalid("'think' needs the chat template: leave out 'raw' and 'suffix'.", "think")
-        fields = self._fields(body) | {"prompt": body.prompt or "", "suffix": body.suffix or None}
-        if body.logprobs:
-            fields["logprobs"] = body.top_logprobs or 0
-        call = self._reader.read_completion(check_body(fields, CompletionBody), data, scope)
-        if fields["max_tokens"] is None:  # OpenAI's default is a few tokens, Ollama's is none
-            call = dataclasses.replace(call, max_tokens=None)
-        return call
+        request = CompletionRequest(
+            **self._fields(body), prompts=(TextPrompt(prompt, "prompt"),), suffix=body.suffix or "", ends_with_context=False
+        )
+        return self._reader.call(request, data, scope)
 
     def _begin(self, body: _AnswerBody, scope: Scope) -> RunningModel:
         """Return the model that is asked. Raises 404 and `ModelAway`."""
-        served, _ = self._reader.find(name_of(body.model, self._deployment), scope)
+        deployment = self._reader.deployment
+        served, _ = self._reader.find(name_of(body.model, deployment), scope)
         running = served.answerer()
-        keep(body, served, self._deployment, scope)
+        keep(body, served, deployment, scope)
         if body.top_logprobs and not body.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         return running
@@ -281,38 +264,27 @@ class OllamaReader:
         self,
         body: _AnswerBody,
         running: RunningModel,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Conversation,
         data: bytes,
         scope: Scope,
         tools: Sequence[ToolBody] = (),
     ) -> Call:
-        fields = self._fields(body) | {
-            "messages": messages,
-            "tools": list(tools) or None,
-            "reasoning_effort": _effort(body.think, running),
-            "logprobs": body.logprobs,
-            "top_logprobs": body.top_logprobs,
-        }
-        return self._reader.read_chat(check_body(fields, ChatCompletionBody), data, scope)
+        effort = _effort(body.think, running)
+        request = ChatRequest(**self._fields(body), conversation=conversation, tools=read_tools(tools), reasoning_effort=effort)
+        return self._reader.call(request, data, scope)
 
     def _fields(self, body: _AnswerBody) -> dict[str, Any]:
-        """Fields that chats and completions of OpenAI have alike."""
+        """Return what chats and completions have alike."""
         options = body.options or OptionsBody()
         return {
-            "model": name_of(body.model, self._deployment),
-            "stream": body.stream is not False,
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-            "min_p": options.min_p,
-            "seed": options.seed,
-            "stop": options.stop,
-            "repetition_penalty": options.repeat_penalty,
-            "presence_penalty": options.presence_penalty,
-            "frequency_penalty": options.frequency_penalty,
-            "repeat_last_n": options.repeat_last_n,
+            "names": _NAMES,
+            "model": name_of(body.model, self._reader.deployment),
+            "is_streamed": body.stream is not False,
+            "sampling": sampling_of(options, "ollama"),
+            "stop": options.stop or (),
             "max_tokens": _limit(options.num_predict),
-            "response_format": _response_format(body.format),
+            "grammar": _grammar(body.format),
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         }
 
 
@@ -330,12 +302,10 @@ def _check_words(body: _AnswerBody) -> None:
         raise invalid("'think' must be true, false, 'low', 'medium' or 'high'.", "think")
 
 
-def _response_format(asked: Any) -> dict[str, Any] | None:
+def _grammar(asked: Any) -> AskedGrammar | None:
     if asked is None or asked == "":
         return None
-    if asked == "json":
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": "format", "schema": asked}}
+    return json_grammar(None if asked == "json" else asked, "format")
 
 
 def _effort(think: Any, running: RunningModel) -> str | None:
@@ -350,31 +320,30 @@ def _effort(think: Any, running: RunningModel) -> str | None:
     return "none" if think is False else str(think)
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's words, in which each call has an id and each tool's answer names one. Raises 400.
+def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
+    """Return messages in which each call has an id and each tool's answer names one. Raises 400.
 
-    Without ids an answer belongs to the first call before it that has no answer yet and, if `tool_name` says so, that tool.
+    Without ids an answer belongs to the first call before it without an answer and, if `tool_name` says so, of that tool.
     """
-    told: list[dict[str, Any]] = []
+    found: list[Message] = []
     open_calls = _OpenCalls()
     for index, message in enumerate(messages):
-        fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        if message.thinking:
-            fields["reasoning_content"] = message.thinking
-        if message.tool_calls:
-            fields["tool_calls"] = calls = []
-            for nth, call in enumerate(message.tool_calls):
-                call_id = call.id or f"call_{index}_{nth}"
-                open_calls.add(call_id, call.function.name)
-                function = {"name": call.function.name, "arguments": call.function.arguments}
-                calls.append({"id": call_id, "type": "function", "function": function})
-        if message.role == "tool":
-            fields["tool_call_id"] = open_calls.answered(message) or message.tool_call_id or f"call_{index}"
-        elif message.tool_name is not None or message.tool_call_id is not None:
-            field = "tool_name" if message.tool_name is not None else "tool_call_id"
-            raise invalid(f"'messages[{index}].{field}' is for messages with the role 'tool'.", f"messages[{index}].{field}")
-        told.append(fields)
-    return told
+        at, is_answer = f"messages[{index}]", message.role == "tool"
+        fields = {"tool_calls": message.tool_calls, "thinking": message.thinking}
+        if message.role != "assistant" and (field := next((name for name, value in fields.items() if value), None)):
+            raise invalid(f"'{at}.{field}' is for messages with the role 'assistant', not '{message.role}'.", f"{at}.{field}")
+        fields = {"tool_name": message.tool_name, "tool_call_id": message.tool_call_id}
+        if not is_answer and (field := next((name for name, value in fields.items() if value is not None), None)):
+            raise invalid(f"'{at}.{field}' is for messages with the role 'tool'.", f"{at}.{field}")
+        calls: list[PastCall] = []
+        for nth, call in enumerate(message.tool_calls or ()):
+            call_id = call.id or f"call_{index}_{nth}"
+            open_calls.add(call_id, call.function.name)
+            calls.append(past_call(call_id, call.function.name, call.function.arguments, f"{at}.tool_calls[{nth}].function"))
+        call_id = (open_calls.answered(message) or message.tool_call_id or f"call_{index}") if is_answer else ""
+        content, reasoning = message.content or "", message.thinking or ""
+        found.append(Message(role=message.role, content=content, calls=tuple(calls), call_id=call_id, reasoning=reasoning))
+    return found
 
 
 class _OpenCalls:

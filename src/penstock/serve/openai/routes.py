@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.serve.api import Api, Parts, Route
 from penstock.serve.cards import ModelCard, ModelList, ModelsEndpoint
 from penstock.serve.openai.embeddings import Embeddings, EmbeddingsBody, create
-from penstock.serve.openai.endpoints import ChatEndpoint, CompletionsEndpoint
+from penstock.serve.openai.read import ChatEndpoint, CompletionsEndpoint
 from penstock.serve.openai.schemas import ChatCompletionBody, CompletionBody
 from penstock.serve.openai.write import ChatChunk, ChatCompletion, Completion, CompletionChunk
 

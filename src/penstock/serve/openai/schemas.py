@@ -1,9 +1,6 @@
-"""The request bodies of the OpenAI routes, as types with names, kinds and ranges of every field, and `parse_body`, which makes
-one of the bytes that a client sent, on any thread.
+"""The request bodies of OpenAI's completions and chats, with vLLM's and llama.cpp's fields.
 
-The OpenAPI document is written from the types. A body that would keep the interpreter's lock for long is refused early:
-very many objects, or very many findings, each of which costs a microsecond or two. So every list ends at its first wrong item
-and every object has a limit. Rules that need more than one field, or the model, are in `read`.
+The OpenAPI document is written from these types. Rules that need more than one field are in `read` and in `calls.check`.
 """
 
 from __future__ import annotations
@@ -12,57 +9,26 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from penstock.serve.bodies import (
     INT32_MAX,
     INT32_MIN,
-    MAX_ANSWER_CHARS,
-    MAX_ANSWERS,
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    MAX_CALL_ID_CHARS,
     MAX_CHOICES,
-    MAX_MESSAGES,
-    MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
-    MAX_STOP_TOKENS,
     MAX_SUFFIX_CHARS,
-    MAX_TOKEN_IDS,
     MAX_TOKENS_LIMIT,
-    MAX_TOOLS,
-    MIN_REPETITION_PENALTY,
     Body,
-    LogitBias,
     NoEffect,
     NotYet,
     ReasoningBudget,
-    RepeatLastN,
     Schema,
-    StopStrings,
-    TemplateVariables,
-    TokenId,
-    ToolBody,
-    ToolCallBody,
     Unread,
 )
 from penstock.serve.errors import RULE
-from penstock.text.grammar import MAX_LARK_CHARS, MAX_REGEX_CHARS, MAX_SOURCE_CHARS
+from penstock.serve.generation import ChatTemplateFields, GenerationFields
 from penstock.types.sampling import MAX_LENGTH_PENALTY, MAX_LOGPROBS
-
-
-def _an_object_or_text(value: Any) -> Any:
-    if isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS:
-        return value
-    if isinstance(value, dict):
-        return value
-    message = "must be an object, or a string of 1 to {limit} characters that holds one as JSON"
-    raise PydanticCustomError(RULE, message, {"limit": MAX_SOURCE_CHARS})
 
 
 def _true_false_or_never(value: Any) -> Any:
@@ -85,7 +51,6 @@ Prompt = Annotated[
     ),
 ]
 """Checked in `read`, where the messages can name the element."""
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class StreamOptions(Body):
@@ -93,14 +58,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
     """vLLM's: `usage` so far in every chunk, and not only in one at the end."""
     include_obfuscation: Unread = None
-
-
-SchemaOrText = Annotated[
-    Any,
-    BeforeValidator(_an_object_or_text),
-    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_SOURCE_CHARS}]}),
-]
-"""A schema, or a string that holds one as JSON."""
 
 
 class JsonSchemaFormat(Body):
@@ -133,31 +90,6 @@ class ResponseFormat(Body):
     format: Schema | None = None
 
 
-class StructuredOutputs(Body):
-    """vLLM's word for what an answer must be: one of the first six fields."""
-
-    json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
-    json_object: bool | None = None
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
-    choice: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_ANSWER_CHARS)]],
-            Field(min_length=1, max_length=MAX_ANSWERS, fail_fast=True),
-        ]
-        | None
-    ) = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_LARK_CHARS)] | None = None
-    """In Lark's notation, or in GBNF, whose rules are written with `::=`."""
-    grammar_syntax: Literal["lark", "gbnf"] | None = None
-    """The one that is meant. xgrammar's EBNF is read as GBNF."""
-    structural_tag: SchemaOrText | None = None
-    """The object that `response_format` is with that type, or its text."""
-    whitespace_pattern: Annotated[Any, NotYet()] = None
-    disable_fallback: Annotated[Any, NotYet(False)] = None
-    disable_any_whitespace: Annotated[Any, NotYet(False)] = None
-    disable_additional_properties: Annotated[Any, NotYet(False)] = None
-
-
 LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "n_predict": "Send 'max_tokens'.",
@@ -168,53 +100,24 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
 """Fields of llama.cpp's own routes, and those that do the same in OpenAI's."""
 
 
-class GenerationBody(Body):
+class GenerationBody(GenerationFields):
     """Fields that both endpoints have. Null is the same as absent."""
 
     remedies = LLAMA_REMEDIES
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS_LIMIT)] | None = None
-
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """0 and -1 keep all."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_last_n: RepeatLastN | None = None
-    """llama.cpp's."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     use_beam_search: bool | None = None
     """The `n` choices are the hypotheses of a search with as many beams, the best first."""
     length_penalty: Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_true_false_or_never)] | None = None
-    logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-
-    stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     verbose: Unread = None
     """These three are llama.cpp's."""
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep only the last so many prompt tokens; -1: as many as fit beside `max_tokens`, or beside 16 if that is not said."""
-
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    """The answer follows one of these; see `grammars`."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """vLLM's: how likely each token of the prompt was, and so many of the likeliest there. Not of a stream."""
@@ -260,10 +163,6 @@ class GenerationBody(Body):
     vllm_xargs: Annotated[Any, NotYet({})] = None
     watermarking: Annotated[Any, NotYet(False)] = None
 
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
@@ -283,41 +182,6 @@ class CompletionBody(GenerationBody):
     suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
     """The text behind the completion: the model fills in the middle. Empty: nothing does."""
     prompt_embeds: Annotated[Any, NotYet()] = None
-
-
-class ChatMessage(Body):
-    role: Any
-    content: Any = None
-    name: str | None = None
-    parsed: Unread = None
-    """OpenAI's client parses `content` into this field, and sends it when an answer comes back as a message."""
-    provider_specific_fields: Unread = None
-    """litellm copies fields of an answer that it does not know to this one, and sends it in the same way."""
-    annotations: Annotated[Any, NotYet([])] = None
-    audio: Annotated[Any, NotYet()] = None
-    cache_control: Unread = None
-    function_call: Annotated[Any, NotYet("none", "auto")] = None
-    reasoning: str | None = None
-    """vLLM's name for `reasoning_content`."""
-    reasoning_content: str | None = None
-    """An assistant's reasoning: the template shows it or not."""
-    refusal: Annotated[Any, NotYet()] = None
-    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID_CHARS)] | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
-class ChatTemplateFields(Body):
-    """How messages become a prompt."""
-
-    messages: Messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    chat_template: Annotated[Any, NotYet()] = None
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
 class ChatCompletionBody(ChatTemplateFields, GenerationBody):

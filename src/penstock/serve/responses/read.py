@@ -16,11 +16,13 @@ import orjson
 from starlette.types import Scope
 
 from penstock.calls.call import Call
+from penstock.serve.asking import Reader
 from penstock.serve.bodies import MAX_MESSAGES, CalledFunction, ToolCallBody, check_part, past_call
 from penstock.serve.errors import ApiError, invalid, refuse_unknown, renamed, shorten
+from penstock.serve.generation import ChatMessage
 from penstock.serve.http.checks import identity_of
-from penstock.serve.openai.read import Reader
-from penstock.serve.openai.schemas import ChatCompletionBody, ChatMessage, JsonSchemaFormat, ResponseFormat
+from penstock.serve.openai.read import call_of_chat
+from penstock.serve.openai.schemas import ChatCompletionBody, JsonSchemaFormat, ResponseFormat
 from penstock.serve.responses.answers import Response
 from penstock.serve.responses.schemas import (
     LOGPROBS,
@@ -152,7 +154,7 @@ def read(body: ResponsesBody, data: bytes, past: Past, scope: Scope, reader: Rea
     bodies = [*map(_body_of, before), *items]
     tools = read_tools(body.tools)
     try:
-        call = reader.read_chat(_chat(body, _messages(body.instructions, bodies), tools), data, scope)
+        call = call_of_chat(reader, _chat(body, _messages(body.instructions, bodies), tools), data, scope)
     except ApiError as error:
         raise renamed(error, tools.renames) from None
     # A name that a client gives may be given twice; an id that is asked for may not.

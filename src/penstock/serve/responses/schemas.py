@@ -11,11 +11,9 @@ from penstock.serve.bodies import (
     INT32_MIN,
     MAX_CALL_ID_CHARS,
     MAX_DESCRIPTION_CHARS,
-    MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_TOKENS_LIMIT,
     MAX_TOOLS,
-    MIN_REPETITION_PENALTY,
     Body,
     LogitBias,
     NoEffect,
@@ -145,7 +143,7 @@ class ResponsesBody(Body):
     # vLLM's names for what OpenAI does not have.
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None

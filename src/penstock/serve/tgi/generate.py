@@ -1,14 +1,13 @@
 """`POST /generate`, `/generate_stream` and, for models that write text, `POST /`: the API of text-generation-inference
 (https://huggingface.github.io/text-generation-inference), which `huggingface_hub`'s `text_generation` uses.
 
-The body becomes a completion of OpenAI's. Errors have this API's own shape.
+Errors have this API's own shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
@@ -18,33 +17,40 @@ from starlette.responses import Response
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from penstock.calls.call import Call
+from penstock.calls.call import AskedGrammar, Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.bodies import INT32_MAX, MAX_TOKENS_LIMIT, Body, NotYet, StopStrings, check_body, parse_body
+from penstock.serve.asking import CallEndpoint
+from penstock.serve.bodies import (
+    INT32_MAX,
+    MAX_TOKENS_LIMIT,
+    Body,
+    NotYet,
+    StopStrings,
+    has_sampling,
+    parse_body,
+    sampling_of,
+)
 from penstock.serve.errors import ApiError, invalid
-from penstock.serve.openai.endpoints import CallEndpoint
-from penstock.serve.openai.schemas import CompletionBody
+from penstock.serve.generation import grammar_of
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
+from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, GrammarKind
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.request import FinishReason
 
 DEFAULT_TOKENS = 100
 """text-generation-inference's default of `max_new_tokens`."""
-NAMES: Mapping[str, str] = MappingProxyType(
+_NAMES = Names(
+    "tgi",
+    "parameters.",
     {
-        "prompt": "inputs",
         "model": "parameters.adapter_id",
         "max_tokens": "parameters.max_new_tokens",
-        "temperature": "parameters.temperature",
         "stop": "parameters.stop",
         "truncate_prompt_tokens": "parameters.truncate",
-        "structured_outputs.json": "parameters.grammar.value",
-        "structured_outputs.regex": "parameters.grammar.value",
-    }
+    },
 )
-"""Fields of OpenAI's completion -> their names here, for errors."""
 _ERROR_TYPES = {400: "validation", 404: "validation", 422: "validation", 429: "overloaded", 503: "overloaded"}
 
 
@@ -53,6 +59,7 @@ class TgiGrammar(Body):
     value: Any
 
 
+@has_sampling("tgi")
 class TgiParameters(Body):
     """Null is the same as absent."""
 
@@ -61,12 +68,6 @@ class TgiParameters(Body):
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_LIMIT)] | None = None
     do_sample: bool | None = None
     """Without it, and without a parameter of sampling, the answer is greedy."""
-    temperature: Annotated[float, Field(gt=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: StopStrings | None = None
     truncate: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Keep only the last so many tokens of the prompt."""
@@ -133,21 +134,21 @@ class TgiError(TypedDict):
 class TgiFace(CallEndpoint):
     async def generate(self, data: bytes, http: HttpRequest) -> Response:
         """Continue a prompt, in the shape of text-generation-inference."""
-        return await self.answer(data, http, self._read, NAMES)
+        return await self.answer(data, http, self._read)
 
     async def generate_stream(self, data: bytes, http: HttpRequest) -> Response:
         """Continue a prompt as a stream, in the shape of text-generation-inference."""
-        return await self.answer(data, http, partial(self._read, is_streamed=True), NAMES)
+        return await self.answer(data, http, partial(self._read, is_streamed=True))
 
     async def root(self, data: bytes, http: HttpRequest) -> Response:
         """As `/generate`, but the answer is in a list."""
-        return await self.answer(data, http, partial(self._read, is_list=True), NAMES)
+        return await self.answer(data, http, partial(self._read, is_list=True))
 
     def _read(self, data: bytes, scope: Scope, *, is_list: bool = False, is_streamed: bool = False) -> tuple[Call, NewWriter]:
         body = parse_body(data, TgiBody, self.reader.ignored)
         parameters = body.parameters or TgiParameters()
-        fields = _completion(body, parameters, is_streamed=is_streamed or bool(body.stream))
-        call = self.reader.read_completion(check_body(fields, CompletionBody), data, scope)
+        request = _request(body, parameters, is_streamed=is_streamed or bool(body.stream))
+        call = self.reader.call(request, data, scope)
         prefix = body.inputs if parameters.return_full_text else ""
         return call, partial(TgiWriter, prefix=prefix, has_details=bool(parameters.details), is_list=is_list)
 
@@ -157,40 +158,43 @@ def tgi_words(error: ApiError) -> TgiError:
     return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "generation")}
 
 
-def _completion(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> dict[str, Any]:
-    """Return the fields of OpenAI's completion. Raises 400."""
-    samples = parameters.do_sample or any(
-        value is not None for value in (parameters.temperature, parameters.top_k, parameters.top_p)
-    )
+def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> CompletionRequest:
+    """Raises 400."""
+    sampling = sampling_of(parameters, "tgi")
+    samples = parameters.do_sample or not sampling.keys().isdisjoint(("temperature", "top_k", "top_p"))
     if parameters.do_sample is False and samples:
         message = "'parameters.do_sample' is false, but the parameters say how to sample: leave one of them out."
         raise invalid(message, "parameters.do_sample")
-    return {
-        "prompt": body.inputs,
-        "model": parameters.adapter_id,
-        "stream": is_streamed,
-        "max_tokens": parameters.max_new_tokens or DEFAULT_TOKENS,
-        "temperature": parameters.temperature or 1.0 if samples else 0.0,
-        "top_k": parameters.top_k,
-        "top_p": parameters.top_p,
-        "repetition_penalty": parameters.repetition_penalty,
-        "frequency_penalty": parameters.frequency_penalty,
-        "seed": parameters.seed,
-        "stop": parameters.stop,
-        "truncate_prompt_tokens": parameters.truncate,
-        "structured_outputs": _grammar(parameters.grammar),
-        "logprobs": 0 if parameters.details or is_streamed else None,
-    }
+    return CompletionRequest(
+        names=_NAMES,
+        prompts=(TextPrompt(body.inputs, "inputs"),),
+        model=parameters.adapter_id,
+        is_streamed=is_streamed,
+        max_tokens=parameters.max_new_tokens or DEFAULT_TOKENS,
+        ends_with_context=False,
+        sampling={"temperature": 1.0 if samples else 0.0} | sampling,
+        stop=parameters.stop or (),
+        truncate_prompt_tokens=parameters.truncate,
+        grammar=_grammar(parameters.grammar),
+        logprobs=0 if parameters.details or is_streamed else None,
+    )
 
 
-def _grammar(grammar: TgiGrammar | None) -> dict[str, Any] | None:
-    if grammar is None:
+def _grammar(asked: TgiGrammar | None) -> AskedGrammar | None:
+    """Raises 400."""
+    if asked is None:
         return None
-    if grammar.type == "regex":
-        return {"regex": grammar.value}
-    value = grammar.value
-    is_named = grammar.type == "json_schema" and isinstance(value, dict) and "schema" in value
-    return {"json": value["schema"] if is_named else value}
+    param, value = "parameters.grammar.value", asked.value
+    if asked.type == "regex":
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_REGEX_CHARS:
+            raise invalid(f"'{param}' must be a string of 1 to {MAX_REGEX_CHARS} characters.", param)
+        return grammar_of(GrammarKind.REGEX, value, param)
+    if asked.type == "json_schema" and isinstance(value, dict) and "schema" in value:
+        value = value["schema"]
+    if not isinstance(value, dict) and not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
+        message = f"'{param}' must be an object, or a string of 1 to {MAX_SOURCE_CHARS} characters that holds one as JSON."
+        raise invalid(message, param)
+    return grammar_of(GrammarKind.JSON_SCHEMA, value, param)
 
 
 class TgiWriter(Writer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, PlainText, Route
-from penstock.serve.openai.tokenize import DetokenizeBody, Detokenized, TokenizeBody, TokenizeEndpoint, Tokens
 from penstock.serve.vllm.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.vllm.texts import (
     Classes,
@@ -18,6 +17,7 @@ from penstock.serve.vllm.texts import (
     pooling,
     score,
 )
+from penstock.serve.vllm.tokenize import DetokenizeBody, Detokenized, TokenizeBody, TokenizeEndpoint, Tokens
 
 
 def _routes(parts: Parts) -> Sequence[Route]:

@@ -13,16 +13,16 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from penstock.calls.call import Conversation
+from penstock.calls.check import check_token_ids
 from penstock.calls.run import check_text_size, render
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
-from penstock.serve.asking import check_token_ids, find_model, read_owner
+from penstock.serve.asking import find_model, read_owner
 from penstock.serve.bodies import INLINE_MAX_BYTES, MAX_TOKEN_IDS, Body, IgnoredParameters, TokenId, parse_body
 from penstock.serve.errors import invalid
+from penstock.serve.generation import ChatTemplateFields, Messages, read_told_conversation
 from penstock.serve.http.exchange import unless_gone
-from penstock.serve.openai.read import read_conversation
-from penstock.serve.openai.schemas import ChatTemplateFields, Messages
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
 
@@ -90,7 +90,7 @@ class TokenizeEndpoint:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is None:
-            return running, read_conversation(body), body
+            return running, read_told_conversation(body), body
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise invalid(f"'{name}' needs 'messages': a 'prompt' is tokenised as it stands.", name)

@@ -1,0 +1,391 @@
+"""Checks a request against the model that shall answer it: the rules that need more than one field, or the model.
+
+`make_call` may run on any thread and waits for nothing. Templates, tokens and grammars are left to `run`, behind the door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.calls.call import (
+    NAME_RULE,
+    TOOL_NAME,
+    AnswerOptions,
+    AskedGrammar,
+    Call,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    FunctionTool,
+    GenerationRequest,
+    MixedPrompt,
+    Names,
+    Prompt,
+    Terms,
+    TokenPrompt,
+    ToolUse,
+)
+from penstock.deploy.running import RunningModel
+from penstock.text.dialects import Dialect
+from penstock.text.grammar import MAX_SOURCE_CHARS, Grammar, GrammarKind
+from penstock.text.tool_grammar import Tool, tool_source
+from penstock.types.adapter import AdapterRef
+from penstock.types.errors import Rejected, RejectReason, counted
+from penstock.types.sampling import (
+    MAX_LOGPROBS,
+    MIN_TEMPERATURE,
+    PARAMETERS,
+    BeamParams,
+    EarlyStopping,
+    SamplingParams,
+)
+
+MAX_CHOICES = 128
+MAX_BIAS = 100
+_MAX_SHOWN_CHARS = 200
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_RESERVED_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
+
+
+def make_call(
+    request: ChatRequest | CompletionRequest,
+    running: RunningModel,
+    terms: Terms,
+    adapter: AdapterRef | None = None,
+    *,
+    num_bytes: int = 0,
+    claim: bytes = b"",
+) -> Call:
+    """Return the call that a request asks for. Raises `Rejected` (INVALID) that names the field as the client does."""
+    sampling = check_sampling(request, running)
+    grammar, tools, budget, num_echo_logprobs = request.grammar, None, None, None
+    prompts: Conversation | tuple[Prompt, ...]
+    if grammar is not None:
+        _check_combinations(request, grammar.param.split(".")[0])
+    if isinstance(request, ChatRequest):
+        max_tokens = request.max_tokens
+        prompts, tools, grammar, budget = _check_chat(request, running.dialect)
+        if (tools is not None or running.dialect.reasoning is not None) and running.has_special_marks:
+            sampling = replace(sampling, skip_special_tokens=False)  # the writer leaves out those that are no marks
+    else:
+        prompts = _check_prompts(request, running)
+        max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
+        if request.scores_echo and request.logprobs is not None:
+            num_echo_logprobs = request.logprobs
+            sampling = replace(sampling, prompt_logprobs=max(num_echo_logprobs, request.prompt_logprobs or 0))
+    return Call(
+        running=running,
+        adapter=adapter,
+        terms=terms,
+        request=request,
+        prompts=prompts,
+        sampling=replace(sampling, follows_grammar=grammar is not None or budget is not None),
+        grammar=grammar,
+        tools=tools,
+        max_reasoning_tokens=budget,
+        max_tokens=max_tokens,
+        num_bytes=num_bytes,
+        claim=claim,
+        answer=AnswerOptions(
+            answer_id=request.answer_prefix + terms.request_id,
+            model_name=request.model or running.name,
+            created_unix_s=running.sources.unix_time_s(),
+            system_fingerprint=running.model.fingerprint,
+            adapter=adapter,
+            is_streamed=request.is_streamed,
+            includes_usage=request.includes_usage,
+            has_continuous_usage=request.has_continuous_usage,
+            has_timings=request.has_timings,
+            has_progress=request.has_progress and request.is_streamed,
+            has_logprobs=request.logprobs is not None,
+            num_prompt_logprobs=request.prompt_logprobs,
+            num_echo_logprobs=num_echo_logprobs,
+            is_empty=request.max_tokens == 0,
+            has_token_ids=request.has_token_ids,
+            has_prompt=isinstance(request, CompletionRequest) and request.echo,
+            skips_special_tokens=request.skip_special_tokens,
+            shows_stop=sampling.include_stop_str_in_output,
+            end_token_ids=frozenset(running.model.eos_token_ids).difference(request.stop_token_ids),
+        ),
+    )
+
+
+# Sampling
+
+
+def check_sampling(request: GenerationRequest, running: RunningModel) -> SamplingParams:
+    """Return all that a request says about sampling, except `max_tokens`, `seed`, bad words and a grammar."""
+    names, model = request.names, running.model
+    if request.truncate_prompt_tokens == 0:
+        raise _invalid(names, ("truncate_prompt_tokens",), "must be at least 1, or -1 for as many as fit")
+    check_token_ids(request.stop_token_ids, model.vocab_size, names("stop_token_ids"))
+    stop_token_ids = set(request.stop_token_ids)
+    if not request.ignore_eos:
+        stop_token_ids.update(token_id for token_id in model.eos_token_ids if token_id < model.vocab_size)
+    shown = SamplingParams(
+        prompt_logprobs=request.prompt_logprobs,
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        lines=request.lines,
+    )
+    if request.beams is not None:
+        return _beam_sampling(request, shown, running)
+    for name, value in request.sampling.items():
+        if name in model.unsupported_parameters and value != PARAMETERS[name].neutral:
+            raise _invalid(names, ("sampling", name), "can't be computed by this server's backend: leave it out")
+    values = {name: _value(name, request, running) for name, parameter in PARAMETERS.items() if parameter.neutral is not None}
+    if 0 < values["temperature"] < MIN_TEMPERATURE:
+        rule = f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, not {values['temperature']}"
+        raise _invalid(names, ("sampling", "temperature"), rule)
+    values["top_k"] = max(0, values["top_k"])
+    window = values.pop("repeat_last_n")
+    if window == 0:
+        values |= {name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.sampler == "penalties"}
+    allowed = request.allowed_token_ids
+    if allowed is not None:
+        check_token_ids(allowed, model.vocab_size, names("allowed_token_ids"))
+    if not all(word.strip(" ") for word in request.bad_words):
+        raise _invalid(names, ("bad_words",), "must not be only spaces")
+    return replace(
+        shown,
+        **values,
+        penalty_window=window if window > 0 else None,
+        logprobs=request.logprobs,
+        logit_bias=_logit_bias(request.logit_bias, model.vocab_size, names("logit_bias")),
+        allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+        banned_token_sequences=request.banned_token_sequences,
+        stop=tuple(request.stop),
+    )
+
+
+def _value(name: str, request: GenerationRequest, running: RunningModel) -> Any:
+    """Return the request's value, else that of the model's files, else the neutral one."""
+    value = request.sampling.get(name)
+    if value is None:
+        value = getattr(running.defaults, name, None)
+    return PARAMETERS[name].neutral if value is None else value
+
+
+def _beam_sampling(request: GenerationRequest, shown: SamplingParams, running: RunningModel) -> SamplingParams:
+    """Return the parameters of a search. It takes the model's own probabilities: what would change them is refused."""
+    assert request.beams is not None
+    names, num_stops = request.names, len(shown.stop_token_ids)
+    if running.defaults.banned_token_sequences:
+        raise _invalid(
+            names,
+            ("use_beam_search",),
+            "is not supported for a model whose files name tokens that no answer may have (suppress_tokens): that needs "
+            "`penstock serve --generation-config none`",
+        )
+    given: list[tuple[str, ...]] = [
+        ("sampling", name)
+        for name, value in request.sampling.items()
+        if name != "repeat_last_n" and value not in _WITH_BEAMS.get(name, ())
+    ]
+    given += [(name,) for name in ("logit_bias", "bad_words", "stop") if getattr(request, name)]
+    if request.allowed_token_ids is not None:
+        given.append(("allowed_token_ids",))
+    if given:
+        raise _invalid(names, given[0], f"is not supported with '{names('use_beam_search')}'")
+    max_width = MAX_LOGPROBS - num_stops
+    if max_width < 1:
+        name = names("stop_token_ids")
+        raise _refused(
+            f"A beam search takes at most {MAX_LOGPROBS - 1} stop tokens, and there are {num_stops}: name fewer in '{name}'.",
+            name,
+        )
+    rule = f"is {request.n}; with '{names('use_beam_search')}'"
+    if request.n > max_width:
+        raise _invalid(names, ("n",), f"{rule} and {counted(num_stops, 'stop token')} it can be at most {max_width}")
+    max_beams = running.model.max_beams
+    if max_beams is not None and request.n > max_beams:
+        raise _invalid(names, ("n",), f"{rule} it can be at most {max_beams}: so many rows run at once (--max-num-seqs)")
+    beams = BeamParams(
+        width=request.n,
+        length_penalty=request.beams.length_penalty,
+        early_stopping=EarlyStopping(request.beams.early_stopping),
+        num_logprobs=request.logprobs,
+    )
+    return replace(shown, temperature=0.0, beams=beams, logprobs=max(request.n + num_stops, request.logprobs or 0))
+
+
+_WITH_BEAMS: Mapping[str, tuple[float | None, ...]] = {
+    **{name: (parameter.neutral,) for name, parameter in PARAMETERS.items() if parameter.neutral is not None},
+    "temperature": (0, 1),
+    "top_k": (0, -1),
+}
+"""Values of parameters that a beam search accepts."""
+
+
+def _logit_bias(biases: Mapping[str, Any], vocab_size: int, param: str) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            at = f"{param}.{_shortened(key)}"
+            raise _refused(f"'{at}' must be a number from {-MAX_BIAS} to {MAX_BIAS}.", at)
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            detail = f"'{param}' has the key {key[:50]!r}; keys are token ids in [0, {vocab_size})."
+            raise _refused(detail, param)
+        if int(key) in pairs:
+            raise _refused(f"'{param}' names token {int(key)} twice.", param)
+        pairs[int(key)] = float(bias)
+    return tuple(sorted(pairs.items()))
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise `Rejected` that names the first id outside the vocabulary."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        index = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
+        detail = f"'{param}[{index}]' is {token_ids[index]}, outside the vocabulary [0, {vocab_size})."
+        raise _refused(detail, param)
+
+
+def _check_combinations(request: GenerationRequest, asked_by: str) -> None:
+    """Raise `Rejected` for a field that a grammar, or a limit of reasoning, excludes."""
+    for field, is_given, reason in (
+        ("use_beam_search", request.beams is not None, "a search follows no grammar"),
+        ("allowed_token_ids", request.allowed_token_ids is not None, "which tokens may come is said by one of them"),
+        ("ignore_eos", request.ignore_eos, "an answer that is complete has to be able to end"),
+    ):
+        if is_given:
+            raise _invalid(request.names, (field,), f"and '{asked_by}' exclude each other, as {reason}: leave one of them out")
+
+
+# Completions
+
+
+def _check_prompts(request: CompletionRequest, running: RunningModel) -> tuple[Prompt, ...]:
+    names, prompts = request.names, request.prompts
+    if request.max_tokens == 0 and (min_tokens := request.sampling.get("min_tokens")):
+        raise _invalid(names, ("sampling", "min_tokens"), f"({min_tokens}) is larger than '{names('max_tokens')}' (0)")
+    if request.suffix:
+        for field in ("echo", "truncate_prompt_tokens"):
+            if getattr(request, field):
+                rule = f"is not supported with '{names('suffix')}', which makes another prompt of the two"
+                raise _invalid(names, (field,), rule)
+    for prompt in prompts:
+        check_prompt(prompt, running.model.vocab_size)
+    if len(prompts) * request.n > MAX_CHOICES:
+        name = names("n")
+        detail = f"{len(prompts)} prompts with {name}={request.n} are more than {MAX_CHOICES} answers."
+        raise _refused(detail, name)
+    return prompts
+
+
+def check_prompt(prompt: Prompt, vocab_size: int) -> None:
+    """Raise `Rejected` for a token id outside the vocabulary."""
+    if isinstance(prompt, TokenPrompt):
+        check_token_ids(prompt.token_ids, vocab_size, prompt.param)
+    elif isinstance(prompt, MixedPrompt):
+        for index, part in enumerate(prompt.parts):
+            if isinstance(part, int) and not 0 <= part < vocab_size:
+                at = f"{prompt.param}[{index}]"
+                raise _refused(f"'{at}' is {part}, outside the vocabulary [0, {vocab_size}).", at)
+
+
+# Chats
+
+
+def _check_chat(request: ChatRequest, dialect: Dialect) -> tuple[Conversation, ToolUse | None, AskedGrammar | None, int | None]:
+    """Return the conversation as the template sees it, the tool use, the grammar, and the limit of the reasoning block."""
+    conversation = check_conversation(request.conversation, request.names)
+    told = told_tools(request.tools, request.names)
+    tools, grammar = _tool_use(request, dialect)
+    budget = _reasoning_budget(request, dialect)
+    if tools is not None or budget is not None:
+        _check_combinations(request, request.names("tools") if tools is not None else request.names("max_reasoning_tokens"))
+    variables = {**_reasoning_variables(request, dialect), **conversation.variables}
+    return replace(conversation, variables=variables, tools=told if tools is not None else ()), tools, grammar, budget
+
+
+def check_conversation(conversation: Conversation, names: Names) -> Conversation:
+    if conversation.continue_final_message and conversation.add_generation_prompt:
+        name = names("continue_final_message")
+        detail = f"'{name}' and '{names('add_generation_prompt')}' exclude each other."
+        raise _refused(detail, name)
+    for name in _RESERVED_VARIABLES:
+        if name in conversation.variables:
+            raise _invalid(names, ("chat_template_kwargs",), f"must not set '{name}'; use the field of that name")
+    return conversation
+
+
+def told_tools(tools: Sequence[FunctionTool], names: Names) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools as Hugging Face gives them to templates. Raises `Rejected` for names that are wrong or come twice."""
+    told: list[Mapping[str, Any]] = []
+    found: set[str] = set()
+    for index, tool in enumerate(tools):
+        if not TOOL_NAME.fullmatch(tool.name):
+            raise _invalid(names, ("tools", index, "name"), NAME_RULE)
+        if tool.name in found:
+            raise _invalid(names, ("tools", index, "name"), f"{tool.name!r} is the name of another tool, too")
+        found.add(tool.name)
+        if (tool.parameters or {}).get("type", "object") != "object":
+            raise _invalid(names, ("tools", index, "parameters"), "must describe an object")
+        fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        told.append({"type": "function", "function": {name: value for name, value in fields.items() if value is not None}})
+    return tuple(told)
+
+
+def _tool_use(request: ChatRequest, dialect: Dialect) -> tuple[ToolUse | None, AskedGrammar | None]:
+    """Return the tools that the answer can or must call, and its grammar."""
+    choice, asked = request.tool_choice, request.grammar
+    if choice.mode == "none" or not request.tools:
+        return None, asked
+    callable_tools = [tool for tool in request.tools if choice.names is None or tool.name in choice.names]
+    is_auto = choice.mode == "auto"
+    is_free = is_auto and asked is None
+    source = tool_source(
+        [Tool(tool.name, tool.parameters or None, tool.is_strict) for tool in callable_tools],
+        dialect.tools,
+        is_parallel=choice.is_parallel,
+        has_trigger=is_free,
+    )
+    param = request.names("tools")
+    if len(source) > MAX_SOURCE_CHARS:
+        detail = f"'{param}' have {len(source)} characters of schemas and names; at most {MAX_SOURCE_CHARS} are taken."
+        raise _refused(detail, param)
+    other = asked.grammar if asked is not None and is_auto else None
+    names = frozenset([tool.name for tool in callable_tools]) if is_free else frozenset()
+    grammar = Grammar(GrammarKind.TOOLS, source, other=other)
+    at = param if asked is None or other is None else asked.param
+    return ToolUse(is_free=is_free, names=names), AskedGrammar(grammar, at)
+
+
+def _reasoning_budget(request: ChatRequest, dialect: Dialect) -> int | None:
+    """Return the limit of the reasoning block. A template without a switch has its block ended at once."""
+    budget = request.max_reasoning_tokens
+    if budget is None:
+        has_switch = dialect.takes_effort or dialect.takes_enable_thinking
+        return 0 if request.reasoning_effort == "none" and not has_switch and dialect.reasoning is not None else None
+    if dialect.reasoning is None:
+        rule = "is for models that reason in a block of their own, which this one does not"
+        raise _invalid(request.names, ("max_reasoning_tokens",), rule)
+    return budget
+
+
+def _reasoning_variables(request: ChatRequest, dialect: Dialect) -> dict[str, Any]:
+    """Return the template's variables for the reasoning effort."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        raise _invalid(request.names, ("reasoning_effort",), f"must be one of {', '.join(_EFFORTS)}")
+    if dialect.takes_effort:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if dialect.takes_enable_thinking else {}
+
+
+def _invalid(names: Names, path: tuple[str | int, ...], rule: str) -> Rejected:
+    """Return the error of a field that breaks a rule."""
+    return _refused(f"'{names(*path)}' {rule}.", names(*path))
+
+
+def _refused(detail: str, param: str) -> Rejected:
+    return Rejected(RejectReason.INVALID, detail, param=param)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
