@@ -50,10 +50,10 @@ async def shout(data, _http):
 
 def routes(parts):
     return [
-        Route("GET", "/echo", "Echo", echo, returns=Echo, query=("say",)),
-        Route("POST", "/echo", "Echo loudly", shout, EchoBody, Echo),
-        Route("GET", "/version", "Echo", echo, returns=Echo, when=has_header(b"x-echo")),
-        Route("POST", "/tokenize", "Echo loudly", shout, EchoBody, Echo, when=parts.has_field("say")),
+        Route("GET /echo", "Echo", echo, returns=Echo, query="say"),
+        Route("POST /echo", "Echo loudly", shout, EchoBody, Echo),
+        Route("GET /version", "Echo", echo, returns=Echo, when=has_header(b"x-echo")),
+        Route("POST /tokenize", "Echo loudly", shout, EchoBody, Echo, when=parts.has_field("say")),
     ]
 
 
@@ -62,7 +62,7 @@ ECHO = Api(
     routes,
     Wording(echo_words, paths=("/echo",), client_header=b"x-echo", id_header=b"x-echo-id"),
     takes_any_type=True,
-    refused=[Refused("DELETE", "/echo", "An echo ends by itself.")],
+    refused=[Refused("DELETE /echo", "An echo ends by itself.")],
 )
 
 

@@ -11,7 +11,7 @@ from test_fuzz import JSON, TEXT, as_json
 from penstock.serve.cohere.embed import CohereEmbedBody
 from penstock.serve.cohere.rerank import RerankBody
 from penstock.serve.openai.embeddings import EmbeddingsBody
-from penstock.serve.tei.texts import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
+from penstock.serve.tei.routes import EmbedBody, PredictBody, TeiRerankBody, TeiTokenizeBody
 from penstock.serve.vllm.texts import ClassifyBody, PoolingBody, ScoreBody
 from penstock.serve.vllm.tokenize import TokenizeBody
 

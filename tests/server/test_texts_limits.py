@@ -10,7 +10,7 @@ from harness import CLASSIFIER, EMBEDDER, RERANKER, make_client, make_text_runti
 from test_errors import check
 
 from penstock.deploy.off_loop import LARGE_SIZE, OffLoop
-from penstock.serve.texts import endpoint, run, tokens
+from penstock.serve.texts import desk, endpoint, tokens
 from penstock.serve.texts import write as json_writer
 from penstock.text.tokenizer import Tokenizer
 
@@ -129,7 +129,7 @@ def threads(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(run, "tokenise")
+    watch(desk, "tokenise")
     watch(endpoint, "write_json")
     return found
 

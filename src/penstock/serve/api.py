@@ -73,11 +73,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method of a path. The docstring of `answer` describes it in the OpenAPI document."""
+    """A method of one or more paths. The docstring of `answer` describes it in the OpenAPI document."""
 
-    method: str
-    path: str
-    """Parameters stand in braces, as in Starlette's routes: `/v1/models/{model_id:path}`."""
+    at: str
+    """`GET /v1/models /models`. Parameters stand in braces, as in Starlette's routes: `/v1/models/{model_id:path}`."""
     summary: str
     answer: Callable[..., Awaitable[Any]]
     """Called with the body's bytes and the request, or, without a `body`, with the request. Returns a response or JSON data."""
@@ -87,10 +86,8 @@ class Route:
     """The type of its JSON answer, or `PlainText`."""
     streams: Any = None
     """The type of the data of a stream's event or line, if it can stream."""
-    also_at: str = ""
-    """Another path."""
-    query: Sequence[str] = ()
-    """Names of its optional parameters."""
+    query: str = ""
+    """Names of its optional parameters, with spaces between."""
     more_statuses: Mapping[int, str] = field(default_factory=dict)
     """Statuses beside those of all routes, and what they mean. Those below 300 have the same answer."""
     when: When | None = None
@@ -101,8 +98,8 @@ class Route:
 class Refused:
     """A route of an API that this server does not have."""
 
-    method: str
-    path: str
+    at: str
+    """A method and a path."""
     reason: str
     status: int = 501
     code: str = "not_implemented"

@@ -119,8 +119,9 @@ def _operations(apis: Sequence[Api], parts: Parts) -> list[Operation]:
     found: dict[tuple[str, str], list[tuple[Api, Route]]] = {}
     for api in apis:
         for route in api.routes(parts):
-            for path in filter(None, (route.path, route.also_at)):
-                found.setdefault((route.method, path), []).append((api, route))
+            method, *paths = route.at.split()
+            for path in paths:
+                found.setdefault((method, path), []).append((api, route))
     for routes in found.values():
         routes.sort(key=lambda pair: pair[1].when is None)
     return [Operation(method, path, routes) for (method, path), routes in found.items()]
@@ -183,7 +184,8 @@ def _refusing(refused: Refused) -> StarletteRoute:
         message = f"{http.method} {shorten(http.url.path)} is not supported here. {refused.reason}"
         raise ApiError(refused.status, message, code=refused.code)
 
-    return StarletteRoute(refused.path, refuse, methods=[refused.method])
+    method, path = refused.at.split()
+    return StarletteRoute(path, refuse, methods=[method])
 
 
 def _described(operations: Sequence[Operation], open_paths: Set[str] | None) -> list[StarletteRoute]:

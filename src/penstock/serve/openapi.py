@@ -115,7 +115,7 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PATH_PARAMETER.findall(operation.path)
     ]
-    query = dict.fromkeys([name for route in reversed(routes) for name in route.query])
+    query = dict.fromkeys([name for route in reversed(routes) for name in route.query.split()])
     parameters += [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in query]
     if parameters:
         described["parameters"] = parameters

@@ -21,28 +21,19 @@ _VERSION = b"anthropic-version"
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    messages, models, count = MessagesEndpoint(parts), AnthropicModels(parts), "/v1/messages/count_tokens"
+    messages, models = MessagesEndpoint(parts), AnthropicModels(parts)
     return [
-        Route("POST", "/v1/messages", "Chat", messages.create, MessagesBody, AnthropicMessage, AnthropicEvent),
-        Route("POST", count, "Count tokens", messages.count, CountTokensBody, AnthropicCount),
+        Route("POST /v1/messages", "Chat", messages.create, MessagesBody, AnthropicMessage, AnthropicEvent),
+        Route("POST /v1/messages/count_tokens", "Count tokens", messages.count, CountTokensBody, AnthropicCount),
         Route(
-            "GET",
-            "/v1/models",
+            "GET /v1/models /models",
             "List models",
             models.list,
             returns=AnthropicModelList,
-            also_at="/models",
-            query=("limit", "after_id", "before_id"),
+            query="limit after_id before_id",
             when=has_header(_VERSION),
         ),
-        Route(
-            "GET",
-            "/v1/models/{model_id:path}",
-            "Get a model",
-            models.get,
-            returns=AnthropicModel,
-            when=has_header(_VERSION),
-        ),
+        Route("GET /v1/models/{model_id:path}", "Get a model", models.get, returns=AnthropicModel, when=has_header(_VERSION)),
     ]
 
 
@@ -50,9 +41,6 @@ API = Api(
     "Anthropic",
     _routes,
     Wording(
-        anthropic_words,
-        paths=("/v1/messages", "/v1/messages/count_tokens"),
-        client_header=_VERSION,
-        id_header=b"request-id",
+        anthropic_words, paths=("/v1/messages", "/v1/messages/count_tokens"), client_header=_VERSION, id_header=b"request-id"
     ),
 )

@@ -15,11 +15,11 @@ from penstock.serve.http.checks import Wording
 def _routes(parts: Parts) -> Sequence[Route]:
     texts, chat = parts.texts, CohereChat(parts)
     return [
-        Route("POST", "/v2/chat", "Chat", chat.chat, CohereChatBody, CohereAnswer, CohereEvent),
-        Route("POST", "/v2/embed", "Embed", texts.answers(CohereEmbedBody, embed), CohereEmbedBody, CohereEmbeddings),
-        Route("POST", "/v2/rerank", "Rerank", texts.answers(RerankBody, rerank_v2), RerankBody, Ranking),
-        Route("POST", "/v1/rerank", "Rerank", texts.answers(RerankBody, rerank), RerankBody, Ranking, also_at="/rerank"),
+        Route("POST /v2/chat", "Chat", chat.chat, CohereChatBody, CohereAnswer, CohereEvent),
+        Route("POST /v2/embed", "Embed", texts.answers(CohereEmbedBody, embed), CohereEmbedBody, CohereEmbeddings),
+        Route("POST /v2/rerank", "Rerank", texts.answers(RerankBody, rerank_v2), RerankBody, Ranking),
+        Route("POST /v1/rerank /rerank", "Rerank", texts.answers(RerankBody, rerank), RerankBody, Ranking),
     ]
 
 
-API = Api("Cohere", _routes, Wording(cohere_words, paths=("/v2/chat",)))
+API = Api("Cohere", _routes, Wording(cohere_words, paths=("/v2/chat")))

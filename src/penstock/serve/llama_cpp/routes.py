@@ -20,23 +20,21 @@ def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequenc
     embed, with_content = parts.texts.answers(LlamaEmbeddingBody, embedding), parts.has_field("content")
     completion = LlamaCompletion | list[LlamaCompletion]
     return [
-        Route("POST", "/completion", "Complete", llama.completion, LlamaCompletionBody, completion, LlamaCompletion),
-        Route("POST", "/infill", "Fill in the middle", llama.infill, LlamaInfillBody, completion, LlamaCompletion),
+        Route("POST /completion", "Complete", llama.completion, LlamaCompletionBody, completion, LlamaCompletion),
+        Route("POST /infill", "Fill in the middle", llama.infill, LlamaInfillBody, completion, LlamaCompletion),
         Route(
-            "POST",
-            "/v1/chat/completions/input_tokens",
+            "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
             "Count a chat's tokens",
             llama.input_tokens,
             chat_body,
             InputTokens,
-            also_at="/chat/completions/input_tokens",
         ),
-        Route("POST", "/apply-template", "Make a prompt of a chat", llama.apply_template, chat_body, LlamaPrompt),
-        Route("POST", "/tokenize", "Tokenize", llama.tokenize, LlamaTokenizeBody, LlamaTokens, when=with_content),
-        Route("POST", "/embedding", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding]),
-        Route("POST", "/embeddings", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding], when=with_content),
-        Route("GET", "/props", "What a model is", status.props, returns=LlamaProps, query=("model",)),
-        Route("GET", "/slots", "What runs", status.slots, returns=list[LlamaSlot], query=("model", "fail_on_no_slot")),
+        Route("POST /apply-template", "Make a prompt of a chat", llama.apply_template, chat_body, LlamaPrompt),
+        Route("POST /tokenize", "Tokenize", llama.tokenize, LlamaTokenizeBody, LlamaTokens, when=with_content),
+        Route("POST /embedding", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding]),
+        Route("POST /embeddings", "Embed", embed, LlamaEmbeddingBody, list[LlamaEmbedding], when=with_content),
+        Route("GET /props", "What a model is", status.props, returns=LlamaProps, query="model"),
+        Route("GET /slots", "What runs", status.slots, returns=list[LlamaSlot], query="model fail_on_no_slot"),
     ]
 
 
@@ -55,7 +53,7 @@ def api(read_chat: ReadChat, chat_body: type[Body]) -> Api:
         ),
         takes_any_type=True,
         refused=[
-            Refused(method, path, reason, status=404, code="not_found")
+            Refused(f"{method} {path}", reason, status=404, code="not_found")
             for path, reason in (("/lora-adapters", _NO_LIST), ("/slots/{slot_id}", _NO_SLOTS))
             for method in ("GET", "POST")
         ],

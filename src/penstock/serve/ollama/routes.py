@@ -27,32 +27,30 @@ def _routes(parts: Parts) -> Sequence[Route]:
     embed_text = parts.texts.answers(OllamaEmbeddingsBody, embeddings, read_body)
     generated = OllamaGenerate
     return [
-        Route("POST", "/api/chat", "Chat", calls.chat, OllamaChatBody, OllamaChat, OllamaChat),
-        Route("POST", "/api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
-        Route("POST", "/api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
-        Route("POST", "/api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
-        Route("POST", "/api/show", "What a model is", models.show, OllamaShowBody, OllamaShow),
-        Route("POST", "/api/pull", "Is a model here?", models.pull, OllamaPullBody, Status, Status),
-        Route("GET", "/api/tags", "List models", models.tags, returns=OllamaModelList),
-        Route("GET", "/api/ps", "List models in memory", models.ps, returns=OllamaRunning),
-        Route("GET", "/api/version", "Version", models.version, returns=Version),
+        Route("POST /api/chat", "Chat", calls.chat, OllamaChatBody, OllamaChat, OllamaChat),
+        Route("POST /api/generate", "Complete", calls.generate, OllamaGenerateBody, generated, generated),
+        Route("POST /api/embed", "Embed", embed_texts, OllamaEmbedBody, OllamaEmbed),
+        Route("POST /api/embeddings", "Embed one text", embed_text, OllamaEmbeddingsBody, OllamaEmbedding),
+        Route("POST /api/show", "What a model is", models.show, OllamaShowBody, OllamaShow),
+        Route("POST /api/pull", "Is a model here?", models.pull, OllamaPullBody, Status, Status),
+        Route("GET /api/tags", "List models", models.tags, returns=OllamaModelList),
+        Route("GET /api/ps", "List models in memory", models.ps, returns=OllamaRunning),
+        Route("GET /api/version", "Version", models.version, returns=Version),
     ]
 
 
 API = Api(
     "Ollama",
     _routes,
-    Wording(error_words, paths=("/api/",)),
+    Wording(error_words, paths=("/api/")),
     stream_type="application/x-ndjson",
     takes_any_type=True,
     refused=[
-        Refused("POST", "/api/push", "Models are not sent to a library from here."),
+        Refused("POST /api/push", "Models are not sent to a library from here."),
         Refused(
-            "POST",
-            "/api/create",
-            "Give `penstock serve` the files of a model; a system message is the first message of a chat.",
+            "POST /api/create", "Give `penstock serve` the files of a model; a system message is the first message of a chat."
         ),
-        Refused("POST", "/api/copy", "Give `penstock serve` another name with --served-model-name."),
-        Refused("DELETE", "/api/delete", "Delete the files where the server runs: `penstock models` names them."),
+        Refused("POST /api/copy", "Give `penstock serve` another name with --served-model-name."),
+        Refused("DELETE /api/delete", "Delete the files where the server runs: `penstock models` names them."),
     ],
 )

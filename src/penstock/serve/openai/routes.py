@@ -17,28 +17,24 @@ def _routes(parts: Parts) -> Sequence[Route]:
     embed, models = parts.texts.answers(EmbeddingsBody, create), ModelsEndpoint(parts.deployment, parts.folder)
     return [
         Route(
-            "POST",
-            "/v1/completions",
+            "POST /v1/completions /completions",
             "Complete",
             CompletionsEndpoint(*call).create,
             CompletionBody,
             Completion,
             CompletionChunk,
-            also_at="/completions",
         ),
         Route(
-            "POST",
-            "/v1/chat/completions",
+            "POST /v1/chat/completions /chat/completions",
             "Chat",
             ChatEndpoint(*call).create,
             ChatCompletionBody,
             ChatCompletion,
             ChatChunk,
-            also_at="/chat/completions",
         ),
-        Route("POST", "/v1/embeddings", "Embed", embed, EmbeddingsBody, Embeddings, also_at="/embeddings"),
-        Route("GET", "/v1/models", "List models", models.list, returns=ModelList, also_at="/models"),
-        Route("GET", "/v1/models/{model_id:path}", "Get a model", models.get, returns=ModelCard),
+        Route("POST /v1/embeddings /embeddings", "Embed", embed, EmbeddingsBody, Embeddings),
+        Route("GET /v1/models /models", "List models", models.list, returns=ModelList),
+        Route("GET /v1/models/{model_id:path}", "Get a model", models.get, returns=ModelCard),
     ]
 
 

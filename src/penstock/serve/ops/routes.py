@@ -17,17 +17,17 @@ def _routes(parts: Parts) -> Sequence[Route]:
     pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts.deployment, parts.ignored)
     by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
     return [
-        Route("POST", "/models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),
-        Route("POST", "/models/unload", "Unload a model", life.unload, UnloadModelBody, Success),
-        Route("GET", "/v1/requests", "List your requests", requests.list, returns=RequestList, query=("ended",)),
-        Route("GET", by_id, "Why does it take so long?", requests.explain, returns=Request),
-        Route("DELETE", by_id, "Cancel a request", requests.cancel, returns=RequestCancelled),
-        Route("GET", "/health", "Is it alive?", status.health, returns=Status),
-        Route("GET", "/ready", "Can it take work?", status.ready, returns=Status),
-        Route("GET", "/load", "How busy is it?", status.load, returns=Load, query=("model",)),
-        Route("GET", "/kv", "What is in the KV cache?", pool.kv, returns=Pool, query=("model",)),
-        Route("GET", "/version", "Version", status.version, returns=Version),
-        Route("GET", "/metrics", "Metrics", status.metrics, returns=PlainText),
+        Route("POST /models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),
+        Route("POST /models/unload", "Unload a model", life.unload, UnloadModelBody, Success),
+        Route("GET /v1/requests", "List your requests", requests.list, returns=RequestList, query="ended"),
+        Route(f"GET {by_id}", "Why does it take so long?", requests.explain, returns=Request),
+        Route(f"DELETE {by_id}", "Cancel a request", requests.cancel, returns=RequestCancelled),
+        Route("GET /health", "Is it alive?", status.health, returns=Status),
+        Route("GET /ready", "Can it take work?", status.ready, returns=Status),
+        Route("GET /load", "How busy is it?", status.load, returns=Load, query="model"),
+        Route("GET /kv", "What is in the KV cache?", pool.kv, returns=Pool, query="model"),
+        Route("GET /version", "Version", status.version, returns=Version),
+        Route("GET /metrics", "Metrics", status.metrics, returns=PlainText),
     ]
 
 

@@ -13,24 +13,23 @@ from penstock.serve.responses.schemas import ResponsesBody
 
 def _routes(parts: Parts) -> Sequence[Route]:
     responses, one = ResponsesEndpoint(parts), "/v1/responses/{response_id}"
-    listed = ("after", "limit", "order")
     return [
         Route(
-            "POST",
-            "/v1/responses",
+            "POST /v1/responses /responses",
             "Respond",
             responses.create,
             ResponsesBody,
             Response,
             ResponseEvent,
-            also_at="/responses",
             more_statuses={409: "The response that this one follows has not ended"},
         ),
-        Route("GET", one, "Get a response", responses.get, returns=Response),
-        Route("DELETE", one, "Forget a response", responses.delete, returns=ResponseForgotten),
-        Route("POST", f"{one}/cancel", "Cancel a response", responses.cancel, returns=Response),
-        Route("GET", f"{one}/input_items", "List a question", responses.input_items, returns=ResponseItems, query=listed),
+        Route(f"GET {one}", "Get a response", responses.get, returns=Response),
+        Route(f"DELETE {one}", "Forget a response", responses.delete, returns=ResponseForgotten),
+        Route(f"POST {one}/cancel", "Cancel a response", responses.cancel, returns=Response),
+        Route(
+            f"GET {one}/input_items", "List a question", responses.input_items, returns=ResponseItems, query="after limit order"
+        ),
     ]
 
 
-API = Api("OpenAI", _routes, refused=[Refused("POST", "/v1/responses/compact", NO_COMPACTION, code="not_supported")])
+API = Api("OpenAI", _routes, refused=[Refused("POST /v1/responses/compact", NO_COMPACTION, code="not_supported")])

@@ -1,24 +1,308 @@
-"""The API of text-embeddings-inference. `/rerank`, `/tokenize` and `/` belong to other APIs, too."""
+"""The API of text-embeddings-inference (https://huggingface.github.io/text-embeddings-inference).
+
+`/rerank`, `/tokenize` and `/` belong to other APIs, too. A wrong body is a 400 as everywhere here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+import penstock
+from penstock.calls.run import check_text_size
+from penstock.deploy.off_loop import give_way
+from penstock.deploy.running import RunningModel
 from penstock.serve.api import Api, Parts, Route
-from penstock.serve.http.checks import Wording
-from penstock.serve.shapes import Vector
-from penstock.serve.tei.texts import (
-    EmbedBody,
-    PredictBody,
-    TeiEndpoint,
-    TeiInfo,
-    TeiLabel,
-    TeiRanked,
-    TeiRerankBody,
-    TeiToken,
-    TeiTokenizeBody,
-    tei_words,
+from penstock.serve.asking import find_model
+from penstock.serve.bodies import Body, parse_body
+from penstock.serve.errors import ApiError, invalid
+from penstock.serve.http.checks import JsonEndpoint, Wording
+from penstock.serve.shapes import Count, Object, Vector
+from penstock.serve.texts.call import MAX_TEXTS, TextInput, TextResults, Truncation
+from penstock.serve.texts.endpoint import Answer
+from penstock.serve.texts.numbers import embedding, ranking, scores
+from penstock.serve.texts.pairs import Pairs
+from penstock.serve.texts.read import (
+    Asked,
+    Texts,
+    TextsOrIds,
+    TextsRequest,
+    check_dimensions,
+    check_length,
+    name_in,
+    prompt_text,
+    read_prompted,
+    read_text,
+    read_texts,
+    require_embeddings,
+    require_labels,
 )
+from penstock.serve.texts.tokens import MAX_TOLD_TOKENS, pieces_of
+from penstock.serve.texts.write import write_json
+from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
+
+Side = Literal["left", "right", "Left", "Right"]
+
+
+class TruncatedBody(Body):
+    """Fields that all bodies have. Null is the same as absent."""
+
+    truncate: bool | None = None
+    """Cut a text that is too long, and do not refuse it."""
+    truncation_direction: Side | None = None
+    """The side that is cut off; right by default."""
+
+
+class EmbedBody(TruncatedBody):
+    inputs: TextsOrIds
+    normalize: bool | None = None
+    """False: not made vectors of length 1. True by default."""
+    prompt_name: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class TeiRerankBody(TruncatedBody):
+    query: Annotated[Any, Field(json_schema_extra={"type": "string", "minLength": 1})]
+    texts: Texts
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    """Answer with the best so many of the texts."""
+
+
+class PredictBody(TruncatedBody):
+    inputs: Annotated[
+        Any,
+        Field(json_schema_extra={"description": "A text, a pair of texts in a list, or a list of lists with one text or two."}),
+    ]
+    raw_scores: bool | None = None
+
+
+class TeiTokenizeBody(Body):
+    inputs: Texts
+    add_special_tokens: bool | None = None
+    prompt_name: str | None = None
+
+
+TeiError = TypedDict("TeiError", {"error": str, "error_type": str})
+TeiLabel = TypedDict("TeiLabel", {"score": float, "label": str})
+TeiRanked = TypedDict("TeiRanked", {"index": Count, "text": NotRequired[str], "score": float})
+TeiToken = TypedDict("TeiToken", {"id": Count, "text": str, "special": bool, "start": None, "stop": None})
+
+
+class TeiInfo(TypedDict):
+    model_id: str
+    model_sha: None
+    model_dtype: str
+    model_type: Object | None
+    max_concurrent_requests: Count | None
+    max_input_length: Count
+    max_batch_tokens: Count
+    max_batch_requests: None
+    max_client_batch_size: Count
+    auto_truncate: bool
+    tokenization_workers: Count
+    version: str
+    sha: None
+    docker_label: None
+
+
+def embed(body: EmbedBody, request: TextsRequest) -> Answer:
+    """Turn one or more texts into vectors."""
+    asked = request.open()
+    require_embeddings(asked)
+    encoder = asked.encoder
+    check_dimensions(body.dimensions, encoder)
+    if body.normalize is False and encoder.is_normalised:
+        raise invalid("The model's own files have its vectors normalised: leave out 'normalize'.", "normalize")
+    texts = read_prompted(body.inputs, "inputs", asked, body.prompt_name)
+    is_unit = body.normalize is not False
+
+    def write(results: TextResults) -> list[Vector]:
+        return [embedding(result, encoder, body.dimensions, is_unit=is_unit) for result in results.results]
+
+    return Answer(asked.call(texts, name_in("inputs", body.inputs), _truncation(body, asked)), write)
+
+
+def predict(body: PredictBody, request: TextsRequest) -> Answer:
+    """The scores of a classifier's labels, the best first."""
+    asked = request.open()
+    require_labels(asked)
+    encoder = asked.encoder
+    texts, is_batch = _predict_inputs(body.inputs)
+    function = ScoreFunction.NONE if body.raw_scores else encoder.scores
+
+    def write(results: TextResults) -> list[list[TeiLabel]] | list[TeiLabel]:
+        lists: list[list[TeiLabel]] = []
+        for result in results.results:
+            found = scores(result, function)
+            lists.append([{"score": found[index], "label": encoder.labels[index]} for index in ranking(found)])
+        return lists if is_batch else lists[0]
+
+    name_of = (lambda index: f"inputs[{index}]") if is_batch else (lambda _: "inputs")
+    return Answer(asked.call(texts, name_of, _truncation(body, asked)), write)
+
+
+def rerank(body: TeiRerankBody, request: TextsRequest) -> Answer:
+    """Score texts by how well they answer a question, and sort them."""
+    asked = request.open()
+    if not isinstance(body.texts, list):
+        raise invalid("'texts' must be a list of strings.", "texts")
+    texts = [text for text in read_texts(body.texts, "texts") if isinstance(text, str)]
+    pairs = Pairs([read_text(body.query, "query")], texts, lambda _: "query", name_in("texts", body.texts))
+    call = pairs.call(asked, _truncation(body, asked), is_search=True)
+
+    def write(results: TextResults) -> list[TeiRanked]:
+        found = pairs.scores(asked.encoder, results.results, is_raw=bool(body.raw_scores))
+        ranked: list[TeiRanked] = []
+        for index in ranking(found)[: body.top_n]:
+            ranked.append({"index": index, "score": found[index]})
+            if body.return_text:
+                ranked[-1]["text"] = texts[index]
+        return ranked
+
+    return Answer(call, write)
+
+
+class TeiEndpoint:
+    """The routes that ask the default model's tokenizer, or what it is."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.embed = parts.texts.answers(EmbedBody, embed)
+        self.rerank = parts.texts.answers(TeiRerankBody, rerank)
+        self.predict = parts.texts.answers(PredictBody, predict)
+
+    async def reads_texts(self, _data: bytes, http: HttpRequest) -> bool:
+        """Return whether the default model is an encoder."""
+        return self._model(http).model.encoder is not None
+
+    async def root(self, data: bytes, http: HttpRequest) -> Response:
+        """Embed, rank, classify or write text, whichever the default model is for."""
+        encoder = self._model(http).model.encoder
+        assert encoder is not None
+        answer: JsonEndpoint = {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)
+        return await answer(data, http)
+
+    async def info(self, http: HttpRequest) -> TeiInfo:
+        """The default model, as text-embeddings-inference tells it."""
+        running = self._model(http)
+        model, encoder = running.model, running.model.encoder
+        return {
+            "model_id": model.root,
+            "model_sha": None,
+            "model_dtype": "float32",
+            "model_type": None if encoder is None else _model_type(encoder),
+            "max_concurrent_requests": running.admission.limits.max_queue,
+            "max_input_length": model.max_model_len,
+            "max_batch_tokens": model.max_step_tokens,
+            "max_batch_requests": None,
+            "max_client_batch_size": MAX_TEXTS,
+            "auto_truncate": False,
+            "tokenization_workers": 1,
+            "version": penstock.__version__,
+            "sha": None,
+            "docker_label": None,
+        }
+
+    async def tokenize(self, data: bytes, http: HttpRequest) -> Response:
+        """Tokens of one or more texts."""
+        running = self._model(http)
+        content = await running.off_loop.run(len(data), lambda: self._tokens(data, running))
+        return Response(content, media_type="application/json")
+
+    def _model(self, http: HttpRequest) -> RunningModel:
+        return find_model(None, self._parts.deployment, http.scope)
+
+    def _tokens(self, data: bytes, running: RunningModel) -> bytes:
+        body = parse_body(data, TeiTokenizeBody, self._parts.ignored)
+        encoder, tokenizer = running.model.encoder, running.tokenizer
+        if encoder is not None:
+            prompt = prompt_text(encoder, body.prompt_name)
+        elif body.prompt_name is not None:
+            raise invalid("The model has no prompts.", "prompt_name")
+        else:
+            prompt = ""
+        texts = [text for text in read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
+        for index, text in enumerate(texts):
+            check_text_size(text, running, f"inputs[{index}]")
+        lists: list[list[int]] = []
+        num_tokens = 0
+        for piece in pieces_of(texts):
+            lists += tokenizer.encode_batch(piece, add_special_tokens=body.add_special_tokens is not False)
+            num_tokens += sum(map(len, lists[-len(piece) :]))
+            if num_tokens > MAX_TOLD_TOKENS:
+                raise invalid(
+                    f"The texts have more than {MAX_TOLD_TOKENS} tokens, the most that one answer tells. Send the texts in "
+                    "several requests, or one of them as 'prompt'.",
+                    "inputs",
+                )
+            give_way()
+        return write_json(
+            [
+                [
+                    {
+                        "id": token_id,
+                        "text": tokenizer.token_text(token_id),
+                        "special": tokenizer.is_special(token_id),
+                        "start": None,
+                        "stop": None,
+                    }
+                    for token_id in token_ids
+                ]
+                for token_ids in lists
+            ]
+        )
+
+
+def tei_words(error: ApiError) -> TeiError:
+    return {"error": error.message, "error_type": _ERROR_TYPES.get(error.status_code, "Backend")}
+
+
+_ERROR_TYPES = {400: "Validation", 404: "Validation", 408: "Overloaded", 429: "Overloaded", 503: "Unhealthy"}
+
+
+def _model_type(encoder: EncoderInfo) -> dict[str, Any]:
+    if encoder.task is Task.EMBED:
+        return {"embedding": {"pooling": encoder.pooling}}
+    labels = {
+        "id2label": {str(index): label for index, label in enumerate(encoder.labels)},
+        "label2id": {label: index for index, label in enumerate(encoder.labels)},
+    }
+    return {"reranker" if encoder.task is Task.RERANK else "classifier": labels}
+
+
+def _truncation(body: TruncatedBody, asked: Asked) -> Truncation | None:
+    is_left = (body.truncation_direction or "").lower() == "left"
+    if not body.truncate:
+        if is_left:
+            param = "truncation_direction"
+            raise invalid(f"'{param}' is 'left', but no text is cut. Set 'truncate', too.", param)
+        return None
+    return Truncation(asked.running.model.max_model_len, "left" if is_left else "right")
+
+
+def _predict_inputs(value: Any) -> tuple[list[TextInput], bool]:
+    """A text, a pair (a list of two strings), or several of either, each in a list; and whether it was a list of lists."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        check_length(value, "inputs")
+        return [_one_or_two(item, f"inputs[{index}]") for index, item in enumerate(value)], True
+    if isinstance(value, str):
+        return [read_text(value, "inputs")], False
+    return [_one_or_two(value, "inputs")], False
+
+
+def _one_or_two(value: Any, param: str) -> TextInput:
+    if not isinstance(value, list) or len(value) not in (1, 2):
+        raise invalid(f"'{param}' must be a string, or a list of one text or of a pair.", param)
+    texts = [read_text(text, f"{param}[{index}]") for index, text in enumerate(value)]
+    return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+
 
 _Labels = list[TeiLabel] | list[list[TeiLabel]]
 
@@ -27,20 +311,19 @@ def _routes(parts: Parts) -> Sequence[Route]:
     tei = TeiEndpoint(parts)
     with_texts, with_inputs = parts.has_field("texts"), parts.has_field("inputs")
     return [
-        Route("POST", "/embed", "Embed", tei.embed, EmbedBody, list[Vector]),
-        Route("POST", "/predict", "Classify", tei.predict, PredictBody, _Labels),
-        Route("POST", "/rerank", "Rerank", tei.rerank, TeiRerankBody, list[TeiRanked], when=with_texts),
-        Route("POST", "/tokenize", "Tokenize", tei.tokenize, TeiTokenizeBody, list[list[TeiToken]], when=with_inputs),
+        Route("POST /embed", "Embed", tei.embed, EmbedBody, list[Vector]),
+        Route("POST /predict", "Classify", tei.predict, PredictBody, _Labels),
+        Route("POST /rerank", "Rerank", tei.rerank, TeiRerankBody, list[TeiRanked], when=with_texts),
+        Route("POST /tokenize", "Tokenize", tei.tokenize, TeiTokenizeBody, list[list[TeiToken]], when=with_inputs),
         Route(
-            "POST",
-            "/",
+            "POST /",
             "What the default model is for",
             tei.root,
             EmbedBody | TeiRerankBody | PredictBody,
             list[Vector] | list[TeiRanked] | _Labels,
             when=tei.reads_texts,
         ),
-        Route("GET", "/info", "The default model", tei.info, returns=TeiInfo),
+        Route("GET /info", "The default model", tei.info, returns=TeiInfo),
     ]
 
 

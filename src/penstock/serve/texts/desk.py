@@ -1,38 +1,50 @@
-"""The desk of a model: its texts that are with the engine, each different one once, whoever asks for it.
+"""How the texts of encoders run: the door, the tokens, and the desk of each model, which has each different text computed once.
 
-`run` asks it for texts and is told their numbers. A text that somebody asks for already is computed for both, if that one is in
-no less of a hurry; with a cache (`--embedding-cache`) also one whose numbers were asked for a while ago. Texts have the same
-numbers for everybody, but the time of an answer tells that somebody else asked, so tenants that may not share prefixes share no
-texts either.
-
-All belongs to the event loop.
+A list is many small requests, of which the engine has some at a time. Each that ends lets in the next. So the engine's queue
+stays short whatever a client sends, and a client that leaves has cost no more than that. Texts are shared between calls, and
+with a cache (`--embedding-cache`) over time, but only between tenants that may share prefixes: times tell who asked before.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from penstock.admission.checks import Ask
+from penstock.admission.door import Place
+from penstock.calls.call import Terms
+from penstock.calls.in_flight import InFlight
+from penstock.calls.run import ask_of, at_the_door
+from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
-from penstock.serve.texts.call import Text
+from penstock.serve.errors import ApiError, cancelled
+from penstock.serve.streams import error_of, server_timing, times_ms
+from penstock.serve.texts.call import Text, TextInput, TextResult, TextResults, TextsCall, TokenIds
+from penstock.serve.texts.tokens import parts_of, tokenise, work_size
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import SamplingParams
 
 ENTRY_BYTES = 256
 """Bytes of memory for the books of one entry of the cache: its key, its place in the order, the object of its numbers."""
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""The parameters of every text: nothing is drawn."""
+"""The parameters of every text: nothing is sampled."""
+WINDOW_STEPS = 2
+"""Full steps whose tokens a call has with the engine: one runs while the next texts come."""
+_CHARS_PER_TOKEN = 4
+"""The mean for English. The door decides about a list before its tokens are known."""
 
 _Key = tuple[str, Text]
-"""The tenant, where tenants share nothing, and the text."""
+"""The tenant, or empty where tenants share texts, and the text."""
 
 
 class Urgency(NamedTuple):
-    """Terms of a call that decide when its texts are computed: less is stricter, and None asks for nothing."""
+    """Terms of a call that decide when its texts are computed. Less is stricter, and None is no limit."""
 
     priority: int = 0
     deadline_ns: int | None = None
@@ -41,40 +53,205 @@ class Urgency(NamedTuple):
     slo_ttft_ns: int | None = None
 
     def is_enough_for(self, other: Urgency) -> bool:
-        """True if a text of this urgency that came before has its turn no later, and is given up no later, than the other."""
+        """Return whether an earlier text of this urgency runs, and is given up, no later than one of the other urgency."""
         limits = [(mine, its) for mine, its in zip(self, other, strict=True) if its is not None]
         return all(mine is not None and mine <= its for mine, its in limits)
 
 
-class Asker(Protocol):
-    """A call that waits for texts."""
+async def run(call: TextsCall, desk: Desk, in_flight: InFlight | None = None) -> TextResults:
+    """Return the numbers of all texts. Cancelling this cancels them.
+
+    `in_flight`: where the call can be seen and cancelled until it ends. Raises `Rejected` if the door is closed or a text does
+    not fit, and `ApiError` if the call ends early.
+    """
+    running = call.running
+    ask = _ask(call)
+    with running.engine.held():  # while the server drains, its later texts still come
+        with at_the_door(running, ask) as place:
+            found = await running.off_loop.run(work_size(call), partial(tokenise, call))
+            if not ask.num_token_ids:
+                num_chars = sum([_size(text) for text in call.texts])
+                running.admission.lengths.on_prompt(num_chars, sum([text.num_tokens for text in found]))
+            texts = RunningTexts(call, desk, found, place)
+            if in_flight is not None:
+                in_flight.add(texts)
+            try:
+                texts.fill()
+            except BaseException:
+                texts.close(in_flight)
+                raise
+        try:
+            return await texts.finish()
+        finally:
+            texts.close(in_flight)
+
+
+class RunningTexts:
+    """The texts of one call on their way through the desk. `InFlight` has it as a call."""
+
+    def __init__(self, call: TextsCall, desk: Desk, texts: Sequence[Text], place: Place) -> None:
+        self.running: RunningModel = call.running
+        self.terms: Terms = call.terms
+        self._desk = desk
+        self._texts = texts
+        self._place = place
+        self._engine_id = desk.new_engine_id(call.terms.request_id)
+        self._waiting = deque(dict.fromkeys(texts))
+        """Texts that the desk does not have yet, each once."""
+        self._found: dict[Text, bytes] = {}
+        self._asked: dict[Text, Request | None] = {}
+        """Texts at the desk, each with its request if that is this call's own."""
+        self._num_asked_tokens = 0
+        self._num_requests = 0
+        self._window_tokens = WINDOW_STEPS * self.running.model.max_step_tokens
+        self._error: ApiError | None = None
+        self._waker: asyncio.Future[None] | None = None
+        self._last: OutputChunk | None = None
+        """The last chunk that brought numbers."""
+
+    def fill(self) -> None:
+        """Hand in as many texts as the window has room for."""
+        texts = []
+        while self._waiting and self._num_asked_tokens < self._window_tokens:
+            text = self._waiting.popleft()
+            texts.append(text)
+            self._asked[text] = None
+            self._num_asked_tokens += text.num_tokens
+        if texts:
+            self._desk.ask(texts, self, self.terms.owner.tenant)
+
+    async def finish(self) -> TextResults:
+        """Hand in the rest of the texts and wait for all of them. Raises `ApiError` if the call ends early."""
+        while self._error is None and (self._waiting or self._asked):
+            if self._asked:
+                self._waker = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waker
+                finally:
+                    self._waker = None
+            else:  # the cache had all of them
+                await asyncio.sleep(0)
+            if self._error is None:
+                self.fill()
+        if self._error is not None:
+            raise self._error
+        found = self._found
+        timing, terms = "", self.terms
+        if self._last is not None:
+            timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.model_wait_ns)
+        return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
+
+    def close(self, in_flight: InFlight | None) -> None:
+        """Give up texts that are not computed yet."""
+        if self._asked:
+            self._desk.leave(self, "the client left")
+        if in_flight is not None:
+            in_flight.land(self)
+
+    # Called by the desk
 
     @property
     def urgency(self) -> Urgency:
-        """Its present one."""
-        ...
+        """The urgency of the texts that remain. Limits of waiting end with the first numbers, as a long list takes its time."""
+        terms, has_begun = self.terms, self._last is not None
+        return Urgency(
+            priority=terms.priority,
+            deadline_ns=terms.deadline_ns,
+            queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
+            first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
+            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
+        )
 
     def request_for(self, text: Text) -> Request:
-        """A request with the call's own id, urgency and tenant."""
-        ...
+        terms, urgency = self.terms, self.urgency
+        self._num_requests += 1
+        request = self._asked[text] = Request(
+            request_id=f"{self._engine_id}.{self._num_requests - 1}",
+            prompt_token_ids=text.tokens.token_ids,
+            sampling=SAMPLING,
+            arrival_ns=terms.arrival_ns,
+            model_wait_ns=terms.model_wait_ns,
+            parent_id=self._engine_id,
+            priority=urgency.priority,
+            deadline_ns=urgency.deadline_ns,
+            queue_deadline_ns=urgency.queue_deadline_ns,
+            first_token_deadline_ns=urgency.first_token_deadline_ns,
+            slo_ttft_ns=urgency.slo_ttft_ns,
+            tenant=terms.owner.tenant,
+            second_at=text.tokens.second_at,
+        )
+        return request
 
     def enter(self, requests: Sequence[Request]) -> None:
-        """Called before the call's requests are submitted, for the books of the door."""
-        ...
+        """Count requests at the door before they are submitted."""
+        self.running.admission.enter_more(self._place, requests, self.running.clock.now_ns())
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
-        """Called with the numbers of a text; without a chunk they were in the cache. `wake` follows."""
-        ...
+        """Take the numbers of a text. `chunk` is None if they were in the cache."""
+        self._found[text] = states
+        self._num_asked_tokens -= text.num_tokens
+        del self._asked[text]
+        if chunk is not None:
+            self._last = chunk
 
     def fail(self, chunk: OutputChunk) -> None:
-        """Called if the engine has no numbers. `wake` follows."""
-        ...
+        self._error = self._error or error_of(self.terms, chunk)
 
     def ask_again(self, text: Text) -> None:
-        """Called if the request of another call was to answer, and was ended for that call's sake. `wake` follows."""
-        ...
+        """Hand in a text once more: it shared another call's request, and that call was cancelled."""
+        del self._asked[text]
+        self._num_asked_tokens -= text.num_tokens
+        self._waiting.appendleft(text)
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
+
+    # Called for the list of requests
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return [request for request in self._asked.values() if request is not None]
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        """The call's own id, under which the journal tells one text at a time: a list would make others forgotten."""
+        return (self._engine_id,)
+
+    @property
+    def index_of(self) -> dict[str, int]:
+        return {request.request_id: int(request.request_id.rpartition(".")[2]) for request in self.requests}
+
+    def abort(self, detail: str) -> None:
+        self._error = self._error or cancelled(detail)
+        self.wake()
+
+
+def _size(text: TextInput) -> int:
+    """Return the characters of a text, or the number of its token ids."""
+    return len(text.token_ids) if isinstance(text, TokenIds) else sum(map(len, parts_of(text)))
+
+
+def _ask(call: TextsCall) -> Ask:
+    """Return the size and urgency of a call without its tokens: of as many texts as fill its window."""
+    model = call.running.model
+    texts: list[TextInput] = []
+    num_tokens = 0
+    for text in call.texts:
+        if num_tokens >= WINDOW_STEPS * model.max_step_tokens:
+            break
+        texts.append(text)
+        num_tokens += min(max(1, _size(text) // _CHARS_PER_TOKEN), model.max_model_len)
+    num_token_ids = sum([_size(text) for text in texts if isinstance(text, TokenIds)])
+    return ask_of(
+        call.terms,
+        call.claim,
+        num_requests=len(texts),
+        num_chars=sum([_size(text) for text in texts]) - num_token_ids,
+        num_token_ids=num_token_ids,
+        max_new_tokens=1,
+        min_new_tokens=1,
+    )
 
 
 class _Work:
@@ -82,17 +259,17 @@ class _Work:
 
     __slots__ = ("askers", "key", "owner", "request_id", "urgency")
 
-    def __init__(self, key: _Key, request_id: str, owner: Asker) -> None:
+    def __init__(self, key: _Key, request_id: str, owner: RunningTexts) -> None:
         self.key = key
         self.request_id = request_id
         self.urgency = owner.urgency
         self.owner = owner
-        """The call whose request it is; it may have left."""
-        self.askers: dict[Asker, None] = {owner: None}
+        """The call whose request it is. It may have left."""
+        self.askers: dict[RunningTexts, None] = {owner: None}
 
 
 class Desk:
-    """The desk of one model. As a reader of the bridge, it takes the chunks of all requests that it submits."""
+    """The texts of one model that are with the engine, each different one once. It reads the chunks of all its requests."""
 
     def __init__(self, bridge: Bridge, metrics: Metrics, *, isolates_tenants: bool = False, max_cache_bytes: int = 0) -> None:
         self._bridge = bridge
@@ -101,22 +278,19 @@ class Desk:
         self._isolates_tenants = isolates_tenants
         self._cache = _Cache(max_cache_bytes)
         self._at_work: dict[_Key, _Work] = {}
-        """The engine has a text twice if a second call is in a greater hurry; then the second is here."""
+        """If a second call was in a greater hurry, the engine has a text twice, and the second is here."""
         self._by_id: dict[str, _Work] = {}
         """The same by the engine's request ids."""
-        self._touched: dict[Asker, None] = {}
+        self._touched: dict[RunningTexts, None] = {}
         self._num_calls = 0
 
     def new_engine_id(self, request_id: str) -> str:
-        """A prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
+        """Return a prefix for the engine's ids of a call's requests: clients may use one id for several calls."""
         self._num_calls += 1
         return f"{request_id}/{self._num_calls}"
 
-    def ask(self, texts: Sequence[Text], asker: Asker, tenant: str) -> None:
-        """Have the asker told the numbers of texts, which are all different and which it does not wait for yet.
-
-        Texts of the cache are told at once. Raises what the engine's `submit` raises.
-        """
+    def ask(self, texts: Sequence[Text], asker: RunningTexts, tenant: str) -> None:
+        """Compute different texts for a call, or take them from the cache. Raises what the engine's `submit` raises."""
         requests = []
         urgency = asker.urgency
         for text in texts:
@@ -137,8 +311,8 @@ class Desk:
             asker.enter(requests)
             self._bridge.submit(requests, self)
 
-    def leave(self, asker: Asker, detail: str) -> None:
-        """The asker waits for nothing any more. Texts that nobody else waits for are aborted."""
+    def leave(self, asker: RunningTexts, detail: str) -> None:
+        """Abort the texts of a call that no other call waits for."""
         self._touched.pop(asker, None)
         for work in [work for work in self._by_id.values() if asker in work.askers]:
             del work.askers[asker]
@@ -183,13 +357,13 @@ class Desk:
 
 
 class _Cache:
-    """Numbers of the texts that were asked for last, within a number of bytes."""
+    """The numbers of the texts that were used last, within a number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._entries: OrderedDict[bytes, bytes] = OrderedDict()
-        """Name of the key -> numbers, the one that was asked for last at the end."""
+        """Name of the key -> numbers, the last used one at the end."""
 
     def find(self, key: _Key) -> bytes | None:
         if not self._entries:
@@ -201,7 +375,7 @@ class _Cache:
         return states
 
     def put(self, key: _Key, states: bytes) -> None:
-        """Keep the numbers of a text. They may be there already, as the engine may have had it twice."""
+        """Keep the numbers of a text, unless they are there already: the engine may have had the text twice."""
         size = len(states) + ENTRY_BYTES
         if size > self._max_bytes or self.find(key) is not None:
             return

@@ -23,9 +23,8 @@ from penstock.serve.bodies import INLINE_MAX_BYTES, Body, IgnoredParameters, che
 from penstock.serve.http.checks import JsonEndpoint, entry_of
 from penstock.serve.http.exchange import unless_gone
 from penstock.serve.texts.call import TextResults, TextsCall
-from penstock.serve.texts.desk import Desk
+from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.read import TextsRequest
-from penstock.serve.texts.run import run
 from penstock.serve.texts.tokens import work_size
 from penstock.serve.texts.write import write_json
 

@@ -12,9 +12,9 @@ from penstock.serve.tgi.generate import TgiAnswer, TgiBody, TgiEvent, TgiFace, t
 def _routes(parts: Parts) -> Sequence[Route]:
     tgi, root = TgiFace(parts.reader, parts.in_flight, parts.off_loop), "What the default model is for"
     return [
-        Route("POST", "/generate", "Complete", tgi.generate, TgiBody, TgiAnswer, TgiEvent),
-        Route("POST", "/generate_stream", "Complete as a stream", tgi.generate_stream, TgiBody, None, TgiEvent),
-        Route("POST", "/", root, tgi.root, TgiBody, list[TgiAnswer], TgiEvent),
+        Route("POST /generate", "Complete", tgi.generate, TgiBody, TgiAnswer, TgiEvent),
+        Route("POST /generate_stream", "Complete as a stream", tgi.generate_stream, TgiBody, None, TgiEvent),
+        Route("POST /", root, tgi.root, TgiBody, list[TgiAnswer], TgiEvent),
     ]
 
 

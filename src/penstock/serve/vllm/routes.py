@@ -6,32 +6,21 @@ from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, PlainText, Route
 from penstock.serve.vllm.adapters import AdaptersEndpoint, LoadAdapterBody, UnloadAdapterBody
-from penstock.serve.vllm.texts import (
-    Classes,
-    ClassifyBody,
-    Pooling,
-    PoolingBody,
-    ScoreBody,
-    Scores,
-    classify,
-    pooling,
-    score,
-)
+from penstock.serve.vllm.texts import Classes, ClassifyBody, Pooling, PoolingBody, ScoreBody, Scores, classify, pooling, score
 from penstock.serve.vllm.tokenize import DetokenizeBody, Detokenized, TokenizeBody, TokenizeEndpoint, Tokens
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
     texts, lora = parts.texts, AdaptersEndpoint(parts.deployment, parts.ignored)
     tokens = TokenizeEndpoint(parts.deployment, parts.config, parts.ignored)
-    score_pairs, load, unload = texts.answers(ScoreBody, score), "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     return [
-        Route("POST", "/v1/score", "Score pairs", score_pairs, ScoreBody, Scores, also_at="/score"),
-        Route("POST", "/classify", "Classify", texts.answers(ClassifyBody, classify), ClassifyBody, Classes),
-        Route("POST", "/pooling", "A model's numbers", texts.answers(PoolingBody, pooling), PoolingBody, Pooling),
-        Route("POST", "/tokenize", "Tokenize", tokens.tokenize, TokenizeBody, Tokens),
-        Route("POST", "/detokenize", "Detokenize", tokens.detokenize, DetokenizeBody, Detokenized),
-        Route("POST", load, "Load an adapter", lora.load, LoadAdapterBody, PlainText),
-        Route("POST", unload, "Forget an adapter", lora.unload, UnloadAdapterBody, PlainText),
+        Route("POST /v1/score /score", "Score pairs", texts.answers(ScoreBody, score), ScoreBody, Scores),
+        Route("POST /classify", "Classify", texts.answers(ClassifyBody, classify), ClassifyBody, Classes),
+        Route("POST /pooling", "A model's numbers", texts.answers(PoolingBody, pooling), PoolingBody, Pooling),
+        Route("POST /tokenize", "Tokenize", tokens.tokenize, TokenizeBody, Tokens),
+        Route("POST /detokenize", "Detokenize", tokens.detokenize, DetokenizeBody, Detokenized),
+        Route("POST /v1/load_lora_adapter", "Load an adapter", lora.load, LoadAdapterBody, PlainText),
+        Route("POST /v1/unload_lora_adapter", "Forget an adapter", lora.unload, UnloadAdapterBody, PlainText),
     ]
 
 
